@@ -1,0 +1,21 @@
+"""Bad input, said in one line.
+
+Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError`` with a message that
+names the flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``,
+which prints that line and exits with code 2: no traceback for what is not a bug.
+"""
+
+import sys
+
+
+class InputError(ValueError):
+    """The input is at fault, not the program. The message is one line: what, where, what to do."""
+
+
+def run_script(main):
+    """Call ``main()``; on ``InputError`` print its one line to stderr and exit with code 2."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,81 @@
+"""Flags -> inputs that have been checked against each other, before anything is written or trained."""
+
+import math
+from pathlib import Path
+
+from dataset.lm_dataset import RLAIFDataset
+from errors import InputError
+from model.loading import check_output_head, check_tokenizer, load_policy, load_tokenizer, tokenizer_source
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = {
+    "model": ROOT / "model/demo/policy",
+    "reward_model": ROOT / "model/demo/reward",
+    "data_path": ROOT / "dataset/demo/ppo.jsonl",
+    "eval_data_path": ROOT / "dataset/demo/eval.jsonl",
+}
+
+COUNTS = "batch_size mini_batch_size max_gen_len max_seq_len epochs ppo_epochs accumulation_steps "
+COUNTS += "update_old_actor_freq log_interval save_interval keep_checkpoints"
+POSITIVE = "learning_rate critic_learning_rate grad_clip clip_epsilon cliprange_value temperature"
+NOT_NEGATIVE = "vf_coef kl_coef target_kl missing_eos_penalty critic_warmup_steps max_steps num_workers "
+NOT_NEGATIVE += "eval_interval gamma lam hidden_size num_hidden_layers seed"
+
+
+def check_flags(args):
+    """InputError for a value out of range or sizes that do not divide."""
+    for names, rule, accepts in (
+        (COUNTS, "at least 1", lambda x: x >= 1),
+        (POSITIVE, "above 0", lambda x: 0 < x < math.inf),
+        (NOT_NEGATIVE, "0 or more", lambda x: 0 <= x < math.inf),
+        ("gamma lam", "at most 1", lambda x: x <= 1),
+        ("seed", "below 2**63", lambda x: x < 2**63),
+    ):
+        for name in names.split():
+            if not accepts(getattr(args, name)):
+                raise InputError(f"--{name} {getattr(args, name)}: must be {rule}")
+    if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
+        raise InputError(
+            f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {args.batch_size}"
+        )
+
+
+def fill_paths(args):
+    """Fill in the paths that depend on other flags: MiniMind's names in out/, or the demo's files."""
+    if not args.model and (args.hidden_size or args.use_moe):
+        name = f"{'reason' if args.reasoning else 'full_sft'}_{args.hidden_size or 512}"
+        args.model = str(Path(args.out_dir) / f"{name}{'_moe' if args.use_moe else ''}.pth")
+    if not args.model:
+        for name, path in DEMO.items():
+            if not getattr(args, name) and not (name == "reward_model" and args.reward_fn):
+                setattr(args, name, str(path))
+    if not args.data_path:
+        raise InputError("--data_path: name the JSONL file with the prompts")
+    if not (args.reward_model or args.reward_fn):
+        raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
+    if args.critic_init == "reward" and not args.reward_model:
+        raise InputError("--critic_init reward: needs a --reward_model to start from")
+
+
+def load_inputs(args):
+    """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
+    actor = load_policy(args.model, args.trust_remote_code)
+    check_tokenizer(tokenizer, actor)
+    check_output_head(actor)
+    for flag in ("hidden_size", "num_hidden_layers"):
+        has, wanted = getattr(actor.config, flag), getattr(args, flag)
+        if wanted not in (0, has):
+            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
+    held_out = None
+    if args.eval_data_path:
+        held_out = RLAIFDataset(args.eval_data_path, tokenizer, args.max_seq_len)
+    longest = max(len(p.prompt_ids) for data in (prompts, held_out) if data for p in data)
+    limit = actor.config.max_position_embeddings
+    if longest + args.max_gen_len > limit:
+        raise InputError(
+            f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
+            f"positions of {args.model}; lower it or --max_seq_len"
+        )
+    return actor, tokenizer, prompts, held_out

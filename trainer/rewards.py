@@ -1,0 +1,208 @@
+"""Responses -> scores: the reasoning format, a reward model, the user's own function; each part on its own.
+
+A sequence's score is the plain sum of its parts. Nothing here knows about tokens of the policy: rewards see
+text, and messages go to the reward model as messages.
+"""
+
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from dataset.lm_dataset import conversation_ids
+from errors import InputError
+from trainer.record import micro_batches, pad_right
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SCORE_LIMIT = 3.0  # reward-model scores are clipped to ±3
+TOKENS_PER_PASS = 1 << 14
+
+
+def format_reward(response):
+    """0.5 for exactly the think / answer format, one or two newlines between the blocks, else 0."""
+    return 0.5 * bool(FORMAT.fullmatch(response))
+
+
+def mark_reward(response):
+    """0.25 for each of the four tags that occurs exactly once: a slope towards the format."""
+    return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
+
+
+def answer_text(response):
+    """The stripped text of the first answer block, or None where there is none."""
+    match = ANSWER.search(response)
+    return match.group(1).strip() if match else None
+
+
+def is_correct(response, answer, reasoning):
+    """Does the response give this answer? For evaluation only: the trainer is never rewarded with it."""
+    given = answer_text(response) if reasoning else response.strip()
+    return given == answer.strip()
+
+
+class ClassifierRewardModel:
+    """An ``AutoModelForSequenceClassification`` with one label, its own tokenizer and chat template."""
+
+    def __init__(self, path, device, trust_remote_code):
+        options = {"trust_remote_code": trust_remote_code}
+        self.tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **options)
+        self.model.to(device).eval().requires_grad_(False)
+        # One label too many, or a vocabulary too small, is the wrong model and not a wrong number.
+        if self.model.config.num_labels != 1:
+            labels = self.model.config.num_labels
+            raise InputError(
+                f"--reward_model {path}: has {labels} labels; a reward model has one (num_labels=1)"
+            )
+        if len(self.tokenizer) > self.model.get_input_embeddings().num_embeddings:
+            raise InputError(f"--reward_model {path}: its tokenizer has more entries than its embedding")
+        self.pad_id = self.model.config.pad_token_id
+        self.max_length = getattr(self.model.config, "max_position_embeddings", None)
+
+    @torch.no_grad()
+    def __call__(self, conversations):
+        """[(prompt, response)] -> scores [N] on the CPU, batched by length.
+
+        transformers reads the score at the last token that is not the pad token, so where the model has no
+        pad token we pad with an id that ends no sequence of the batch. What is too long loses its beginning.
+        """
+        ids = [conversation_ids(self.tokenizer, *pair)[-(self.max_length or 0) :] for pair in conversations]
+        scores = torch.empty(len(ids))
+        for index in micro_batches([len(x) for x in ids], TOKENS_PER_PASS):
+            batch = [ids[i] for i in index]
+            pad = self.pad_id
+            if pad is None:
+                last = {x[-1] for x in batch}
+                pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
+            tokens, lengths = pad_right(batch, self.model.device)
+            real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
+            scores[index] = output.logits.float().squeeze(-1).cpu()
+        return scores
+
+
+class RemoteRewardModel:
+    """A model whose own code has ``get_score(tokenizer, messages)``, as internlm2-reward does."""
+
+    def __init__(self, path, device):
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+        self.model = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=True)
+        self.model.to(device).eval().requires_grad_(False)
+        if not callable(getattr(self.model, "get_score", None)):
+            raise InputError(f"--reward_model {path}: its code has no get_score(tokenizer, messages)")
+
+    @torch.no_grad()
+    def __call__(self, conversations):
+        """[(prompt, response)] -> scores [N] on the CPU, one at a time: the interface has no batch."""
+        return torch.tensor([self._score(*pair) for pair in conversations], dtype=torch.float32)
+
+    def _score(self, prompt, response):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return float(
+            self.model.get_score(self.tokenizer, [*messages, {"role": "assistant", "content": response}])
+        )
+
+
+def load_reward_model(path, device, trust_remote_code=False):
+    """A directory or hub name -> callable [(prompt, response)] -> scores [N]. InputError if it is none."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        hint = (
+            "add --trust_remote_code to run its code"
+            if "trust_remote_code" in str(error)
+            else "name a directory"
+        )
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"--reward_model {path}: cannot be loaded ({reason}); {hint}") from None
+    architectures = config.architectures or []
+    remote = "AutoModel" in getattr(config, "auto_map", {})
+    if remote and not trust_remote_code:
+        raise InputError(f"--reward_model {path}: brings its own code; add --trust_remote_code to run it")
+    try:
+        if any(name.endswith("ForSequenceClassification") for name in architectures):
+            return ClassifierRewardModel(path, device, trust_remote_code)
+        if remote:
+            return RemoteRewardModel(path, device)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"--reward_model {path}: cannot be loaded ({reason})") from None
+    raise InputError(
+        f"--reward_model {path}: {', '.join(architectures) or 'unknown architecture'} is not a reward model; "
+        "give a sequence classifier with one label, or a remote-code model with get_score"
+    )
+
+
+def load_reward_function(spec):
+    """``path.py:function`` -> the function of (prompts, responses, answers) -> scores."""
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise InputError(f"--reward_fn {spec}: no such file; write it as path.py:function")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises is the user's to see
+        raise InputError(f"--reward_fn {path}: importing it failed: {error!r}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"--reward_fn {path}: has no function {name!r}")
+    return function
+
+
+class Reward:
+    """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum."""
+
+    def __init__(self, model=None, function=None, reasoning=True, missing_eos_penalty=0.0):
+        self.model, self.function = model, function
+        self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
+
+    def __call__(self, prompts, responses, answers, finished):
+        """B prompts (text or messages), texts, answers (or None), bools -> {part: [B]}, "score" their sum."""
+        parts = {}
+        if self.reasoning:
+            parts["format"] = torch.tensor([format_reward(r) for r in responses])
+            parts["marks"] = torch.tensor([mark_reward(r) for r in responses])
+        if self.model:
+            parts["model"] = self._model_scores(prompts, responses)
+        if self.function:
+            parts["function"] = self._function_scores(prompts, responses, answers)
+        if self.missing_eos_penalty:
+            parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(finished)).float()
+        parts["score"] = torch.stack(list(parts.values())).sum(0)
+        return parts
+
+    def _model_scores(self, prompts, responses):
+        """[B], scores clipped; with an answer block 0.4 of the whole response + 0.6 of the answer alone."""
+        conversations = list(zip(prompts, responses, strict=True))
+        answers = [answer_text(r) if self.reasoning else None for r in responses]
+        blocks = [i for i, answer in enumerate(answers) if answer is not None]
+        scores = self.model(conversations + [(prompts[i], answers[i]) for i in blocks])
+        scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
+        whole, alone = scores[: len(responses)], scores[len(responses) :]
+        whole[blocks] = 0.4 * whole[blocks] + 0.6 * alone
+        return whole
+
+    def _function_scores(self, prompts, responses, answers):
+        scores = self.function(prompts, responses, answers)
+        try:
+            scores = [float(s) for s in scores]
+        except (TypeError, ValueError):
+            raise InputError(
+                f"--reward_fn: returned {type(scores).__name__}, not a list of numbers"
+            ) from None
+        if len(scores) != len(responses) or not all(map(math.isfinite, scores)):
+            example = json.dumps(responses[0])[:80]
+            raise InputError(
+                f"--reward_fn: returned {len(scores)} scores for {len(responses)} responses, or one that is "
+                f"not finite: {scores[:4]}… (first response {example})"
+            )
+        return torch.tensor(scores)

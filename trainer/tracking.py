@@ -1,0 +1,236 @@
+"""What one sees of a run: exact averages, a progress bar, a line a step, sample texts, the end table.
+
+A run folder holds ``config.json``, ``metrics.jsonl`` (one object a step; step 0 is the evaluation before any
+update), ``samples.jsonl`` (prompt, response, score parts) and ``curves.png``. SwanLab gets the same metrics
+with ``--use_wandb``. Only the main process has a ``Tracker``; the others have a ``NullTracker``.
+"""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from trainer.plots import plot_curves
+
+LINE = (  # (metric, how the line shows it)
+    ("reward/score", "score {:.3f}"),
+    ("kl/k1", "kl {:.4f}"),
+    ("rollout/length", "len {:.1f}"),
+    ("rollout/finished", "ended {:.2f}"),
+    ("policy/entropy", "entropy {:.3f}"),
+    ("policy/clip_fraction", "clip {:.3f}"),
+    ("value/explained_variance", "ev {:.2f}"),
+    ("perf/samples_per_second", "{:.1f} samples/s"),
+)
+
+
+class Metrics:
+    """Sums and their counts by name. Averaged once, over all micro-batches and processes: exact means."""
+
+    def __init__(self):
+        self._totals = {}
+
+    def add(self, name, total, count):
+        """Add a sum (tensor or number) over ``count`` tokens or sequences."""
+        old_total, old_count = self._totals.get(name, (0.0, 0.0))
+        total = total.detach().double() if isinstance(total, torch.Tensor) else total
+        self._totals[name] = (old_total + total, old_count + count)
+
+    def add_all(self, totals, count):
+        for name, total in totals.items():
+            self.add(name, total, count)
+
+    def merge(self, other):
+        for name, (total, count) in other._totals.items():
+            self.add(name, total, count)
+
+    def total(self, name):
+        """The sum added so far under a name on this process, 0 if none."""
+        return float(self._totals.get(name, (0.0, 0.0))[0])
+
+    def means(self, world):
+        """{name: mean over all that was added on all processes}; all must have added the same names."""
+        flat = [float(x) for pair in self._totals.values() for x in pair]
+        flat = world.sum(torch.tensor(flat, dtype=torch.float64, device=world.device)).view(-1, 2).tolist()
+        return {
+            name: total / max(count, 1.0) for name, (total, count) in zip(self._totals, flat, strict=True)
+        }
+
+
+class NullTracker:
+    """What a process other than the first sees: nothing."""
+
+    def log(self, step, metrics, rows=()):
+        pass
+
+    def say(self, text):
+        pass
+
+    def summary(self, pth_path):
+        pass
+
+    def finish(self):
+        pass
+
+
+class Tracker:
+    """Writes a run folder, the terminal and, if asked, SwanLab. ``first_step`` > 0 continues a run."""
+
+    def __init__(self, folder, args, first_step, total_steps):
+        self.folder, self.total_steps, self.log_interval = Path(folder), total_steps, args.log_interval
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            keep_lines_up_to(self.folder / name, first_step if args.resume else -1)
+        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._samples = open(self.folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._bar = tqdm(total=total_steps, initial=first_step, desc="ppo", unit="step", disable=None)
+        self._swanlab = start_swanlab(args, self.folder) if args.use_wandb else None
+        self._start = time.perf_counter()
+
+    def log(self, step, metrics, rows=()):
+        """One step's averaged metrics and sample rows: to files and bar; a line every log_interval."""
+        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._metrics.flush()
+        for row in rows:
+            self._samples.write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
+        self._samples.flush()
+        if self._swanlab:
+            self._swanlab.log(metrics, step=step)
+        self._bar.set_postfix_str(describe(metrics, ("score", "kl", "len", "samples")), refresh=False)
+        self._bar.update(step - self._bar.n)
+        if rows and (step % self.log_interval == 0 or step == self.total_steps):
+            self.say(f"step {step}/{self.total_steps} | {describe(metrics)}")
+        if held_out := describe_evaluation(metrics):
+            self.say(f"  held out at step {step}: {held_out}")
+            if rows:
+                self.say(sample_text(step, rows[0]))
+
+    def say(self, text):
+        """Print above the progress bar."""
+        tqdm.write(text)
+
+    def summary(self, pth_path):
+        """What the run achieved: before and after, time, memory, and where everything is."""
+        self._bar.close()
+        records = read_metrics(self.folder)
+        plot_curves(records, self.folder / "curves.png")
+        table = before_after_table(records)
+        (self.folder / "summary.md").write_text(table + "\n", encoding="utf-8")
+        seconds, memory = (
+            time.perf_counter() - self._start,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+        self.say(
+            f"\n{table}\n\n{seconds:.0f} s, peak memory {memory / 2**20:.1f} GiB"
+            f"\ncurves   {self.folder / 'curves.png'}\nmodel    {pth_path}"
+            f"\ntalk     python chat.py --model {pth_path}"
+        )
+
+    def finish(self):
+        self._bar.close()
+        self._metrics.close()
+        self._samples.close()
+        if self._swanlab:
+            self._swanlab.finish()
+
+
+def introduction(run, prompts, held_out, folder):
+    """What is about to happen, in a few lines."""
+    args, actor = run.args, run.actor
+    size = sum(p.numel() for p in actor.parameters()) / 1e6
+    dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
+    tested = f", {len(held_out)} held out" if held_out else ""
+    parts = [args.reasoning and "format + marks", args.reward_model, args.reward_fn]
+    return (
+        f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
+        f"reward   {' + '.join(p for p in parts if p)}\n"
+        f"prompts  {len(prompts)}{dropped}{tested}\n"
+        f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts on {run.world.size} x "
+        f"{run.world.device.type}, {str(run.dtype).removeprefix('torch.')} -> {folder}"
+    )
+
+
+def sample_rows(batch, texts, parts, count=2):
+    """The first ``count`` samples of a batch as rows for samples.jsonl: prompt, response, score parts."""
+    return [
+        {"prompt": p.prompt, "response": text, "parts": {n: round(x[i].item(), 4) for n, x in parts.items()}}
+        for i, (p, text) in enumerate(zip(batch[:count], texts, strict=False))
+    ]
+
+
+def describe_evaluation(metrics):
+    """``accuracy 0.51 (greedy 0.83) | format …`` of an evaluation's metrics; '' when there is none."""
+    texts = []
+    for name in ("accuracy", "format_rate", "score", "length"):
+        if f"eval/{name}" in metrics:
+            texts.append(
+                f"{name} {metrics[f'eval/{name}']:.3f} (greedy {metrics[f'eval/{name}_greedy']:.3f})"
+            )
+    return " | ".join(texts)
+
+
+def describe(metrics, only=None):
+    """``score 2.31 | kl 0.0210 | …`` of what ``metrics`` has, in the order of LINE."""
+    texts = [text.format(metrics[name]) for name, text in LINE if name in metrics]
+    return " | ".join(t for t in texts if only is None or any(word in t for word in only))
+
+
+def sample_text(step, row):
+    """A prompt and its response with the parts of its score, indented under one header line."""
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+    parts = "  ".join(f"{name} {value:+.2f}" for name, value in row["parts"].items())
+    body = "\n".join("    " + line for line in f"{prompt}\n{row['response']}".splitlines())
+    return f"  sample at step {step}: {parts}\n{body}"
+
+
+def keep_lines_up_to(path, last_step):
+    """Cut a JSONL file after ``last_step``: a resumed run neither repeats a step nor leaves a torn line."""
+    kept = []
+    if path.exists() and last_step >= 0:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                step = json.loads(line)["step"]
+            except (
+                json.JSONDecodeError,
+                KeyError,
+            ):  # the line that was being written when the run was killed
+                break
+            if step <= last_step:
+                kept.append(line + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_metrics(folder):
+    """The run's metrics.jsonl as a list of dicts."""
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def before_after_table(records):
+    """The evaluation before any update beside the last one, as a Markdown table; '' without evaluation."""
+    records = [r for r in records if any(name.startswith("eval/") for name in r)]
+    if len(records) < 2:
+        return ""
+    before, after = records[0], records[-1]
+    rows = ["| held-out evaluation | before | after |", "|---|---|---|"]
+    for name in (n for n in after if n.startswith("eval/") and n in before):
+        rows.append(f"| {name.removeprefix('eval/')} | {before[name]:.3f} | {after[name]:.3f} |")
+    return "\n".join(rows)
+
+
+def start_swanlab(args, folder):
+    """The SwanLab run: online when logged in, else offline in the run folder (send with ``swanlab sync``)."""
+    import swanlab  # only needed with --use_wandb
+
+    return swanlab.init(
+        project=args.wandb_project,
+        name=folder.name,
+        config=vars(args),
+        log_dir=str(folder / "swanlog"),
+        mode="online" if swanlab.Settings().api_key else "offline",
+    )

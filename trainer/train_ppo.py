@@ -1,0 +1,398 @@
+"""PPO fine-tuning (RLHF) of a small causal language model, in one script.
+
+    for each batch of prompts:
+        the old actor answers every prompt                          rollout.py
+        format, reward model and your function score the answers    rewards.py
+        old / reference log-probs and values are computed once      scoring.py
+        GAE turns scores and values into advantages and returns     ppo.py
+        for each PPO epoch, for each minibatch:
+            clipped policy loss + vf_coef * value loss + kl_coef * KL to the reference
+            backward, clip, step: actor and critic, each its own optimizer
+        the old actor becomes a copy of the actor
+
+Left out on purpose: top-k / top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
+bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
+
+    python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
+    torchrun --nproc_per_node 2 trainer/train_ppo.py                the same on two GPUs or processes
+    python trainer/train_ppo.py --model DIR_OR_PTH --reward_model DIR --data_path prompts.jsonl
+"""
+
+import argparse
+import copy
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from dataset.lm_dataset import PromptBatches, epoch_order, local_positions
+from errors import InputError, run_script
+from model.critic import CriticModel
+from model.loading import eos_ids, save_policy
+from trainer import checkpoints, ppo
+from trainer.distributed import World, init_world
+from trainer.evaluation import evaluate
+from trainer.inputs import check_flags, fill_paths, load_inputs
+from trainer.interrupt import StopRequest
+from trainer.record import micro_batches
+from trainer.rewards import Reward, load_reward_function, load_reward_model
+from trainer.rollout import noise_keys, response_texts, sample
+from trainer.scoring import TOKENS_PER_PASS, PolicyScorer, ValueScorer, autocast, score_all
+from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
+
+EVAL_STEP = -1  # evaluation's noise: no training step has this number
+MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
+
+
+def parse_args(argv=None):
+    """All flags. Edit the defaults here, or give them on the command line."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    # models: without --model and --hidden_size, the bundled demo
+    p.add_argument("--model", default="", help="policy: a .pth, a directory or a hub name")
+    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
+    p.add_argument("--hidden_size", type=int, default=0, help="load out/{reason|full_sft}_{hidden_size}.pth")
+    p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
+    p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="load the _moe checkpoint")
+    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    # data
+    p.add_argument("--data_path", default="", help="prompts, JSONL")
+    p.add_argument("--eval_data_path", default="", help="held-out prompts, JSONL")
+    p.add_argument("--max_seq_len", type=int, default=256, help="longest prompt in tokens; longer: dropped")
+    p.add_argument("--num_workers", type=int, default=0, help="data loader processes")
+    # reward: the sum of what is given
+    p.add_argument("--reasoning", type=int, default=1, choices=[0, 1], help="1: think/answer format, marks")
+    p.add_argument("--reward_model", default="", help="classifier with one label, or code with get_score")
+    p.add_argument("--reward_fn", default="", help="path.py:function of (prompts, responses, answers)")
+    p.add_argument("--missing_eos_penalty", type=float, default=1.0, help="off the score of a cut answer")
+    # rollout
+    p.add_argument("--batch_size", type=int, default=128, help="prompts a step, per process")
+    p.add_argument("--max_gen_len", type=int, default=64, help="longest response in tokens")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
+    # PPO
+    p.add_argument("--epochs", type=int, default=1, help="passes over the prompts")
+    p.add_argument("--max_steps", type=int, default=0, help="stop after so many batches; 0: by --epochs")
+    p.add_argument("--ppo_epochs", type=int, default=2, help="passes over each batch")
+    p.add_argument("--mini_batch_size", type=int, default=32, help="sequences an optimizer step, per process")
+    p.add_argument("--accumulation_steps", type=int, default=1, help="pieces of a minibatch; same result")
+    p.add_argument("--learning_rate", type=float, default=1e-4, help="actor; cosine down to a tenth")
+    p.add_argument("--critic_learning_rate", type=float, default=3e-4, help="critic; cosine down to a tenth")
+    p.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm, each model its own")
+    p.add_argument("--clip_epsilon", type=float, default=0.2, help="clip of the ratio actor / old actor")
+    p.add_argument("--vf_coef", type=float, default=0.5, help="weight of the value loss")
+    p.add_argument("--cliprange_value", type=float, default=0.5, help="clip of a value's change in a batch")
+    p.add_argument("--kl_coef", type=float, default=0.05, help="reward units a nat of KL to the reference")
+    p.add_argument("--kl_in", default="loss", choices=["loss", "reward"], help="k2 loss, or k1 off rewards")
+    p.add_argument("--target_kl", type=float, default=0.0, help="end a batch's updates above it; 0: never")
+    p.add_argument("--gamma", type=float, default=1.0, help="discount")
+    p.add_argument("--lam", type=float, default=0.95, help="GAE lambda")
+    p.add_argument(
+        "--critic_init", default="actor", choices=["actor", "reward"], help="backbone to start from"
+    )
+    p.add_argument("--critic_warmup_steps", type=int, default=2, help="batches that train only the critic")
+    p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
+    # machine
+    p.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="autocast type")
+    p.add_argument("--ddp", action="store_true", help="insist on having been started by torchrun")
+    p.add_argument("--seed", type=int, default=42, help="of the prompt order and the sampling noise")
+    # output
+    p.add_argument("--out_dir", default=str(ROOT / "out"), help="where everything is written")
+    p.add_argument("--run_name", default="", help="folder of this run; default: run_1, run_2, …")
+    p.add_argument("--resume", default="", help="auto, or a run or checkpoint folder")
+    p.add_argument("--log_interval", type=int, default=5, help="steps between printed lines and samples")
+    p.add_argument("--save_interval", type=int, default=50, help="steps between checkpoints")
+    p.add_argument("--keep_checkpoints", type=int, default=1, help="newest checkpoints kept")
+    p.add_argument("--eval_interval", type=int, default=20, help="steps between evaluations; 0: ends only")
+    p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
+    p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
+    args = p.parse_args(argv)
+    check_flags(args)
+    fill_paths(args)
+    return args
+
+
+@dataclass
+class Run:
+    """What every phase needs: the models, how they are stepped, and what does not change in a run."""
+
+    args: argparse.Namespace
+    world: World
+    dtype: torch.dtype  # of autocast
+    tokenizer: object
+    eos: list  # token ids that end a response
+    reward: Reward
+    total_steps: int
+    actor: torch.nn.Module  # trained
+    old_actor: torch.nn.Module  # the behaviour policy: it samples
+    ref: torch.nn.Module  # the actor's start, frozen
+    critic: torch.nn.Module  # trained
+    policy: torch.nn.Module  # PolicyScorer of the actor, wrapped for several processes
+    value: torch.nn.Module  # ValueScorer of the critic, wrapped for several processes
+    actor_optimizer: torch.optim.Optimizer
+    critic_optimizer: torch.optim.Optimizer
+    bad_steps: int = 0  # optimizer steps in a row that were not finite
+
+    @property
+    def minibatches(self):
+        return self.args.batch_size // self.args.mini_batch_size
+
+    @property
+    def pth_path(self):
+        config = self.actor.config.to_dict()
+        moe = "_moe" if config.get("use_moe", "router_aux_loss_coef" in config) else ""
+        return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+
+
+def build_run(args, world, actor, tokenizer, n_prompts):
+    """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
+    reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
+    device, frozen = world.device, args.trust_remote_code
+    model = load_reward_model(args.reward_model, device, frozen) if args.reward_model else None
+    function = load_reward_function(args.reward_fn) if args.reward_fn else None
+    total_steps = math.ceil(args.epochs * n_prompts / (args.batch_size * world.size))
+    total_steps = min(total_steps, args.max_steps or total_steps)
+    if total_steps <= args.critic_warmup_steps:
+        raise InputError(
+            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has {total_steps} steps, the actor "
+            "would never train; lower it or train longer"
+        )
+    wanted = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    dtype = wanted.get(args.dtype) or getattr(torch, args.dtype)
+    actor.to(device).eval()
+    critic = CriticModel.from_model(model.model if args.critic_init == "reward" else actor)
+    critic.to(device).eval().requires_grad_(True)
+    return Run(
+        args=args,
+        world=world,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        eos=eos_ids(tokenizer, actor),
+        reward=Reward(model, function, args.reasoning, args.missing_eos_penalty),
+        total_steps=total_steps,
+        actor=actor,
+        old_actor=copy.deepcopy(actor).requires_grad_(False),
+        ref=copy.deepcopy(actor).requires_grad_(False),
+        critic=critic,
+        policy=world.wrap(PolicyScorer(actor, dtype)),
+        value=world.wrap(ValueScorer(critic, dtype)),
+        actor_optimizer=torch.optim.AdamW(actor.parameters(), args.learning_rate, weight_decay=0.0),
+        critic_optimizer=torch.optim.AdamW(critic.parameters(), args.critic_learning_rate, weight_decay=0.0),
+    )
+
+
+def roll_out(run, model, prompts, keys, temperature):
+    """Prompts -> (rollout, response texts, score parts), for training and evaluation alike."""
+    with autocast(run.world.device, run.dtype):
+        ids = [p.prompt_ids for p in prompts]
+        rollout = sample(model, ids, keys, run.eos, run.args.max_gen_len, temperature)
+    texts = response_texts(rollout, run.tokenizer)
+    answers = [p.answer for p in prompts]
+    return rollout, texts, run.reward([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
+
+
+def fill_rollout(run, rollout, scores, metrics):
+    """Old and reference log-probs, values, rewards, advantages, returns -> the advantages' std."""
+    args, mask = run.args, rollout.mask
+    for name, model in (("old_logprobs", run.old_actor), ("ref_logprobs", run.ref)):
+        scorer = PolicyScorer(model, run.dtype)
+        setattr(rollout, name, score_all(rollout, lambda r, s=scorer: s(*r.sequences, args.temperature)[0]))
+    critic = ValueScorer(run.critic, run.dtype)
+    rollout.values = score_all(rollout, lambda r: critic(*r.sequences))
+
+    k1, k2, k3 = ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
+    penalty = args.kl_coef * k1 if args.kl_in == "reward" else None
+    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
+    rollout.advantages, rollout.returns = ppo.gae(rollout.rewards, rollout.values, mask, args.gamma, args.lam)
+
+    errors = rollout.returns - rollout.values
+    totals = torch.stack([ppo.moments(x, mask) for x in (rollout.advantages, rollout.returns, errors)])
+    (mean, std), (_, return_std), (_, error_std) = map(ppo.mean_std, run.world.sum(totals))
+    std = max(std, 1e-4)  # all advantages equal: nothing to learn from, and nothing to divide by
+    rollout.advantages = torch.where(mask, (rollout.advantages - mean) / std, 0.0)
+
+    gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
+    for name, x in (("kl/k1", k1), ("kl/k2", k2), ("kl/k3", k3), ("rollout/sampler_gap", gap)):
+        metrics.add(name, ppo.masked_sum(x, mask), rollout.response_len.sum())
+    metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(scores))
+    metrics.add("value/explained_variance", 1 - (error_std / max(return_std, 1e-8)) ** 2, 1)
+    return std
+
+
+def backward(run, minibatch, tokens, std, train_actor):
+    """Gradients of one minibatch, micro-batch by micro-batch -> metrics, as sums over this process' tokens.
+
+    ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it.
+    DDP takes the mean of gradients over processes, hence the factor ``world.size``.
+    """
+    args, world, sums = run.args, run.world, Metrics()
+    lengths = minibatch.lengths.tolist()
+    budget = min(TOKENS_PER_PASS, math.ceil(sum(lengths) / args.accumulation_steps))
+    batches = micro_batches(lengths, budget)
+    for index in batches:
+        mb, last = minibatch.rows(index), index is batches[-1]
+        mask, count = mb.mask, mb.response_len.sum()
+        with world.accumulate(run.value, last):
+            values = run.value(*mb.sequences)
+            loss, info = ppo.value_loss(values, mb.values, mb.returns, mask, args.cliprange_value)
+            (args.vf_coef * loss / tokens * world.size).backward()
+        sums.add_all({"value/loss": loss, **info}, count)
+        if not train_actor:
+            continue
+        with world.accumulate(run.policy, last):
+            logprobs, entropy, balance = run.policy(*mb.sequences, args.temperature)
+            loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mask, args.clip_epsilon)
+            total = loss
+            if args.kl_in == "loss":  # divided by the advantages' std, as the advantages were
+                k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
+                total = total + args.kl_coef / std * ppo.masked_sum(k2, mask)
+            total = total / tokens + balance / (args.mini_batch_size * world.size)
+            (total * world.size).backward()
+        sums.add_all({"policy/loss": loss, "policy/entropy": ppo.masked_sum(entropy, mask), **info}, count)
+        sums.add("policy/balance_loss", balance, len(index))
+    return sums
+
+
+def optimizer_step(run, number, loss, train_actor):
+    """Clip and step actor and critic, optimizer step ``number`` of the run. A loss or gradient that is not
+    finite makes it no step at all: no weight, momentum or decay moves. -> False then."""
+    args = run.args
+    per_batch = args.ppo_epochs * run.minibatches
+    start, total = args.critic_warmup_steps * per_batch, run.total_steps * per_batch
+    both = [(run.critic, run.critic_optimizer, ppo.cosine_lr(args.critic_learning_rate, number, total))]
+    if train_actor:
+        lr = ppo.cosine_lr(args.learning_rate, number - start, total - start)
+        both.append((run.actor, run.actor_optimizer, lr))
+    norms = [clip_grad_norm_(model.parameters(), args.grad_clip).item() for model, _, _ in both]
+    finite = math.isfinite(loss + sum(norms))
+    for _, optimizer, lr in both:
+        optimizer.param_groups[0]["lr"] = lr
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad()
+    run.bad_steps = 0 if finite else run.bad_steps + 1
+    if run.bad_steps >= MAX_BAD_STEPS:
+        raise SystemExit(f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the rates")
+    return finite
+
+
+def update(run, rollout, step, std, metrics):
+    """PPO epochs over a rollout, minibatches in a new order each time; ends early above ``target_kl``."""
+    args, world = run.args, run.world
+    size, train_actor = args.mini_batch_size, step >= args.critic_warmup_steps
+    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(run.minibatches)]
+    tokens = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    for epoch in range(step * args.ppo_epochs, (step + 1) * args.ppo_epochs):
+        for place, k in enumerate(epoch_order(run.minibatches, args.seed, epoch)):
+            sums = backward(run, minibatches[k], tokens[k], std, train_actor)
+            metrics.merge(sums)
+            totals = [sums.total(name) for name in ("policy/approx_kl", "policy/loss", "value/loss")]
+            totals = torch.tensor(totals, dtype=torch.float64, device=world.device)
+            approx_kl, *losses = (world.sum(totals) / tokens[k]).tolist()
+            stop = 0 < args.target_kl < approx_kl
+            metrics.add("policy/early_stop", stop, 1)
+            if stop:  # before the step, not after: momentum must not move the weights either
+                run.actor_optimizer.zero_grad()
+                run.critic_optimizer.zero_grad()
+                return
+            stepped = optimizer_step(run, epoch * run.minibatches + place, sum(losses), train_actor)
+            metrics.add("policy/skipped_steps", not stepped, 1)
+
+
+def train_step(run, step, batch, positions):
+    """One batch of prompts: roll out, score, fill, update -> (metrics, rows for samples.jsonl)."""
+    args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
+    keys = noise_keys(args.seed, step, positions)
+    rollout, texts, parts = roll_out(run, run.old_actor, batch, keys, args.temperature)
+    clock.append(time.perf_counter())
+    std = fill_rollout(run, rollout, parts["score"], metrics)
+    clock.append(time.perf_counter())
+    update(run, rollout, step, std, metrics)
+    if (step + 1) % args.update_old_actor_freq == 0:
+        run.old_actor.load_state_dict(run.actor.state_dict())
+    clock.append(time.perf_counter())
+
+    metrics.add_all({f"reward/{name}": x.sum() for name, x in parts.items()}, len(batch))
+    metrics.add("rollout/length", rollout.response_len.sum(), len(batch))
+    metrics.add("rollout/finished", rollout.finished.sum(), len(batch))
+    means = metrics.means(run.world)
+    for name, start, end in zip(("rollout", "score", "update"), clock, clock[1:], strict=False):
+        means[f"perf/{name}_seconds"] = end - start
+    means["perf/samples_per_second"] = args.batch_size * run.world.size / (clock[-1] - clock[0])
+    return means, sample_rows(batch, texts, parts)
+
+
+def evaluate_actor(run, prompts):
+    """The actor on the held-out prompts: {"eval/…": mean}, nothing without ``--eval_data_path``."""
+    if prompts is None:
+        return {}
+
+    def answer(batch, temperature):
+        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in batch])
+        return roll_out(run, run.actor, batch, keys, temperature)
+
+    return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
+
+
+def save(run, folder, step):
+    """A checkpoint to resume from, and the actor as the .pth that users load."""
+    run.world.assert_identical(actor=run.actor, critic=run.critic)
+    if run.world.is_main:
+        checkpoints.save(folder, step, run, keep=run.args.keep_checkpoints)
+        save_policy(run.actor, run.tokenizer, run.pth_path)
+
+
+def train(run, folder, first_step, prompts, held_out, tracker):
+    """The loop, from batch ``first_step`` to the end or until someone asks it to stop."""
+    args, world = run.args, run.world
+    share = (args.batch_size, args.mini_batch_size, world.rank, world.size)
+    order = PromptBatches(len(prompts), args.seed, first_step, run.total_steps, *share)
+    loader = DataLoader(prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
+    if first_step == 0:
+        tracker.log(0, evaluate_actor(run, held_out))
+    with StopRequest() as stop:
+        for step, batch in enumerate(loader, start=first_step):
+            metrics, rows = train_step(run, step, batch, local_positions(*share))
+            done, last = step + 1, step + 1 == run.total_steps
+            signal = stop.agreed(world)
+            if last or (args.eval_interval and done % args.eval_interval == 0):
+                metrics |= evaluate_actor(run, held_out)
+            tracker.log(done, metrics, rows)
+            if last or signal or done % args.save_interval == 0:
+                save(run, folder, done)
+            if signal and not last:
+                tracker.say(f"stopped after step {done}; go on with the same command and --resume {folder}")
+                raise SystemExit(128 + signal)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    world = init_world(args.device, args.ddp)
+    try:
+        actor, tokenizer, prompts, held_out = load_inputs(args)
+        run = build_run(args, world, actor, tokenizer, len(prompts))
+        folder, checkpoint = world.gather(checkpoints.find_run(args.out_dir, args.run_name, args.resume))[0]
+        first_step = checkpoints.resume(checkpoint, run) if checkpoint else 0
+        tracker = NullTracker()
+        if world.is_main:
+            checkpoints.start_run(folder, run, resumed=bool(checkpoint))
+            tracker = Tracker(folder, args, first_step, run.total_steps)
+        tracker.say(introduction(run, prompts, held_out, folder))
+        try:
+            train(run, folder, first_step, prompts, held_out, tracker)
+            tracker.summary(run.pth_path)
+        finally:
+            tracker.finish()
+    finally:
+        world.close()
+
+
+if __name__ == "__main__":
+    run_script(main)
