@@ -1,0 +1,44 @@
+"""The critic: a language-model backbone and a head that reads one value at every position."""
+
+import copy
+
+import torch
+from torch import nn
+
+from model.loading import disable_dropout
+
+
+class CriticModel(nn.Module):
+    """``values[b, t]`` estimates the return of the state in which ``tokens[b, : t + 1]`` has been written.
+
+    ``backbone`` is the ``base_model`` of a transformers model, whose ``last_hidden_state`` has already gone
+    through the final norm: the head reads it as it is. The head starts at zero, so that the first values are
+    0 everywhere instead of noise for the advantages to inherit.
+    """
+
+    def __init__(self, backbone, hidden_size):
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @classmethod
+    def from_model(cls, model):
+        """A trainable fp32 critic on a copy of ``model``'s backbone, on its device, with dropout off.
+
+        ``model`` is a causal language model or a sequence classifier (a reward model) of transformers; it is
+        left as it was.
+        """
+        backbone = copy.deepcopy(model.base_model).float().requires_grad_(True)
+        disable_dropout(backbone)
+        # The width of the embeddings and not config.hidden_size: with projections in between (OPT-350m) the
+        # two differ, and last_hidden_state has the former.
+        width = backbone.get_input_embeddings().embedding_dim
+        return cls(backbone, width).to(model.device)
+
+    def forward(self, tokens):
+        """``tokens`` [B, T], right-padded -> values [B, T] in fp32, autocast or not."""
+        hidden = self.backbone(tokens, use_cache=False).last_hidden_state  # [B, T, hidden]
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.value_head(hidden.float()).squeeze(-1)

@@ -1,0 +1,9 @@
+"""Every test runs on one thread: the models are so small that a second one only waits for the first."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+import torch
+
+torch.set_num_threads(1)

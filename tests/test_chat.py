@@ -1,0 +1,420 @@
+"""chat.py: what it says is what the model says, whatever way it is asked."""
+
+import argparse
+import os
+import pty
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+from tiny import PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, word_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import chat
+from errors import InputError
+from model.loading import load_policy, load_tokenizer, save_policy
+from trainer.rollout import noise_keys, response_texts, sample
+
+WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
+CPU = torch.device("cpu")
+
+
+def byte_tokenizer():
+    """One token a byte, and the EOS: every character beyond ASCII takes several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+
+
+def talker(tokenizer, seed=1, positions=256):
+    """A Llama whose greedy answers wander through the vocabulary, which tied weights would not."""
+    config = llama_config(len(tokenizer), layers=2)
+    config.tie_word_embeddings, config.max_position_embeddings = False, positions
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8.0 if p.dim() == 2 else 1.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """A folder with what a run leaves: ppo_actor_32.pth of a tiny Llama with a chat template."""
+    folder = tmp_path_factory.mktemp("out")
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    save_policy(talker(tokenizer, seed=1), tokenizer, folder / "ppo_actor_32.pth")
+    save_policy(talker(tokenizer, seed=2), tokenizer, folder / "other.pth")
+    return folder
+
+
+def speaker(path, **flags):
+    return chat.Speaker(str(path), arguments(**flags), CPU)
+
+
+def arguments(**flags):
+    defaults = vars(chat.parse_args([]))
+    return argparse.Namespace(**{**defaults, "max_gen_len": 12, **flags})
+
+
+def trainers_answer(path, messages, max_gen_len=12):
+    """The greedy answer of the trainer's own sampler."""
+    model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    rollout = sample(model, [ids], noise_keys(0, 0, [0]), [0], max_gen_len, 0.0)
+    return response_texts(rollout, tokenizer)[0]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def converse(speakers, lines, monkeypatch, interactive=True, **flags):
+    """chat.talk with these lines typed."""
+    lines = iter(lines)
+
+    def typed(question):
+        try:
+            line = next(lines)
+        except StopIteration:
+            raise EOFError from None
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    return chat.talk(speakers, arguments(**flags), interactive)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def start(*flags, cwd=ROOT, **more):
+    pipe = subprocess.PIPE
+    streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "encoding": "utf-8", **more}
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "PYTHONWARNINGS": "default"}
+    command = [PYTHON, str(ROOT / "chat.py"), *map(str, flags)]
+    return subprocess.Popen(command, cwd=cwd, env=environment, **streams)
+
+
+def test_one_prompt_from_any_folder(out, tmp_path):
+    flags = ["--weight", "ppo_actor", "--hidden_size", 32, "--out_dir", out, "--max_gen_len", 12]
+    process = start(*flags, "--prompt", "w1 w2", "--device", "cpu", cwd=tmp_path)
+    answer, noise = process.communicate(timeout=60)
+    assert process.returncode == 0
+    expected = trainers_answer(out / "ppo_actor_32.pth", [user("w1 w2")])
+    assert answer == expected + "\n"
+    assert len(set(expected.split())) > 3
+    assert "Warning" not in noise
+    assert all("cut after 12 tokens" in line for line in noise.splitlines())
+
+
+def test_prompts_from_a_pipe_and_two_models(out):
+    a, b = out / "ppo_actor_32.pth", out / "other.pth"
+    process = start("--model", a, "--compare", b, "--max_gen_len", 4)
+    typed = f"w1 w2\n\n{'w3 ' * 300}\nw4\n"
+    answers, noise = process.communicate(typed, timeout=60)
+    assert process.returncode == 2  # one prompt was too long
+    (error,) = [line for line in noise.splitlines() if "cut after" not in line]
+    assert error.startswith("error: the prompt has ")
+    lines = answers.splitlines()
+    assert [line for line in lines if line.startswith("> ")] == [
+        "> w1 w2",
+        "> " + ("w3 " * 300).strip(),
+        "> w4",
+    ]
+    for prompt in ("w1 w2", "w4"):  # each on its own
+        name, rule, *text = lines[lines.index(f"> {prompt}") + 1 :][:3]
+        assert name.split(" | ")[0].strip() == str(a)[-38:]
+        assert rule == "-" * 38 + " | " + "-" * 38
+        left, right = text[0].split(" | ")
+        assert left.rstrip() == trainers_answer(a, [user(prompt)], 4)
+        assert right == trainers_answer(b, [user(prompt)], 4)
+        assert len(left) == 38
+
+
+def test_no_traceback_for_bad_input_nor_for_a_reader_who_leaves(out, tmp_path):
+    left = start("--model", out / "ppo_actor_32.pth", "--max_gen_len", 12)
+    left.stdout.close()
+    bad = start("--model", tmp_path / "none.pth", "--tokenizer", tmp_path, "--prompt", "hi", cwd=tmp_path)
+    answer, noise = bad.communicate(timeout=60)
+    assert (bad.returncode, answer) == (2, "")
+    assert noise == f"error: {tmp_path} has no tokenizer files (tokenizer.json …): pass --tokenizer\n"
+    _, noise = left.communicate("w1\nw2\n", timeout=60)
+    assert (left.returncode, noise) == (141, "")
+
+
+class Terminal:
+    """A session on a pseudo-terminal: send lines, wait for text."""
+
+    def __init__(self, *flags):
+        self.master, slave = pty.openpty()
+        self.process = start(*flags, stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        self.text, self.seen = "", 0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        try:
+            while data := os.read(self.master, 4096):
+                self.text += data.decode("utf-8", "replace").replace("\r", "")
+        except OSError:  # the other end is closed
+            pass
+
+    def wait_for(self, text, seconds=60):
+        """-> what came since the last wait, up to and including ``text``"""
+        deadline = time.monotonic() + seconds
+        while (at := self.text.find(text, self.seen)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.text[self.seen :]!r}"
+            time.sleep(0.01)
+        before, self.seen = self.text[self.seen : at], at + len(text)
+        return before
+
+    def send(self, text):
+        os.write(self.master, text.encode())
+
+
+def test_a_conversation_in_a_terminal(tmp_path):
+    """Answers, history, /clear, Ctrl-C in the middle of an answer, Ctrl-D."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = talker(tokenizer, positions=1_000_000)
+    model.lm_head.weight.data[0] = 0  # its EOS is never the likeliest: it talks until it is stopped
+    save_policy(model, tokenizer, tmp_path / "talker.pth")
+    terminal = Terminal("--model", tmp_path / "talker.pth", "--max_gen_len", 400_000)
+    try:
+        assert "/clear forgets" in terminal.wait_for("> ")
+        terminal.send("w1 w2\n")
+        terminal.wait_for("w1 w2\n")
+        terminal.wait_for(" w")  # it is talking
+        terminal.process.send_signal(signal.SIGINT)
+        assert "Traceback" not in terminal.wait_for("\n> ")
+        terminal.send("/clear\n")
+        terminal.wait_for("/clear\n> ")
+        terminal.send("\x04")
+        assert terminal.process.wait(30) == 0
+        assert "rror" not in terminal.text
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--model a.pth --weight full_sft", "give one"),
+        ("--model a.pth --hidden_size 64", "give one"),
+        ("--model missing.pth", "missing.pth: no such file"),
+        ("--model broken.pth", "not a readable torch file"),
+        ("--weight none --hidden_size 64 --use_moe 1", "none_64_moe.pth"),
+        ("--temperature -1", "--temperature -1.0"),
+        ("--temperature nan", "--temperature nan"),
+        ("--temperature inf", "--temperature inf"),
+        ("--max_gen_len 0", "--max_gen_len 0"),
+        ("--seed -1", "--seed -1"),
+        ("--device nonsense", "--device"),
+        ("--compare missing.pth", "missing.pth"),
+    ],
+)
+def test_bad_flags(flags, complaint, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.pth").write_bytes(b"not a checkpoint")
+    argv = ["--prompt", "hi", "--out_dir", str(out), *flags.split()]
+    if "--model" in argv:
+        argv += ["--tokenizer", str(out / "ppo_actor_32")]
+    with pytest.raises(InputError, match=complaint):
+        chat.main(argv)
+
+
+def test_a_tokenizer_too_large_for_the_model(out, tmp_path):
+    word_tokenizer([str(i) for i in range(50)]).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="not this model's tokenizer"):
+        speaker(out / "ppo_actor_32.pth", tokenizer=str(tmp_path))
+
+
+def test_which_model_is_loaded(tmp_path, capsys):
+    def path(*flags):
+        return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
+
+    assert path() == str(ROOT / "model" / "demo" / "policy")
+    for seconds, name in enumerate(
+        ("ppo_actor_64.pth", "ppo_actor_512_moe.pth", "ppo_actor_128.pth", "x.pth")
+    ):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
+    assert path() == str(tmp_path / "ppo_actor_128.pth")
+    assert "ppo_actor_128.pth" in capsys.readouterr().err  # a choice that nobody made is told
+    assert path("--model", "x") == "x"
+    assert path("--weight", "full_sft") == str(tmp_path / "full_sft_512.pth")
+    assert path("--hidden_size", "64") == str(tmp_path / "ppo_actor_64.pth")
+    assert path("--use_moe", "1") == str(tmp_path / "ppo_actor_512_moe.pth")
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+def test_history_reaches_the_model(out, monkeypatch, capsys):
+    path = out / "ppo_actor_32.pth"
+    one = speaker(path)
+    converse([one], ["w1", "", "w2 w3", "/clear", "w2 w3"], monkeypatch)
+    first = trainers_answer(path, [user("w1")])
+    turns = [user("w1"), {"role": "assistant", "content": first}, user("w2 w3")]
+    second, alone = trainers_answer(path, turns), trainers_answer(path, [user("w2 w3")])
+    assert second != alone
+    assert capsys.readouterr().out == f"{first}\n{second}\n{alone}\n\n"
+    assert one.history == [user("w2 w3"), {"role": "assistant", "content": alone}]
+
+
+def test_lines_from_a_pipe_have_no_history(out, monkeypatch, capsys):
+    path = out / "ppo_actor_32.pth"
+    assert converse([speaker(path)], ["w1", "w2 w3"], monkeypatch, interactive=False) == 0
+    first, second = (trainers_answer(path, [user(text)]) for text in ("w1", "w2 w3"))
+    assert capsys.readouterr().out == f"> w1\n{first}\n> w2 w3\n{second}\n"
+
+
+def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
+    one = speaker(out / "ppo_actor_32.pth")
+    generate = one.model.generate
+
+    def interrupted(*inputs, **more):
+        monkeypatch.setattr(one.model, "generate", generate)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one.model, "generate", interrupted)
+    converse([one], [KeyboardInterrupt(), "w1", "w2"], monkeypatch)
+    assert [turn["content"] for turn in one.history[::2]] == ["w2"]
+
+
+def test_the_oldest_turns_make_room(out, monkeypatch, capsys):
+    one = speaker(out / "ppo_actor_32.pth")  # 256 positions
+    question = "w1 " * 60
+    converse([one], [question, "w2 " * 60, "w3 " * 60, "w4 " * 60], monkeypatch)
+    assert 2 <= len(one.history) < 8
+    assert one.history[-2]["content"].startswith("w4")
+    assert one.history[0]["role"] == "user"
+    assert "oldest turns forgotten: 1" in capsys.readouterr().err
+    kept = list(one.history)
+    converse([one], ["w5 " * 300], monkeypatch)  # too long alone: one line, and nothing is forgotten
+    assert capsys.readouterr().err.startswith("error: the prompt has")
+    assert one.history == kept
+
+
+def test_an_answer_never_exceeds_the_positions(out, capsys):
+    one = speaker(out / "ppo_actor_32.pth")
+    ids = one.encode("w1 " * 240, 500)
+    assert len(one.answer(ids, 500, len).ids) <= 256 - len(ids)
+
+
+def test_no_template_no_history(tmp_path, monkeypatch, capsys):
+    path = save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS), spread=3.0)
+    one = speaker(path)
+    assert one.encode("w0 w1", 10) == [4, 5]
+    converse([one], ["w1", "w2"], monkeypatch)
+    assert one.history == []
+
+
+def test_broken_characters_in_a_prompt(tmp_path, monkeypatch, capsys):
+    one = speaker(save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS)))
+    assert converse([one], ["w1 \udcff"], monkeypatch) == 0  # as a terminal passes on a stray byte
+
+
+# ---------------------------------------------------------------- sampling and streaming
+
+
+def test_sampling_is_from_the_whole_distribution(tmp_path):
+    """Whatever the model's generation config says: here top-k 1, under which nothing would be random."""
+    tokenizer, model = word_tokenizer(WORDS), tiny_llama(24, spread=5.0)
+    model.generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
+    save_policy(model, tokenizer, tmp_path / "a.pth")
+    one = speaker(tmp_path / "a.pth", temperature=0.7)
+    torch.manual_seed(0)
+    streams = [one.answer([5, 6], 1, len) for _ in range(500)]
+    drawn = torch.tensor([stream.ids[0] if stream.ids else 0 for stream in streams])
+    shares = torch.bincount(drawn, minlength=24) / len(drawn)
+    expected = (one.model(torch.tensor([[5, 6]])).logits[0, -1] / 0.7).softmax(-1)
+    assert 0.5 * (shares - expected).abs().sum() < 0.1  # total variation; about 0.05 by chance
+    assert (expected > 0.02).sum() > 3
+
+
+def test_the_seed_decides(out, capsys):
+    def answers(seed):
+        one = speaker(out / "ppo_actor_32.pth", temperature=2.0)
+        chat.ask([one], "w1", 0, arguments(seed=seed))
+        return capsys.readouterr().out
+
+    assert answers(1) == answers(1) != answers(2)
+
+
+@pytest.mark.parametrize("text", ["naïve 你好，世界\n  🙂 e\u0301 <think>\n", "한국어 � \t \n\n x", ""])
+def test_streaming_whole_characters(text):
+    tokenizer, pieces = byte_tokenizer(), []
+    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append)
+    stream.put(torch.tensor([[3, 4, 5]]))  # the prompt
+    for token in [*tokenizer(text)["input_ids"], 0]:
+        stream.put(torch.tensor([token]))
+        assert text.startswith("".join(pieces))
+    stream.end()
+    assert stream.finished
+    assert "".join(pieces) == stream.text == text
+    assert len([piece for piece in pieces if piece]) >= len(text) - text.count("�")  # one by one
+
+
+def test_streaming_an_answer_that_is_cut_inside_a_character():
+    tokenizer, pieces = byte_tokenizer(), []
+    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append)
+    for token in tokenizer("a界")["input_ids"][:-1]:
+        stream.put(torch.tensor([token]))
+    assert "".join(pieces) == "a"
+    stream.end()
+    assert "".join(pieces) == stream.text == "a�"
+
+
+def test_streaming_a_model_that_talks_nonsense(tmp_path):
+    """Random bytes, most of them no UTF-8: what was shown is the text of the answer."""
+    tokenizer = byte_tokenizer()
+    one = speaker(save_policy_dir(tmp_path / "bytes", tokenizer), temperature=1.0)
+    torch.manual_seed(0)
+    for _ in range(3):
+        pieces = []
+        stream = one.answer([5, 6], 100, pieces.append)
+        assert "".join(pieces) == stream.text == tokenizer.decode(stream.ids)
+
+
+# ---------------------------------------------------------------- two columns
+
+
+def columns(text):
+    """Terminal columns of text in which only the characters 你好，世界🙂 are wide."""
+    return sum(2 if char in "你好，世界🙂" else 1 for char in text)
+
+
+def test_wrapping():
+    assert chat.wrap("one two  three\n\n    four", 8) == ["one two ", "three   ", " " * 8, "    four"]
+    assert chat.wrap("a" * 10, 4) == ["aaaa", "aaaa", "aa  "]
+    rows = chat.wrap("你好，世界你好🙂 x", 5)
+    assert [columns(row) for row in rows] == [5] * len(rows)
+    assert "".join("".join(rows).split()) == "你好，世界你好🙂x"
+    assert chat.wrap("", 4) == []
+
+
+def test_side_by_side():
+    rows = chat.side_by_side(["a", "x" * 40 + "end"], ["你好，世界 hello", "one\ntwo\nthree"], 23).split("\n")
+    assert rows[0] == "a          | xxxxxxxend"
+    assert rows[1] == "---------- | ----------"
+    assert rows[2] == "你好，世界 | one"
+    assert rows[3:] == ["hello      | two", "           | three"]
+
+
+def test_a_narrow_terminal_gets_one_answer_under_the_other(out, monkeypatch, capsys):
+    a, b = out / "ppo_actor_32.pth", out / "other.pth"
+    monkeypatch.setenv("COLUMNS", "50")
+    chat.ask([speaker(a), speaker(b)], "w1", 0, arguments())
+    texts = [trainers_answer(path, [user("w1")]) for path in (a, b)]
+    assert capsys.readouterr().out == f"[{a}]\n{texts[0]}\n[{b}]\n{texts[1]}\n"

@@ -1,0 +1,324 @@
+"""Files, chat templates, order and sharding: what the datasets promise, on tiny files and on real ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dataset import lm_dataset
+from dataset.demo import make_data
+from dataset.demo.make_tokenizer import build_tokenizer
+from dataset.lm_dataset import (
+    PreferenceDataset,
+    PromptBatches,
+    RLAIFDataset,
+    SFTDataset,
+    conversation_ids,
+    epoch_order,
+    global_batch,
+    length_batches,
+    local_positions,
+    read_jsonl,
+    right_pad,
+)
+from errors import InputError
+
+SHARED = Path(__file__).resolve().parents[2] / "shared/data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """The demo's kind of tokenizer: chat template, digits apart."""
+    return build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
+
+
+@pytest.fixture(scope="module")
+def plain(chat, tmp_path_factory):
+    """The same without a chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    chat.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*lines):
+        path = tmp_path / "data.jsonl"
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), "utf-8")
+        return path
+
+    return write
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def test_minimind_conversations(chat, jsonl):
+    user, placeholder = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}
+    path = jsonl(
+        {"conversations": [user, placeholder]},
+        {"conversations": [{"content": "hi"}, {"content": "7"}]},  # no roles: user, assistant, ...
+        {"conversations": [user]},  # ends with the question: nothing to drop, no answer
+        {"conversations": [{"role": "system", "content": "S"}, user, placeholder, user, placeholder]},
+    )
+    data = RLAIFDataset(path, chat, 100)
+    assert [p.index for p in data] == [0, 1, 2, 3]
+    assert [p.answer for p in data] == ["7", "7", None, "7"]
+    assert data[0].prompt == data[1].prompt == data[2].prompt == [user]
+    assert [m["role"] for m in data[3].prompt] == ["system", "user", "assistant", "user"]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert data[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
+    assert chat.decode(data[0].prompt_ids) == text
+
+
+def test_prompt_records(chat, plain, jsonl):
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages})
+    with_template = RLAIFDataset(path, chat, 100)
+    assert with_template[0].prompt == [{"role": "user", "content": "hi"}]
+    assert (with_template[0].answer, with_template[1].answer) == ("5", None)
+    without = RLAIFDataset(path, plain, 100)
+    assert [p.prompt for p in without] == ["hi", "one\ntwo"]
+    assert without[0].prompt_ids == plain("hi")["input_ids"]
+
+
+def test_long_prompts_are_dropped_not_cut(chat, jsonl):
+    path = jsonl({"prompt": "2 " * 50}, {"prompt": "hi"}, {"prompt": "3 " * 50})
+    data = RLAIFDataset(path, chat, 30)
+    assert len(data) == 1 and data.dropped == 2 and data[0].index == 0
+    assert data[0].prompt[0]["content"] == "hi"
+    with pytest.raises(InputError, match="--max_seq_len"):
+        RLAIFDataset(path, chat, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "a"', "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question": "a"}', "no prompt"),
+        ('{"prompt": ""}', "prompt is empty"),
+        ('{"prompt": 3}', "must be a list"),
+        ('{"prompt": "a", "answer": 3}', '"answer" must be text'),
+        ('{"conversations": []}', "not empty"),
+        ('{"conversations": [{"role": "user"}]}', "turn 1"),
+        ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
+    ],
+)
+def test_bad_lines_are_named(chat, jsonl, line, says):
+    path = jsonl({"prompt": "fine"}, line)
+    with pytest.raises(InputError, match=says) as caught:
+        RLAIFDataset(path, chat, 100)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_bad_files(chat, plain, tmp_path, jsonl):
+    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
+        list(read_jsonl(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_jsonl(tmp_path))
+    with pytest.raises(InputError, match="no records"):
+        list(read_jsonl(jsonl("", "  ")))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(InputError, match=r"latin\.jsonl:2: not UTF-8"):
+        list(read_jsonl(tmp_path / "latin.jsonl"))
+    refusing = "{{ raise_exception('user turns only') }}"
+    chat_template, chat.chat_template = chat.chat_template, refusing
+    try:
+        with pytest.raises(InputError, match=r"data\.jsonl:1: .*user turns only"):
+            RLAIFDataset(jsonl({"prompt": "a"}), chat, 100)
+    finally:
+        chat.chat_template = chat_template
+
+
+@needs_shared
+def test_real_minimind_prompts():
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "minimind2-tokenizer")
+    data = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 512)
+    assert len(data) + data.dropped == 10000
+    one = data[17]
+    assert one.prompt_ids == tokenizer.apply_chat_template(
+        one.prompt, add_generation_prompt=True, return_dict=False
+    )
+    few = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 40)
+    assert few.dropped > 0 and max(len(p.prompt_ids) for p in few) == 40
+
+
+@needs_shared
+def test_real_tokenizer_without_template(jsonl):
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "dreams-260k")
+    data = RLAIFDataset(jsonl({"prompt": "I dreamt of a tree"}), tokenizer, 64)
+    assert data[0].prompt == "I dreamt of a tree"
+    assert data[0].prompt_ids[0] == tokenizer.bos_token_id
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Order
+
+
+def test_order_is_a_pure_function():
+    assert sorted(epoch_order(20, 1, 0)) == list(range(20))
+    assert epoch_order(20, 1, 0) == epoch_order(20, 1, 0)
+    assert epoch_order(20, 1, 0) != epoch_order(20, 1, 1) != epoch_order(20, 2, 1)
+
+
+def test_global_batches_are_one_endless_stream():
+    stream = [i for epoch in range(4) for i in epoch_order(7, 5, epoch)]
+    batches = [global_batch(7, 5, step, 4) for step in range(7)]
+    assert [i for batch in batches for i in batch] == stream
+    assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
+
+
+def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
+    n, seed, global_size, global_mini = 50, 3, 16, 8
+    whole = [global_batch(n, seed, step, global_size) for step in range(5)]
+    for world in (1, 2, 4):
+        size, mini = global_size // world, global_mini // world
+        ranks = [list(PromptBatches(n, seed, 0, 5, size, mini, r, world)) for r in range(world)]
+        for step in range(5):
+            for k in range(global_size // global_mini):
+                rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
+                assert sorted(rows) == sorted(whole[step][k * global_mini : (k + 1) * global_mini])
+
+
+def test_local_positions_and_resuming():
+    assert local_positions(4, 2, 0, 1) == [0, 1, 2, 3]
+    assert local_positions(4, 2, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 2, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
+    whole = PromptBatches(10, 0, 0, 6, 4, 2, 1, 2)
+    assert list(PromptBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
+    assert len(whole) == 6
+    batch = global_batch(10, 0, 4, 8)
+    assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
+
+
+def test_length_batches():
+    lengths = [i % 5 for i in range(103)]
+    batches = length_batches(lengths, 4, 0, 0)
+    assert sorted(i for batch in batches for i in batch) == list(range(103))
+    assert batches == length_batches(lengths, 4, 0, 0) != length_batches(lengths, 4, 0, 1)
+    widths = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches]
+    assert sum(widths) / len(widths) < 1  # without sorting it would be near 4
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Demonstrations and preferences
+
+
+def trained_text(tokenizer, sample):
+    ids, mask = sample
+    assert len(ids) == len(mask)
+    return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    path = jsonl({"prompt": "2 + 3", "answer": "5"}, {"conversations": [user, assistant, user, assistant]})
+    one, two = SFTDataset(path, chat, 100)
+    assert chat.decode(one[0]) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    assert one[1] == [0] * (len(one[0]) - 3) + [1, 1, 0]  # "5", <|im_end|>, and nobody says the newline
+    assert trained_text(chat, two) == "yes<|im_end|>yes<|im_end|>"
+    prompt = RLAIFDataset(path, chat, 100)[0].prompt_ids
+    assert one[0][: len(prompt)] == prompt  # what PPO will generate from
+
+    text = SFTDataset(jsonl({"prompt": "2 + 3 =", "answer": " 5"}), plain, 100)[0]
+    assert plain.decode(text[0]) == "2 + 3 = 5<|im_end|>"
+    assert trained_text(plain, text) == " 5<|im_end|>"
+
+
+def test_sft_limits_and_errors(chat, jsonl):
+    path = jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50})
+    data = SFTDataset(path, chat, 30)
+    assert (len(data), data.dropped) == (1, 1)
+    with pytest.raises(InputError, match=r"data\.jsonl:1: no answer"):
+        SFTDataset(jsonl({"prompt": "hi"}), chat, 30)
+
+
+def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
+    user = {"role": "user", "content": "hi"}
+    as_text = {"prompt": "hi", "chosen": "5", "rejected": "6"}
+    as_messages = {
+        side: [user, {"role": "assistant", "content": as_text[side]}] for side in ("chosen", "rejected")
+    }
+    path = jsonl(as_text, {**as_text, "prompt": [user]}, as_messages)
+    pairs = list(PreferenceDataset(path, chat, 100))
+    assert pairs[0] == pairs[1] == pairs[2]
+    for ids, response in zip(pairs[0], "56", strict=True):
+        text = chat.apply_chat_template([user, {"role": "assistant", "content": response}], tokenize=False)
+        assert ids == chat(text, add_special_tokens=False)["input_ids"]
+        assert ids == conversation_ids(chat, [user], response) == conversation_ids(chat, "hi", response)
+    assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
+    with pytest.raises(InputError, match="--max_seq_len"):
+        PreferenceDataset(path, chat, 4)
+    with pytest.raises(InputError, match=r'data\.jsonl:1: "rejected"'):
+        PreferenceDataset(jsonl({"prompt": "hi", "chosen": "5"}), chat, 100)
+
+
+def test_right_pad():
+    assert right_pad([[1, 2], [3]], 9).tolist() == [[1, 2], [3, 9]]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The demo's data and tokenizer
+
+
+def test_demo_data_is_a_function_of_its_seed(tmp_path):
+    small = ["--demonstrations", "50", "--pairs", "50"]
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        make_data.main(["--out_dir", str(tmp_path / name), "--seed", seed, *small])
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+        assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_committed_data_is_what_the_script_makes(tmp_path):
+    make_data.main(["--out_dir", str(tmp_path)])
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (make_data.HERE / file.name).read_bytes(), file.name
+
+
+def problem_of(text):
+    """A question -> (a, op, b, op, c)."""
+    words = text.rstrip("?.").split()[-5:]
+    symbols = {word: symbol for symbol, word in make_data.SPOKEN.items()}
+    return tuple(symbols[w] if w in symbols else make_data.WORDS.index(w) for w in words)
+
+
+def test_held_out_problems_occur_in_no_training_file():
+    def problems(name):
+        return {problem_of(record["prompt"]) for _, record in read_jsonl(make_data.HERE / name)}
+
+    held_out = problems("eval.jsonl")
+    terms = {make_data.terms(problem) for problem in held_out}
+    assert len(held_out) == 500 and problems("preferences_eval.jsonl") == held_out
+    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl"):
+        assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
+
+
+def test_demonstrations_are_noisy_and_answers_right():
+    for _, record in read_jsonl(make_data.HERE / "eval.jsonl"):
+        assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
+    right = well_formed = total = 0
+    for _, record in read_jsonl(make_data.HERE / "sft.jsonl"):
+        answer = make_data.solve(problem_of(record["prompt"]))
+        total += 1
+        right += f"<answer>\n{answer}\n</answer>" in record["answer"]
+        well_formed += record["answer"].count("\n") == 6 and record["answer"].endswith("\n</answer>")
+    assert 0.5 < right / total < 0.7 and 0.75 < well_formed / total < 0.85
+
+
+def test_demo_tokenizer_keeps_digits_apart_and_encodes_anything():
+    tokenizer = AutoTokenizer.from_pretrained(make_data.HERE / "tokenizer")
+    assert len(tokenizer) <= 512
+    response = "<think>\n27 + 15 = 42\n</think>\n<answer>\n42\n</answer>"
+    ids = tokenizer(response)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids).count("4") == 2 and len(ids) == 21
+    assert tokenizer.decode(ids, skip_special_tokens=True) == response
+    for text in ("naïve 空 🎉\t\r\n", "  two  spaces ", "<answer>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert lm_dataset.RLAIFDataset(make_data.HERE / "eval.jsonl", tokenizer, 64).dropped == 0

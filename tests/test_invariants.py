@@ -1,0 +1,372 @@
+"""What must hold whatever the sizes: how a batch is cut, padded, shared out or resumed changes nothing."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import (
+    ROOT,
+    flags,
+    load_actor,
+    read_jsonl,
+    save_policy_dir,
+    save_reward_dir,
+    train,
+    word_tokenizer,
+    write_jsonl,
+)
+
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer import train_ppo
+from trainer.distributed import World
+from trainer.inputs import load_inputs
+from trainer.ppo import length_mask
+from trainer.rollout import noise_keys
+from trainer.tracking import Metrics
+
+WORDS = list("abcdefgh")
+ALONE = World(0, 1, torch.device("cpu"))
+COUNT_A = """def score(prompts, responses, answers):
+    return [r.split().count("a") - 0.1 * len(r) for r in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A policy, a reward model, a reward function and prompts of different lengths, as flags."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    (folder / "reward.py").write_text(COUNT_A)
+    prompts = [{"prompt": " ".join(WORDS[i % 8] for i in range(1 + n % 7))} for n in range(40)]
+    return {
+        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+    }
+
+
+def make_run(files, **values):
+    """A Run as main builds it, with its prompts."""
+    sizes = {
+        "batch_size": 16,
+        "mini_batch_size": 8,
+        "max_gen_len": 8,
+        "critic_warmup_steps": 0,
+        "max_steps": 4,
+    }
+    args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
+    actor, tokenizer, prompts, _ = load_inputs(args)
+    return train_ppo.build_run(args, ALONE, actor, tokenizer, len(prompts)), prompts
+
+
+def filled_rollout(run, prompts, step=0):
+    batch = [prompts[i] for i in range(run.args.batch_size)]
+    keys = noise_keys(run.args.seed, step, list(range(len(batch))))
+    rollout, _, parts = train_ppo.roll_out(run, run.old_actor, batch, keys, run.args.temperature)
+    metrics = Metrics()
+    std = train_ppo.fill_rollout(run, rollout, parts["score"], metrics)
+    return rollout, std, metrics
+
+
+def gradients(run, minibatch, std):
+    run.actor.zero_grad()
+    run.critic.zero_grad()
+    tokens = minibatch.response_len.sum().item()
+    sums = train_ppo.backward(run, minibatch, tokens, std, train_actor=True)
+    grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
+    return grads, sums
+
+
+def weights(run):
+    return [p.detach().clone() for m in (run.actor, run.critic) for p in m.parameters()]
+
+
+def same(left, right):
+    return all(a.equal(b) for a, b in zip(left, right, strict=True))
+
+
+def furthest(left, right):
+    return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True))
+
+
+# ---------------------------------------------------------------------------------- before the first update
+
+
+def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
+    run, prompts = make_run(files, temperature=0.7)
+    rollout, std, metrics = filled_rollout(run, prompts)
+    _, sums = gradients(run, rollout.rows(range(8)), std)
+    tokens = rollout.response_len[:8].sum().item()
+    assert sums.total("policy/ratio") / tokens == pytest.approx(1.0, abs=1e-6)
+    assert sums.total("policy/approx_kl") / tokens == pytest.approx(0.0, abs=1e-9)
+    means = metrics.means(ALONE)
+    assert means["kl/k1"] == means["kl/k2"] == means["kl/k3"] == 0  # the reference is the actor's start
+    assert means["rollout/sampler_gap"] < 1e-5
+
+
+def test_values_start_at_zero_and_advantages_are_whitened(files):
+    run, prompts = make_run(files)
+    rollout, _, _ = filled_rollout(run, prompts)
+    real = rollout.advantages[rollout.mask]
+    assert rollout.values.abs().max() == 0
+    assert real.mean().abs() < 1e-6
+    assert real.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+    assert rollout.advantages[~rollout.mask].abs().max() == 0
+
+
+# ------------------------------------------------------------------------ how a minibatch is cut and padded
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_accumulation_changes_no_gradient(files, kl_in):
+    run, prompts = make_run(files, kl_in=kl_in, kl_coef=0.3)
+    with torch.no_grad():  # away from the start, so that the KL and the clip have something to say
+        for p in run.actor.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    rollout, std, _ = filled_rollout(run, prompts)
+    minibatch = rollout.rows(range(16))
+    whole, _ = gradients(run, minibatch, std)
+    for pieces in (2, 5, 16):
+        run.args.accumulation_steps = pieces
+        assert furthest(whole, gradients(run, minibatch, std)[0]) < 1e-6
+
+
+def test_padding_changes_no_gradient(files):
+    """Whatever stands in the padding, of tokens and of every [B, R] field, is never read."""
+    run, prompts = make_run(files)
+    rollout, std, _ = filled_rollout(run, prompts)
+    minibatch = rollout.rows(range(8))
+    plain, _ = gradients(run, minibatch, std)
+    garbage, padded = copy.copy(minibatch), 0
+    for name, x in vars(minibatch).items():
+        if isinstance(x, torch.Tensor) and x.dim() == 2:
+            real = length_mask(minibatch.lengths, x.shape[1]) if name == "tokens" else minibatch.mask
+            setattr(garbage, name, x.masked_fill(~real, 3 if name == "tokens" else 1e6))
+            padded += (~real).sum().item()
+    assert padded > 50
+    assert furthest(plain, gradients(run, garbage, std)[0]) < 1e-6
+
+
+def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
+    run, prompts = make_run(files)
+    rollout, std, _ = filled_rollout(run, prompts)
+    whole, _ = gradients(run, rollout.rows(range(8)), std)
+    monkeypatch.setattr("trainer.scoring.LOGITS_PER_CHUNK", 7 * 10)  # seven tokens at a time
+    assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
+
+
+def test_no_logits_of_the_whole_batch_exist(files, monkeypatch):
+    run, prompts = make_run(files)
+    rollout, std, _ = filled_rollout(run, prompts)
+    monkeypatch.setattr("trainer.scoring.LOGITS_PER_CHUNK", 7 * 10)
+    sizes, head = [], run.actor.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[0]))
+    gradients(run, rollout.rows(range(16)), std)
+    hook.remove()
+    assert max(sizes) == 7
+    assert sum(sizes) == 2 * rollout.response_len.sum()  # each response token twice: back again
+
+
+def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_path):
+    torch.manual_seed(0)
+    config = MiniMindConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        use_moe=True,
+        vocab_size=10,
+        eos_token_id=0,
+        router_aux_loss_coef=0.5,
+    )
+    MiniMindForCausalLM(config).save_pretrained(tmp_path)
+    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path)
+    run, prompts = make_run({**files, "model": str(tmp_path)})
+    rollout, std, _ = filled_rollout(run, prompts)
+    whole, sums = gradients(run, rollout.rows(range(8)), std)
+    assert (
+        sums.total("policy/balance_loss") >= 0.5 * 8 * 2 * 0.99
+    )  # coefficient x sequences x layers, at least
+    run.args.accumulation_steps = 8
+    assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
+
+
+def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
+    """The KL loss is divided by the advantages' std, so scaling rewards and kl_coef alike changes nothing."""
+    grads = []
+    for scale in (1.0, 100.0):
+        run, prompts = make_run(files, kl_coef=0.3 * scale)
+        with torch.no_grad():
+            for p in run.ref.parameters():
+                p.mul_(1.1)
+        reward = run.reward
+        run.reward = lambda *a, reward=reward, scale=scale: {k: scale * v for k, v in reward(*a).items()}
+        rollout, std, _ = filled_rollout(run, prompts)
+        gradients(run, rollout.rows(range(8)), std)
+        grads.append([p.grad.clone() for p in run.actor.parameters()])
+    assert max(g.abs().max() for g in grads[0]) > 1e-3
+    assert furthest(*grads) < 1e-5
+
+
+# ----------------------------------------------------------------------------------- steps that must not be
+
+
+def test_early_stop_leaves_the_weights_alone(files):
+    run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
+    rollout, std, _ = filled_rollout(run, prompts)
+    metrics = Metrics()
+    train_ppo.update(run, rollout, 0, std, metrics)
+    after_stop = weights(run)
+    steps = {int(s["step"]) for s in run.actor_optimizer.state.values()}
+    assert steps == {1}  # the first minibatch has KL 0 and steps; the second is stopped
+    assert metrics.means(ALONE)["policy/early_stop"] == 0.5
+    train_ppo.optimizer_step(run, 1, 0.0, True)  # no gradient is left behind that a later step could apply
+    assert same(after_stop, weights(run))
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_no_step(files, where):
+    run, prompts = make_run(files)
+    rollout, std, _ = filled_rollout(run, prompts)
+    train_ppo.update(run, rollout, 0, std, Metrics())  # momentum exists now
+    before, moments = weights(run), copy.deepcopy(run.actor_optimizer.state_dict()["state"])
+    rollout, std, _ = filled_rollout(run, prompts, step=1)
+    if where == "loss":
+        rollout.returns[3, 0] = torch.inf  # one minibatch of two
+    else:
+        handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+    metrics = Metrics()
+    train_ppo.update(run, rollout, 1, std, metrics)
+    skipped = metrics.means(ALONE)["policy/skipped_steps"]
+    if where == "loss":
+        assert skipped == 0.5
+        assert all(w.isfinite().all() for w in weights(run))
+    else:
+        assert skipped == 1.0
+        assert same(before, weights(run))
+        after = run.actor_optimizer.state_dict()["state"]
+        assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
+        with pytest.raises(SystemExit, match="in a row"):
+            train_ppo.update(run, rollout, 2, std, Metrics())
+            train_ppo.update(run, rollout, 3, std, Metrics())
+        handle.remove()
+
+
+def test_critic_warm_up_moves_only_the_critic(files):
+    run, prompts = make_run(files, critic_warmup_steps=2)
+    actor = [p.detach().clone() for p in run.actor.parameters()]
+    critic = [p.detach().clone() for p in run.critic.parameters()]
+    rollout, std, _ = filled_rollout(run, prompts)
+    train_ppo.update(run, rollout, 1, std, Metrics())
+    assert same(actor, run.actor.parameters())
+    assert not same(critic, run.critic.parameters())
+    train_ppo.update(run, rollout, 2, std, Metrics())
+    assert not same(actor, run.actor.parameters())
+    assert run.actor_optimizer.param_groups[0]["lr"] < run.args.learning_rate  # its own schedule has begun
+
+
+def test_gradients_are_clipped_and_the_reference_never_moves(files):
+    run, prompts = make_run(files, grad_clip=1e-6)
+    rollout, std, _ = filled_rollout(run, prompts)
+    gradients(run, rollout.rows(range(8)), std)
+    norms = []
+    run.actor_optimizer.step = lambda: norms.append(
+        torch.stack([p.grad.norm() for p in run.actor.parameters()]).norm().item()
+    )
+    train_ppo.optimizer_step(run, 0, 0.0, True)
+    assert norms == [pytest.approx(1e-6, rel=1e-2)]
+    assert all(p.grad is None for p in run.ref.parameters())
+    assert all(p.grad is None for p in run.old_actor.parameters())
+
+
+def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
+    run, prompts = make_run(files, update_old_actor_freq=2, learning_rate=1e-2)
+    batch, start = [prompts[i] for i in range(16)], [p.detach().clone() for p in run.actor.parameters()]
+    positions = list(range(16))
+    train_ppo.train_step(run, 0, batch, positions)
+    assert same(start, run.old_actor.parameters())  # still the old one: it samples the second batch as well
+    assert not same(start, run.actor.parameters())
+    metrics, _ = train_ppo.train_step(run, 1, batch, positions)
+    assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # an importance ratio all along
+    assert same(run.actor.parameters(), run.old_actor.parameters())
+
+
+# ---------------------------------------------------------------------------------------- resume, processes
+
+RUN = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 6, "ppo_epochs": 2, "epochs": 9}
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "run_name": "r"}
+
+
+def test_resuming_equals_never_having_stopped_bit_for_bit(files, tmp_path):
+    more = {**files, **RUN, "update_old_actor_freq": 2}
+    train(**more, out_dir=tmp_path / "whole")
+    argv = flags(**more, out_dir=tmp_path / "cut", device="cpu", eval_interval=0, save_interval=3)
+    stop_after(3, argv)
+    assert not (tmp_path / "cut" / "r" / "checkpoints" / "step_6").exists()
+    train_ppo.main([*argv, "--resume", "auto"])
+    whole, cut = (load_actor(tmp_path / name / "r", 6) for name in ("whole", "cut"))
+    assert all(whole[k].equal(cut[k]) for k in whole)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        a, b = (read_jsonl(tmp_path / run / "r" / name) for run in ("whole", "cut"))
+        assert [without_time(x) for x in a] == [without_time(x) for x in b]
+    assert [x["step"] for x in a if "score" not in x] == [s for s in range(1, 7) for _ in range(2)]
+
+
+def without_time(record):
+    return {k: v for k, v in record.items() if not k.startswith("perf/")}
+
+
+def stop_after(step, argv):
+    """Run until just after the checkpoint at ``step``, then die without a word, as kill -9 would."""
+    code = (
+        "import sys, os; sys.path.insert(0, sys.argv[1])\n"
+        "from trainer import train_ppo\n"
+        "save = train_ppo.save\n"
+        "def save_and_die(run, folder, step):\n"
+        "    save(run, folder, step)\n"
+        f"    os.kill(os.getpid(), 9) if step == {step} else None\n"
+        "train_ppo.save = save_and_die\n"
+        "train_ppo.main(sys.argv[2:])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT), *argv], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+
+
+def test_two_processes_of_batch_n_equal_one_of_batch_2n(files, tmp_path):
+    """The same samples and weights, with PPO epochs, accumulation, whitening and critic warm-up."""
+    more = {**files, **RUN, "max_steps": 5, "accumulation_steps": 2}
+    train(**more | {"batch_size": 16, "mini_batch_size": 8}, out_dir=tmp_path / "one")
+    argv = flags(**more, out_dir=tmp_path / "two", device="cpu", eval_interval=0)
+    torchrun(2, [*argv, "--ddp"])
+    one, two = (load_actor(tmp_path / name / "r", 5) for name in ("one", "two"))
+    difference = max((one[k] - two[k]).abs().max().item() for k in one)
+    print(f"largest weight difference between one and two processes: {difference:.1e}")
+    assert difference < 1e-5
+    a, b = (read_jsonl(tmp_path / name / "r" / "metrics.jsonl") for name in ("one", "two"))
+    same_metrics = ("reward/score", "rollout/length", "kl/k1", "policy/approx_kl", "value/explained_variance")
+    for left, right in zip(a, b, strict=True):
+        for name in same_metrics:
+            assert left.get(name) == pytest.approx(right.get(name), abs=2e-5), name
+    one, two = (read_jsonl(tmp_path / name / "r" / "samples.jsonl")[::2] for name in ("one", "two"))
+    assert [s["response"] for s in one] == [s["response"] for s in two]  # position 0 of each global batch
+
+
+def torchrun(processes, argv):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]  # any free port
+    script = str(ROOT / "trainer" / "train_ppo.py")
+    done = subprocess.run([*command, script, *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_processes_with_different_weights_are_found_out(monkeypatch):
+    world, module = World(0, 2, torch.device("cpu")), torch.nn.Linear(3, 3)
+    mine = ALONE.assert_identical(actor=module)
+    monkeypatch.setattr(World, "gather", lambda self, item: [item, dict(mine)])
+    assert world.assert_identical(actor=module) == mine
+    with torch.no_grad():
+        module.weight[0, 0] = module.weight[0, 0].nextafter(torch.tensor(9.0))
+    with pytest.raises(RuntimeError, match="different weights"):
+        world.assert_identical(actor=module)

@@ -1,0 +1,197 @@
+"""The pure functions of PPO against numbers worked out by hand and closed forms."""
+
+import math
+
+import pytest
+import torch
+
+from trainer import ppo
+
+MASK = torch.tensor([[True, True, True], [True, False, False]])
+
+
+def test_length_mask():
+    assert ppo.length_mask(torch.tensor([3, 1]), 3).equal(MASK)
+
+
+def test_masked_sum_ignores_whatever_padding_holds():
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, float("nan"), float("inf")]])
+    assert ppo.masked_sum(x, MASK) == 10
+
+
+def test_token_logprobs_by_hand():
+    logits = torch.tensor([[math.log(1.0), math.log(3.0)], [0.0, 0.0]])
+    logprobs, entropy = ppo.token_logprobs(logits, torch.tensor([1, 0]), temperature=1.0)
+    assert logprobs.tolist() == pytest.approx([math.log(0.75), math.log(0.5)])
+    by_hand = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert entropy.tolist() == pytest.approx([by_hand, math.log(2)])
+
+
+def test_token_logprobs_divides_by_the_temperature():
+    """softmax(log p / 0.5) is p^2 normalised: (1, 9) / 10."""
+    logits = torch.tensor([[math.log(1.0), math.log(3.0)]])
+    logprobs, _ = ppo.token_logprobs(logits, torch.tensor([1]), temperature=0.5)
+    assert logprobs.item() == pytest.approx(math.log(0.9))
+
+
+def test_entropy_of_an_impossible_token_is_no_nan():
+    _, entropy = ppo.token_logprobs(torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), 1.0)
+    assert entropy.item() == 0
+
+
+def test_token_logprobs_are_fp32_for_bf16_logits():
+    logprobs, _ = ppo.token_logprobs(torch.zeros(1, 3, dtype=torch.bfloat16), torch.tensor([0]), 1.0)
+    assert logprobs.dtype == torch.float32
+    assert logprobs.item() == pytest.approx(-math.log(3), abs=1e-6)
+
+
+def test_kl_estimators_by_hand():
+    """p = 1/2, q = 1/4 at the sampled token: k1 = ln 2, k2 = ln^2(2) / 2, k3 = 1/2 - 1 + ln 2."""
+    k1, k2, k3 = ppo.kl_estimators(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
+    assert k1.item() == pytest.approx(math.log(2))
+    assert k2.item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3.item() == pytest.approx(math.log(2) - 0.5)
+
+
+def test_kl_estimators_in_expectation():
+    """Under p: E[k1] = E[k3] = KL(p || q), and k3 is never negative where k1 is."""
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    k1, _, k3 = ppo.kl_estimators(p.log(), q.log())
+    kl = (p * (p / q).log()).sum().item()
+    assert (p * k1).sum().item() == pytest.approx(kl)
+    assert (p * k3).sum().item() == pytest.approx(kl)
+    assert (k1 < 0).any()
+    assert (k3 >= 0).all()
+
+
+def gradient_of_expected(estimator):
+    """d/d logits of sum_x stop_gradient(p(x)) k(x): the on-policy expectation of a KL loss' gradient."""
+    logits, q = torch.tensor([0.5, -0.2, 0.1], requires_grad=True), torch.tensor([0.3, 0.3, 0.4])
+    log_p = logits.log_softmax(-1)
+    k = ppo.kl_estimators(log_p, q.log())[estimator]
+    (log_p.exp().detach() * k).sum().backward()
+    return logits.grad
+
+
+def test_the_gradients_of_k1_k2_k3():
+    """Zero for k1, that of KL(p || q) for k2, that of KL(q || p) for k3 (why k2 is the loss)."""
+    q = torch.tensor([0.3, 0.3, 0.4])
+    logits = torch.tensor([0.5, -0.2, 0.1], requires_grad=True)
+    p = logits.softmax(-1)
+    (reverse,) = torch.autograd.grad((p * (p / q).log()).sum(), logits, retain_graph=True)
+    (forward,) = torch.autograd.grad((q * (q / p).log()).sum(), logits)
+    assert gradient_of_expected(0).abs().max() < 1e-7
+    assert torch.allclose(gradient_of_expected(1), reverse, atol=1e-7)
+    assert torch.allclose(gradient_of_expected(2), forward, atol=1e-7)
+    assert not torch.allclose(reverse, forward, atol=1e-2)
+
+
+def test_the_score_lands_on_the_last_response_token():
+    scores, lengths = torch.tensor([5.0, -1.0]), torch.tensor([3, 1])
+    assert ppo.token_rewards(scores, lengths, MASK).tolist() == [[0, 0, 5], [-1, 0, 0]]
+
+
+def test_the_kl_penalty_comes_off_every_token_but_not_off_padding():
+    penalty = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0]])
+    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), torch.tensor([3, 1]), MASK, penalty)
+    assert rewards.tolist() == [pytest.approx([-0.1, -0.2, 4.7]), pytest.approx([-1.4, 0, 0])]
+
+
+def test_gae_by_hand():
+    """gamma 0.5, lambda 0.5. Row 0: deltas 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 2 - 8 = -6;
+    A2 = -6, A1 = 0 + .25 * -6 = -1.5, A0 = 1 + .25 * -1.5 = 0.625. Row 1: one token, 3 - 1 = 2."""
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+    values = torch.tensor([[2.0, 4.0, 8.0], [1.0, 77.0, float("nan")]])
+    advantages, returns = ppo.gae(rewards, values, MASK, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[0.625, -1.5, -6.0], [2.0, 0.0, 0.0]]
+    assert returns.tolist() == [[2.625, 2.5, 2.0], [3.0, 0.0, 0.0]]
+
+
+def test_gae_with_lambda_one_is_return_minus_value():
+    torch.manual_seed(0)
+    rewards, values = torch.randn(4, 7), torch.randn(4, 7)
+    mask = ppo.length_mask(torch.tensor([7, 5, 1, 3]), 7)
+    rewards = torch.where(mask, rewards, 0.0)
+    _, returns = ppo.gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    assert torch.allclose(returns, torch.where(mask, to_go, 0.0), atol=1e-5)
+
+
+def test_moments_give_mean_and_std_of_real_tokens_over_processes():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3) + 5, torch.randn(2, 3) - 2
+    total = ppo.moments(a, MASK) + ppo.moments(b, MASK)  # two processes
+    real = torch.cat([a[MASK], b[MASK]])
+    mean, std = ppo.mean_std(total)
+    assert mean == pytest.approx(real.mean().item(), abs=1e-6)
+    assert std == pytest.approx(real.std(correction=0).item(), abs=1e-6)
+
+
+def test_policy_loss_by_hand():
+    """clip 0.2. Ratios 1.5 and 0.5 with A = 1: min(1.5, 1.2) + min(.5, .8) = 1.7; with A = -1:
+    min(-1.5, -1.2) + min(-.5, -.8) = -2.3. The loss is the negative sum."""
+    ratio = torch.tensor([[1.5, 0.5, 99.0], [1.5, 0.5, 99.0]])
+    advantages = torch.tensor([[1.0, 1.0, 7.0], [-1.0, -1.0, 7.0]])
+    mask = torch.tensor([[True, True, False]] * 2)
+    loss, metrics = ppo.policy_loss(ratio.log(), torch.zeros(2, 3), advantages, mask, clip_epsilon=0.2)
+    assert loss.item() == pytest.approx(-1.7 + 2.3)
+    assert metrics["policy/clip_fraction"] == 4
+    assert metrics["policy/ratio"].item() == pytest.approx(4.0)
+    k3 = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.5, 0.5))
+    assert metrics["policy/approx_kl"].item() == pytest.approx(k3, abs=1e-6)
+
+
+def test_policy_gradient_stops_where_the_clip_binds():
+    logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    ppo.policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, 0.2)[0].backward()
+    # -A * ratio where the surrogate is unclipped: ratio 0.5 with A = 1, ratio 1.5 with A = -1
+    assert logprobs.grad.tolist() == [pytest.approx([0.0, -0.5, 1.5, 0.0])]
+
+
+def test_at_ratio_one_the_gradient_is_the_policy_gradient():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    advantages = torch.tensor([[0.3, -0.7]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, metrics = ppo.policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2)
+    loss.backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-0.3, 0.7])]
+    assert metrics["policy/approx_kl"] == 0
+
+
+def test_value_loss_by_hand():
+    """V 3, old 1, range .5 -> clipped 1.5; G 2: max(1, .25) = 1. V 1.2, old 1, G 2: clip leaves it: .64.
+    V 3, old 1, G 4: max(1, 6.25) = 6.25. Half the sum."""
+    values, old = torch.tensor([[3.0, 1.2, 3.0, 9.0]]), torch.ones(1, 4)
+    returns, mask = torch.tensor([[2.0, 2.0, 4.0, 0.0]]), torch.tensor([[True, True, True, False]])
+    loss, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.5)
+    assert loss.item() == pytest.approx(0.5 * (1 + 0.64 + 6.25))
+    assert metrics["value/clip_fraction"] == 1
+    assert metrics["value/error"].item() == pytest.approx(1 + 0.64 + 1)
+
+
+def test_load_balance_loss_by_hand():
+    """Two experts, top 1, three tokens, the last one padding. Gates (.75, .25) and (.25, .75):
+    f = (1/2, 1/2), P = (1/2, 1/2), 2 * 1/2 = 1. Both tokens (.75, .25): f = (1, 0), P0 = .75: 1.5."""
+    near, far = math.log(3.0), 0.0
+    balanced = torch.tensor([[near, far], [far, near], [50.0, 0.0]])
+    skewed = torch.tensor([[near, far], [near, far], [0.0, 50.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert ppo.load_balance_loss((balanced,), mask, 1).item() == pytest.approx(1.0)
+    assert ppo.load_balance_loss((skewed,), mask, 1).item() == pytest.approx(1.5)
+    both = torch.cat([balanced, skewed])  # two sequences: the sum, and one layer twice: twice the sum
+    assert ppo.load_balance_loss((both, both), mask.repeat(2, 1), 1).item() == pytest.approx(5.0)
+
+
+def test_load_balance_loss_of_a_dense_model_is_zero():
+    assert ppo.load_balance_loss((), MASK, 1) == 0
+
+
+def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():
+    rates = [ppo.cosine_lr(2.0, step, 11) for step in range(11)]
+    assert rates[0] == 2.0
+    assert rates[5] == pytest.approx(1.1)  # halfway between 2 and 0.2
+    assert rates[10] == pytest.approx(0.2)
+    assert rates == sorted(rates, reverse=True)
+    assert ppo.cosine_lr(2.0, 0, 1) == 2.0
