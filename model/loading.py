@@ -42,7 +42,7 @@ def load_tokenizer(path, trust_remote_code=False):
     _check_folder_or_hub_name(path)
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
-    with _quiet(), _as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -67,7 +67,7 @@ def _load_pretrained(path, trust_remote_code):
     _check_folder_or_hub_name(path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise InputError(f"{path} has no config.json: it is not a model directory")
-    with _quiet(), _as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+    with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=torch.float32,
@@ -90,7 +90,7 @@ def _load_pth(path, trust_remote_code):
     state = _read_state_dict(path)
     sidecar = path.with_suffix("")
     if (sidecar / "config.json").is_file():
-        with _quiet(), _as_input_error(f"{sidecar}/config.json does not describe a causal language model"):
+        with quiet(), as_input_error(f"{sidecar}/config.json does not describe a causal language model"):
             config = AutoConfig.from_pretrained(str(sidecar), trust_remote_code=trust_remote_code)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -356,10 +356,12 @@ def _few(names, limit=3):
 
 
 @contextlib.contextmanager
-def _as_input_error(what):
+def as_input_error(what):
     """Turn an exception of transformers into an ``InputError``: ``what``, then the exception's first line."""
     try:
         yield
+    except InputError as error:
+        raise InputError(f"{what}: {error}") from error
     except Exception as error:  # a file or a hub can be wrong in more ways than transformers has exceptions
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
@@ -367,7 +369,7 @@ def _as_input_error(what):
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """No progress bars, load reports or retry notices in this block: what they would say is checked here."""
     verbosity, hub_verbosity = hf_logging.get_verbosity(), hub_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()

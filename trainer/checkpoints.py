@@ -122,7 +122,7 @@ def check_same_run(folder, args):
         raise InputError(f"--resume: {path} cannot be read ({error}); is this a run folder?") from None
     for name, value in vars(args).items():
         if name not in HARMLESS and name in old and old[name] != value:
-            raise InputError(f"--resume: --{name} was {old[name]!r} is now {value!r}; give it its old value")
+            raise InputError(f"--resume: --{name} was {old[name]!r} and is now {value!r}; set it back")
 
 
 def find_run(out_dir, run_name, resume):

@@ -6,7 +6,7 @@ is then the identity. Backend: nccl on GPUs, gloo on CPUs.
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    _wrapped: list = field(default_factory=list)
 
     @property
     def is_main(self):
@@ -47,7 +48,8 @@ class World:
         if self.size == 1:
             return module
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False)
+        self._wrapped.append(DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False))
+        return self._wrapped[-1]
 
     def accumulate(self, module, last):
         """Context of one micro-batch's backward: gradients travel only with the last one."""
@@ -68,7 +70,11 @@ class World:
         return sums
 
     def close(self):
+        """Leave the other processes. A wrapper's reducer must go first: were it the last owner of the process
+        group, it would join gloo's threads while holding the lock that they wait for, and never end."""
         if self.size > 1:
+            for module in self._wrapped:
+                module.reducer = module.logger = None
             dist.destroy_process_group()
 
 
@@ -80,11 +86,13 @@ def init_world(device, require=False):
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":
-            index = int(os.environ.get("LOCAL_RANK", device.index or 0)) if size > 1 else device.index or 0
+            index = int(os.environ["LOCAL_RANK"]) if size > 1 else device.index or 0
+            if index >= torch.cuda.device_count():
+                raise RuntimeError(f"there are {torch.cuda.device_count()} GPUs")
             device = torch.device("cuda", index)
             torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
     if size > 1:

@@ -11,10 +11,11 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from dataset.lm_dataset import conversation_ids
 from errors import InputError
+from model.loading import as_input_error, check_tokenizer, load_tokenizer, quiet
 from trainer.record import micro_batches, pad_right
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -50,20 +51,19 @@ class ClassifierRewardModel:
     """An ``AutoModelForSequenceClassification`` with one label, its own tokenizer and chat template."""
 
     def __init__(self, path, device, trust_remote_code):
-        options = {"trust_remote_code": trust_remote_code}
-        self.tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, **options)
+        self.tokenizer = load_tokenizer(path, trust_remote_code)
+        self.model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        if report["missing_keys"]:  # transformers fills them with random numbers
+            raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
         self.model.to(device).eval().requires_grad_(False)
         # One label too many, or a vocabulary too small, is the wrong model and not a wrong number.
         if self.model.config.num_labels != 1:
-            labels = self.model.config.num_labels
-            raise InputError(
-                f"--reward_model {path}: has {labels} labels; a reward model has one (num_labels=1)"
-            )
-        if len(self.tokenizer) > self.model.get_input_embeddings().num_embeddings:
-            raise InputError(f"--reward_model {path}: its tokenizer has more entries than its embedding")
+            raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
+        check_tokenizer(self.tokenizer, self.model)
         self.pad_id = self.model.config.pad_token_id
-        self.max_length = getattr(self.model.config, "max_position_embeddings", None)
+        self.max_length = self.model.config.max_position_embeddings
 
     @torch.no_grad()
     def __call__(self, conversations):
@@ -72,7 +72,7 @@ class ClassifierRewardModel:
         transformers reads the score at the last token that is not the pad token, so where the model has no
         pad token we pad with an id that ends no sequence of the batch. What is too long loses its beginning.
         """
-        ids = [conversation_ids(self.tokenizer, *pair)[-(self.max_length or 0) :] for pair in conversations]
+        ids = [conversation_ids(self.tokenizer, *pair)[-self.max_length :] for pair in conversations]
         scores = torch.empty(len(ids))
         for index in micro_batches([len(x) for x in ids], TOKENS_PER_PASS):
             batch = [ids[i] for i in index]
@@ -91,11 +91,11 @@ class RemoteRewardModel:
     """A model whose own code has ``get_score(tokenizer, messages)``, as internlm2-reward does."""
 
     def __init__(self, path, device):
-        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+        self.tokenizer = load_tokenizer(path, trust_remote_code=True)
         self.model = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=True)
         self.model.to(device).eval().requires_grad_(False)
         if not callable(getattr(self.model, "get_score", None)):
-            raise InputError(f"--reward_model {path}: its code has no get_score(tokenizer, messages)")
+            raise InputError("its code has no get_score(tokenizer, messages)")
 
     @torch.no_grad()
     def __call__(self, conversations):
@@ -111,34 +111,19 @@ class RemoteRewardModel:
 
 def load_reward_model(path, device, trust_remote_code=False):
     """A directory or hub name -> callable [(prompt, response)] -> scores [N]. InputError if it is none."""
-    try:
+    with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        hint = (
-            "add --trust_remote_code to run its code"
-            if "trust_remote_code" in str(error)
-            else "name a directory"
-        )
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"--reward_model {path}: cannot be loaded ({reason}); {hint}") from None
-    architectures = config.architectures or []
-    remote = "AutoModel" in getattr(config, "auto_map", {})
-    if remote and not trust_remote_code:
-        raise InputError(f"--reward_model {path}: brings its own code; add --trust_remote_code to run it")
-    try:
+        architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
             return ClassifierRewardModel(path, device, trust_remote_code)
-        if remote:
+        if "AutoModel" in config.to_dict().get("auto_map", {}):
+            if not trust_remote_code:
+                raise InputError("it brings its own code; add --trust_remote_code to run it")
             return RemoteRewardModel(path, device)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"--reward_model {path}: cannot be loaded ({reason})") from None
-    raise InputError(
-        f"--reward_model {path}: {', '.join(architectures) or 'unknown architecture'} is not a reward model; "
-        "give a sequence classifier with one label, or a remote-code model with get_score"
-    )
+        raise InputError(
+            f"{', '.join(architectures) or 'it'} is not a reward model; give a sequence classifier with one "
+            "label, or a model whose code has get_score"
+        )
 
 
 def load_reward_function(spec):

@@ -148,8 +148,8 @@ def introduction(run, prompts, held_out, folder):
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
         f"reward   {' + '.join(p for p in parts if p)}\n"
         f"prompts  {len(prompts)}{dropped}{tested}\n"
-        f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts on {run.world.size} x "
-        f"{run.world.device.type}, {str(run.dtype).removeprefix('torch.')} -> {folder}"
+        f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts, {run.world.size} x "
+        f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder}"
     )
 
 

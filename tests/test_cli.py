@@ -1,0 +1,269 @@
+"""The command line as users meet it: what a run writes, bad input in one line, stopping and going on."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tiny import (
+    ROOT,
+    flags,
+    read_jsonl,
+    save_policy_dir,
+    save_reward_dir,
+    tiny_llama,
+    train,
+    word_tokenizer,
+    write_jsonl,
+)
+
+from errors import InputError
+from model.loading import load_policy, load_tokenizer
+from trainer import train_ppo
+
+WORDS = list("abcdefgh")
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    records = [{"prompt": f"{a} {b}", "answer": a} for a in WORDS for b in WORDS]
+    return {
+        "model": save_policy_dir(folder / "policy", tokenizer, spread=2.0),
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "data_path": write_jsonl(folder / "prompts.jsonl", records),
+        "eval_data_path": write_jsonl(folder / "eval.jsonl", records[:6]),
+    }
+
+
+def test_a_run_writes_what_the_contract_says(files, tmp_path):
+    train(**files, **SIZES, out_dir=tmp_path, epochs=3)
+    run = tmp_path / "run_1"
+    config = json.loads((run / "config.json").read_text())
+    assert config["batch_size"] == 8
+    assert config["versions"]["torch"] == torch.__version__
+    metrics = read_jsonl(run / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    groups = {name.split("/")[0] for m in metrics for name in m if name != "step"}
+    assert groups == {"rollout", "reward", "kl", "policy", "value", "perf", "eval"}
+    assert {"kl/k1", "kl/k2", "kl/k3", "reward/format", "reward/marks", "reward/model", "eval/accuracy"} <= {
+        name for m in metrics for name in m
+    }
+    sample = read_jsonl(run / "samples.jsonl")[0]
+    assert sample["prompt"][0]["role"] == "user"
+    score = sample["parts"].pop("score")
+    assert score == pytest.approx(sum(sample["parts"].values()), abs=1e-3)
+    assert (run / "curves.png").stat().st_size > 10_000
+    state = torch.load(tmp_path / "ppo_actor_32.pth", weights_only=True)
+    assert {x.dtype for x in state.values()} == {torch.float16}
+    assert "lm_head.weight" in state
+    moved = load_policy(str(tmp_path / "ppo_actor_32.pth")), tiny_llama(10, spread=2.0)
+    assert not all(a.half().equal(b.half()) for a, b in zip(*(m.parameters() for m in moved), strict=True))
+    assert len(load_tokenizer(str(tmp_path / "ppo_actor_32"))) == 10
+
+
+def test_runs_do_not_overwrite_each_other(files, tmp_path):
+    for _ in range(2):
+        train(**files, **SIZES, out_dir=tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("run_*")) == ["run_1", "run_2"]
+    before = (tmp_path / "run_1" / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match="already holds a run"):
+        train(**files, **SIZES, out_dir=tmp_path, run_name="run_1")
+    assert (tmp_path / "run_1" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_refuses_a_flag_that_changes_the_result(files, tmp_path):
+    train(**files, **SIZES, out_dir=tmp_path)
+    with pytest.raises(InputError, match=r"--kl_coef was 0\.05 and is now 0\.3"):
+        train(**files, **SIZES, out_dir=tmp_path, resume="auto", kl_coef=0.3)
+    train(**files, **SIZES, out_dir=tmp_path, resume="auto")  # nothing left to do, and nothing to break
+    assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_resume_of_nothing_starts_anew(files, tmp_path):
+    train(**files, **SIZES, out_dir=tmp_path, resume="auto")
+    assert (tmp_path / "run_1" / "checkpoints" / "step_2").is_dir()
+    with pytest.raises(InputError, match="no checkpoint there"):
+        train(**files, **SIZES, out_dir=tmp_path, resume=str(tmp_path / "nowhere"))
+
+
+def test_a_damaged_checkpoint_is_named(files, tmp_path):
+    train(**files, **SIZES, out_dir=tmp_path)
+    path = tmp_path / "run_1" / "checkpoints" / "step_2" / "actor.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        train(**files, **SIZES, out_dir=tmp_path, resume="auto")
+
+
+def test_old_checkpoints_are_deleted(files, tmp_path):
+    argv = flags(**files, **SIZES | {"max_steps": 4}, out_dir=tmp_path, device="cpu", save_interval=1)
+    train_ppo.main([*argv, "--keep_checkpoints", "2"])
+    assert sorted(p.name for p in (tmp_path / "run_1" / "checkpoints").iterdir()) == ["step_3", "step_4"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path, number):
+    argv = flags(**files, **SIZES | {"max_steps": 500}, epochs=1000, out_dir=tmp_path, device="cpu")
+    process = launch(argv)
+    wait_for(lambda: len(read_if_there(tmp_path / "run_1" / "metrics.jsonl")) > 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert f"--resume {tmp_path / 'run_1'}" in out
+    done = read_jsonl(tmp_path / "run_1" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "run_1" / "checkpoints" / f"step_{done}" / "state.json").is_file()
+
+
+def launch(argv):
+    command = [sys.executable, str(ROOT / "trainer" / "train_ppo.py"), *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
+
+
+def read_if_there(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+
+
+def test_swanlab_offline_gets_the_metrics(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # not logged in, whoever runs this
+    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
+    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", device="cpu")
+    train_ppo.main([*argv, "--use_wandb"])
+    assert list((tmp_path / "out" / "run_1" / "swanlog").glob("run-*"))
+
+
+def test_reward_code_of_a_model_needs_permission(files, tmp_path):
+    config = {"model_type": "x", "auto_map": {"AutoConfig": "m.C", "AutoModel": "m.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "m.py").write_text("raise SystemExit('this code must not run')")
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        train(**files | {"reward_model": str(tmp_path)}, **SIZES, out_dir=tmp_path / "out")
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    """Files that are wrong in one way each, by the name that BAD uses."""
+    folder = tmp_path_factory.mktemp("bad")
+    paths = {name: folder / name for name in ("text.jsonl", "empty.jsonl", "full_sft_32.pth", "big", "fn.py")}
+    paths["text.jsonl"].write_text('{"prompt": "a"}\nhello\n')
+    paths["empty.jsonl"].write_text("")
+    write_jsonl(folder / "no_prompt.jsonl", [{"prompt": "a"}, {"question": "b"}])
+    write_jsonl(folder / "long.jsonl", [{"prompt": "a " * 100}])
+    torch.save({"model.embed_tokens.weight": torch.zeros(10, 32)}, paths["full_sft_32.pth"])
+    word_tokenizer("abcdefghijklmnopqrstuvwxyz", chat=True).save_pretrained(paths["big"])
+    paths["fn.py"].write_text("def f(prompts, responses, answers):\n    return [1.0]\n")
+    return str(folder)
+
+
+BAD = [  # what is wrong, the flags ({} is the folder above), what the line must name
+    ("data missing", {"data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
+    ("data empty", {"data_path": "{}/empty.jsonl"}, "empty.jsonl: the file has no records"),
+    ("data not JSON", {"data_path": "{}/text.jsonl"}, "text.jsonl:2"),
+    ("data without prompt", {"data_path": "{}/no_prompt.jsonl"}, "no_prompt.jsonl:2"),
+    ("data is a folder", {"data_path": "{}"}, "cannot be read"),
+    ("every prompt too long", {"data_path": "{}/long.jsonl", "max_seq_len": 50}, "--max_seq_len"),
+    ("held-out data missing", {"eval_data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
+    ("pth of another shape", {"model": "{}/full_sft_32.pth"}, "full_sft_32.pth"),
+    ("model missing", {"model": "/nowhere"}, "/nowhere"),
+    ("MiniMind's name missing", {"model": "", "hidden_size": 512}, "reason_512.pth"),
+    ("another hidden size", {"hidden_size": 64}, "--hidden_size 64"),
+    ("tokenizer too big", {"tokenizer": "{}/big"}, "tokenizer"),
+    ("tokenizer missing", {"tokenizer": "/nowhere"}, "/nowhere"),
+    ("reward model missing", {"reward_model": "/nowhere"}, "--reward_model /nowhere"),
+    ("reward model is a policy", {"reward_model": "{policy}"}, "not a reward model"),
+    ("no reward at all", {"reward_model": ""}, "--reward_model"),
+    ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
+    ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
+    ("minibatch larger than batch", {"mini_batch_size": 16}, "--mini_batch_size 16"),
+    ("minibatch does not divide", {"mini_batch_size": 3}, "--mini_batch_size 3"),
+    ("learning rate below zero", {"learning_rate": -1}, "--learning_rate -1"),
+    ("learning rate NaN", {"learning_rate": "nan"}, "--learning_rate nan"),
+    ("temperature zero", {"temperature": 0}, "--temperature 0"),
+    ("gamma above one", {"gamma": 1.5}, "--gamma 1.5"),
+    ("batch of none", {"batch_size": 0}, "--batch_size 0"),
+    ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
+    ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
+    (
+        "critic from no reward model",
+        {"reward_model": "", "reward_fn": "x", "critic_init": "reward"},
+        "--critic_init",
+    ),
+    ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),
+    ("no such device", {"device": "toaster"}, "--device toaster"),
+    ("nothing to resume", {"resume": "/nowhere"}, "--resume /nowhere"),
+]
+
+
+@pytest.mark.parametrize(("what", "change", "named"), BAD, ids=[case[0] for case in BAD])
+def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, bad, tmp_path):
+    change = {k: str(v).replace("{policy}", files["model"]).replace("{}", bad) for k, v in change.items()}
+    argv = flags(**{**files, **SIZES, "device": "cpu", **change}, out_dir=tmp_path / "out")
+    with pytest.raises(InputError) as error:
+        train_ppo.main(argv)
+    assert named in str(error.value)
+    assert len(str(error.value)) < 400
+    if what != "reward function of one score":  # that one only shows once it is called
+        assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_on_the_real_command_line(files, tmp_path):
+    process = launch(flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err == "error: --mini_batch_size 16: must divide --batch_size 8\n"
+    assert out == ""
+
+
+@pytest.mark.parametrize("argv", [["--batch_size", "many"], ["--no_such_flag"], ["--kl_in", "both"]])
+def test_what_argparse_refuses_has_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        train_ppo.main(argv)
+    assert exit_.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_ddp_without_torchrun_is_refused(files, tmp_path):
+    with pytest.raises(InputError, match="torchrun"):
+        train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
+
+
+def test_minimind_names_are_found(tmp_path, files):
+    """--hidden_size alone loads out/reason_{hidden_size}.pth, and the tokenizer given by hand."""
+    policy = tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
+    torch.save(policy.state_dict(), tmp_path / "reason_32.pth")
+    more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}
+    train(**more, **SIZES, out_dir=tmp_path)
+    assert (tmp_path / "ppo_actor_32.pth").exists()
+    shutil.move(tmp_path / "reason_32.pth", tmp_path / "full_sft_32.pth")
+    train(**more, **SIZES, reasoning=0, out_dir=tmp_path)
+
+
+def test_it_runs_from_any_folder(files, tmp_path):
+    argv = flags(**files, **SIZES | {"max_steps": 1}, out_dir=tmp_path, device="cpu", eval_interval=0)
+    done = subprocess.run(
+        [sys.executable, "train_ppo.py", *argv],
+        cwd=ROOT / "trainer",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "| held-out evaluation | before | after |" in done.stdout

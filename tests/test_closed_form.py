@@ -1,0 +1,124 @@
+"""Tasks whose optimum is known exactly: does the trainer, run as users run it, get there?
+
+With a reward r and KL coefficient beta, the policy that maximises E[r] - beta KL(pi || ref) is
+ref * exp(r / beta), normalised, and the maximum is beta * log E_ref[exp(r / beta)].
+"""
+
+import random
+
+import pytest
+import torch
+from tiny import load_actor, save_policy_dir, tiny_llama, train, word_tokenizer, write_jsonl
+
+from trainer import ppo
+
+REWARD = """import random
+
+def score(prompts, responses, answers):
+    return [random.Random(response).uniform(-1, 1) for response in responses]
+"""
+
+
+def rewards_of(texts):
+    return torch.tensor([random.Random(text).uniform(-1, 1) for text in texts], dtype=torch.float64)
+
+
+def trained(folder, tokenizer, sizes, steps, **values):
+    """Train on one prompt with REWARD through the command line -> (reference, trained policy)."""
+    policy = save_policy_dir(folder / "policy", tokenizer, **sizes)
+    (folder / "reward.py").write_text(REWARD)
+    data = write_jsonl(folder / "prompts.jsonl", [{"prompt": "a"}] * 8)
+    common = {"reasoning": 0, "missing_eos_penalty": 0, "critic_warmup_steps": 1, "epochs": 10**6}
+    common |= {"out_dir": folder / "out", "run_name": "run", "reward_fn": f"{folder / 'reward.py'}:score"}
+    train(model=policy, data_path=data, max_steps=steps, **common, **values)
+    ref, actor = tiny_llama(len(tokenizer), **sizes), tiny_llama(len(tokenizer), **sizes)
+    report = actor.load_state_dict(load_actor(folder / "out" / "run", steps), strict=False)
+    assert set(report.missing_keys) <= {"lm_head.weight", "model.embed_tokens.weight"}  # tied: saved once
+    return ref, actor
+
+
+@torch.no_grad()
+def sequence_logprobs(model, prompt, sequences, longest):
+    """Exact log-probability of each response: tuples of ids, ended by 0 (EOS) or cut at ``longest``."""
+    rows = [[*prompt, *s, *[0] * (longest - len(s))] for s in sequences]
+    log_p = model(torch.tensor(rows)).logits.double().log_softmax(-1)
+    total = torch.zeros(len(rows), dtype=torch.float64)
+    for t in range(longest):
+        token = torch.tensor([s[t] if t < len(s) else 0 for s in sequences])
+        step = log_p[torch.arange(len(rows)), len(prompt) + t - 1, token]
+        total += torch.where(torch.tensor([t < len(s) for s in sequences]), step, 0.0)
+    return total
+
+
+def all_responses(vocabulary, longest):
+    """Every response there is: ended by token 0, or ``longest`` tokens without it."""
+    done, open_ = [], [()]
+    for _ in range(longest):
+        grown = [(*s, token) for s in open_ for token in range(vocabulary)]
+        done += [s for s in grown if s[-1] == 0]
+        open_ = [s for s in grown if s[-1] != 0]
+    return done + open_
+
+
+def texts_of(tokenizer, sequences):
+    ids = [s[:-1] if s[-1] == 0 else s for s in sequences]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_one_token_task_reaches_the_known_optimum(kl_in, tmp_path):
+    tokenizer, beta = word_tokenizer("abcdefghi"), 0.5
+    sizes = {"spread": 4.0}
+    ref, actor = trained(
+        tmp_path, tokenizer, sizes, steps=50, kl_in=kl_in, kl_coef=beta, max_gen_len=1, batch_size=256,
+        mini_batch_size=64, ppo_epochs=4, learning_rate=1e-3, critic_learning_rate=3e-3,
+    )  # fmt: skip
+    answers = all_responses(len(tokenizer), 1)
+    ref, p = (sequence_logprobs(m, tokenizer("a").input_ids, answers, 1) for m in (ref, actor))
+    optimum = (ref + rewards_of(texts_of(tokenizer, answers)) / beta).log_softmax(-1)
+    before, after = ((x.exp() * (x - optimum)).sum().item() for x in (ref, p))
+    print(f"KL to the optimum, --kl_in {kl_in}: {before:.3f} before, {after:.5f} after")
+    assert before > 0.3
+    assert after < 0.01
+
+
+@pytest.mark.parametrize(("estimator", "reaches"), [(0, False), (1, True), (2, False)])
+def test_only_k2_belongs_in_the_loss(estimator, reaches):
+    """Exact expectations, no samples: k2 ends at the optimum, k3 elsewhere, k1 pulls nothing at all."""
+    beta, reward = 0.5, torch.tensor([1.0, 0.2, -0.4, -1.0], dtype=torch.float64)
+    ref = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    logits = ref.clone().requires_grad_()
+    mask = torch.ones(4, dtype=torch.bool)
+    for _ in range(3000):
+        log_p = logits.log_softmax(-1)
+        p = log_p.exp().detach()
+        advantages = reward - (p * reward).sum()
+        std = (p * advantages.square()).sum().sqrt().clamp(min=1e-4)
+        loss, _ = ppo.policy_loss(log_p, log_p.detach(), p * advantages / std, mask, 0.2)
+        loss = loss + beta / std * (p * ppo.kl_estimators(log_p, ref)[estimator]).sum()
+        (grad,) = torch.autograd.grad(loss, logits)
+        with torch.no_grad():
+            logits -= 0.02 * grad
+    optimum = (ref + reward / beta).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    distance = (p.exp() * (p - optimum)).sum().item()
+    assert (distance < 1e-4) if reaches else (distance > 0.02)
+
+
+def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
+    """657 responses of up to three tokens, random rewards, KL in the reward: exact for sequences."""
+    tokenizer, beta, longest = word_tokenizer("abcdefg"), 0.2, 3
+    sizes = {"hidden": 32, "layers": 1, "spread": 4.0}
+    ref, actor = trained(
+        tmp_path, tokenizer, sizes, steps=60, kl_in="reward", kl_coef=beta, max_gen_len=longest, batch_size=1024,
+        mini_batch_size=256, ppo_epochs=4, learning_rate=2e-3, critic_learning_rate=3e-3,
+    )  # fmt: skip
+    answers = all_responses(len(tokenizer), longest)
+    ref, p = (sequence_logprobs(m, tokenizer("a").input_ids, answers, longest) for m in (ref, actor))
+    reward = rewards_of(texts_of(tokenizer, answers))
+    assert ref.exp().sum().item() == pytest.approx(1.0, abs=1e-5)  # nothing was left out
+    maximum = beta * torch.logsumexp(ref + reward / beta, 0)
+    before, after = ((x.exp() * (reward - beta * (x - ref))).sum() for x in (ref, p))
+    closed = ((after - before) / (maximum - before)).item()
+    print(f"objective {before:.3f} -> {after:.3f}, maximum {maximum:.3f}: {closed:.3f} of the gap closed")
+    assert closed > 0.95
