@@ -123,4 +123,4 @@ def response_texts(rollout, tokenizer):
     """The responses as text [B], without the EOS that ended them and without other special tokens."""
     ids = rollout.responses()
     ids = [r[:-1] if ended else r for r, ended in zip(ids, rollout.finished.tolist(), strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
