@@ -8,7 +8,7 @@
     python chat.py --compare model/demo/policy             every answer beside that of another model
 
 At the prompt, /clear forgets the conversation, Ctrl-C stops an answer and forgets its question, /exit or
-Ctrl-D leaves. A model that learned from single questions answers a second one better with --history 0.
+Ctrl-D leaves. A model that learned from conversations remembers N turns with --history N.
 A model without a chat template goes on from the text you type and remembers nothing.
 
 Decoding is greedy by default: what differs between two answers is then the models, not luck. With
@@ -49,7 +49,7 @@ def parse_args(argv=None):
     p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
     # answers
     p.add_argument("--prompt", help="answer this and leave")
-    p.add_argument("--history", type=int, default=10, help="turns that it remembers; 0: each prompt is new")
+    p.add_argument("--history", type=int, default=0, help="turns that it remembers; 0: each prompt is new")
     p.add_argument("--max_gen_len", type=int, default=512, help="longest answer in tokens")
     p.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
     p.add_argument("--seed", type=int, default=42, help="of sampling; line n of the input uses seed + n")
@@ -233,7 +233,7 @@ def main(argv=None):
         for speaker in speakers:
             note = "" if speaker.tokenizer.chat_template else ", no chat template: it continues your text"
             say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}{note}")
-        say("/clear forgets (--history 0: always), Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+        say(f"it remembers {args.history} turns (--history); /clear forgets, Ctrl-C stops, /exit leaves")
         talk(speakers, args, interactive=True)
 
 

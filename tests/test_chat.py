@@ -60,7 +60,7 @@ def speaker(path, **flags):
 
 def arguments(**flags):
     defaults = vars(chat.parse_args([]))
-    return argparse.Namespace(**{**defaults, "max_gen_len": 12, **flags})
+    return argparse.Namespace(**{**defaults, "max_gen_len": 12, "history": 10, **flags})
 
 
 def trainers_answer(path, messages, max_gen_len=12):

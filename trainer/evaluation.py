@@ -4,6 +4,7 @@ Accuracy is measured against the records' answers and never rewarded: accuracy g
 up is what reward hacking looks like.
 """
 
+from errors import InputError
 from trainer.rewards import is_correct
 from trainer.tracking import Metrics
 
@@ -15,10 +16,12 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
 
     roll_out(batch of Prompt, temperature) -> (rollout, texts, score parts).
     """
+    if len(prompts) < world.size:
+        raise InputError(f"--eval_data_path: {len(prompts)} prompts for {world.size} processes; add some")
     metrics = Metrics()
     mine = [prompts[i] for i in range(world.rank, len(prompts), world.size)]
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
-    batches = [mine[start : start + BATCH] for start in range(0, max(len(mine), 1), BATCH)]
+    batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     for batch in batches:
         for kind, heat in (("", temperature), ("_greedy", 0.0)):
             rollout, texts, parts = roll_out(batch, heat)

@@ -72,7 +72,7 @@ def load_inputs(args):
     if args.eval_data_path:
         held_out = RLAIFDataset(args.eval_data_path, tokenizer, args.max_seq_len)
     longest = max(len(p.prompt_ids) for data in (prompts, held_out) if data for p in data)
-    limit = actor.config.max_position_embeddings
+    limit = getattr(actor.config, "max_position_embeddings", math.inf)  # ALiBi models have none
     if longest + args.max_gen_len > limit:
         raise InputError(
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "

@@ -63,7 +63,7 @@ class ClassifierRewardModel:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, self.model)
         self.pad_id = self.model.config.pad_token_id
-        self.max_length = self.model.config.max_position_embeddings
+        self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi has none
 
     @torch.no_grad()
     def __call__(self, conversations):

@@ -83,7 +83,7 @@ class Tracker:
     def __init__(self, folder, args, first_step, total_steps):
         self.folder, self.total_steps, self.log_interval = Path(folder), total_steps, args.log_interval
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines_up_to(self.folder / name, first_step if args.resume else -1)
+            keep_lines_up_to(self.folder / name, first_step or -1)
         self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._samples = open(self.folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._bar = tqdm(total=total_steps, initial=first_step, desc="ppo", unit="step", disable=None)

@@ -154,9 +154,11 @@ class Run:
 def build_run(args, world, actor, tokenizer, n_prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
-    device, frozen = world.device, args.trust_remote_code
-    model = load_reward_model(args.reward_model, device, frozen) if args.reward_model else None
-    function = load_reward_function(args.reward_fn) if args.reward_fn else None
+    device, model, function = world.device, None, None
+    if args.reward_model:
+        model = load_reward_model(args.reward_model, device, args.trust_remote_code)
+    if args.reward_fn:
+        function = load_reward_function(args.reward_fn)
     total_steps = math.ceil(args.epochs * n_prompts / (args.batch_size * world.size))
     total_steps = min(total_steps, args.max_steps or total_steps)
     if total_steps <= args.critic_warmup_steps:
@@ -355,9 +357,9 @@ def train(run, folder, first_step, prompts, held_out, tracker):
     share = (args.batch_size, args.mini_batch_size, world.rank, world.size)
     order = PromptBatches(len(prompts), args.seed, first_step, run.total_steps, *share)
     loader = DataLoader(prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
-    if first_step == 0:
-        tracker.log(0, evaluate_actor(run, held_out))
     with StopRequest() as stop:
+        if first_step == 0:
+            tracker.log(0, evaluate_actor(run, held_out))
         for step, batch in enumerate(loader, start=first_step):
             metrics, rows = train_step(run, step, batch, local_positions(*share))
             done, last = step + 1, step + 1 == run.total_steps
