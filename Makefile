@@ -12,12 +12,19 @@ train: .venv/train.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: .venv/dev.stamp
+bench: .venv/train.stamp
 	$(BIN)/python benchmarks/demo.py $(ARGS)
 
+# Everything the demo ships, from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
+# model's backbone first learns what raters hold to be right.
 demo-assets: .venv/train.stamp
 	$(BIN)/python dataset/demo/make_data.py
-	@echo TODO
+	$(BIN)/python dataset/demo/make_tokenizer.py
+	$(BIN)/python trainer/train_sft.py --epochs 4 --hf_dir model/demo/policy
+	$(BIN)/python trainer/train_sft.py --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \
+		--data_path dataset/demo/references.jsonl --out_dir out/demo_backbone --hf_dir out/demo_backbone/hf
+	$(BIN)/python trainer/train_reward.py --epochs 3 --learning_rate 1e-3 --batch_size 24 --extra_layers 2 \
+		--model out/demo_backbone/hf --out_dir model/demo/reward
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -13,7 +13,8 @@ class CriticModel(nn.Module):
 
     ``backbone`` is the ``base_model`` of a transformers model, whose ``last_hidden_state`` has already gone
     through the final norm: the head reads it as it is. The head starts at zero, so that the first values are
-    0 everywhere instead of noise for the advantages to inherit.
+    0 everywhere instead of noise for the advantages to inherit; a critic that starts from a reward model
+    takes over its score head instead, as in InstructGPT (Ouyang et al. 2022, arXiv:2203.02155, appendix C.4).
     """
 
     def __init__(self, backbone, hidden_size):
@@ -35,7 +36,11 @@ class CriticModel(nn.Module):
         # The width of the embeddings and not config.hidden_size: with projections in between (OPT-350m) the
         # two differ, and last_hidden_state has the former.
         width = backbone.get_input_embeddings().embedding_dim
-        return cls(backbone, width).to(model.device)
+        critic = cls(backbone, width).to(model.device)
+        score = dict(model.named_children()).get("score")  # the head of transformers' decoder classifiers
+        if isinstance(score, nn.Linear) and score.weight.shape == critic.value_head.weight.shape:
+            critic.value_head.weight.data.copy_(score.weight)
+        return critic
 
     def forward(self, tokens):
         """``tokens`` [B, T], right-padded -> values [B, T] in fp32, autocast or not."""

@@ -202,7 +202,7 @@ BAD = [  # what is wrong, the flags ({} is the folder above), what the line must
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     (
         "critic from no reward model",
-        {"reward_model": "", "reward_fn": "x", "critic_init": "reward"},
+        {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},
         "--critic_init",
     ),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 as a user runs them, at a tiny size: what goes in, what comes out, what is refused."""
+"""Stages 1 and 2 as a user runs them, at a tiny size, and the data from which they make the demo's models."""
 
 import json
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from dataset.lm_dataset import conversation_ids, right_pad
+from dataset.demo import make_data
+from dataset.lm_dataset import RLAIFDataset, conversation_ids, read_jsonl, right_pad
 from errors import InputError
 from model.loading import load_policy
 from trainer import train_reward, train_sft
@@ -118,6 +119,23 @@ def test_reward_losses_by_hand():
     assert accuracy.item() == 0.5
 
 
+def test_parting_loss_by_hand():
+    """The two responses part at the second token, with scores 2 and 9."""
+    tokens = torch.tensor([[5, 6, 7], [5, 7, 7]])
+    loss = train_reward.parting_loss(torch.tensor([[1.0, 2.0, 0.0], [0.0, 9.0, 0.0]]), tokens)
+    assert loss.item() == pytest.approx(torch.nn.functional.softplus(torch.tensor(7.0)).item())
+
+
+def test_language_loss_by_hand():
+    """Of the chosen 1 2 3, only the 3 is learned: up to the 2 the rejected response says the same."""
+    tokens = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 0]])
+    hidden = torch.zeros(2, 4, 5)
+    hidden[0, 1, 3] = 2.0  # the logits at the 2, which predict the 3
+    loss = train_reward.language_loss(hidden, tokens, torch.nn.Identity(), pad_id=0)
+    expected = torch.logsumexp(torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0]), 0) - 2.0
+    assert loss.item() == pytest.approx(expected.item())
+
+
 @pytest.mark.parametrize(
     ("script", "flags", "says"),
     [
@@ -144,3 +162,64 @@ def test_a_script_runs_from_any_folder_and_exits_with_2(tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: /nowhere.pth")
     assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The demo's data and tokenizer
+
+
+def test_demo_data_is_a_function_of_its_seed(tmp_path):
+    small = ["--demonstrations", "50", "--pairs", "50"]
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        make_data.main(["--out_dir", str(tmp_path / name), "--seed", seed, *small])
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+        assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_committed_data_is_what_the_script_makes(tmp_path):
+    make_data.main(["--out_dir", str(tmp_path)])
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (make_data.HERE / file.name).read_bytes(), file.name
+
+
+def problem_of(text):
+    """A question -> (a, op, b, op, c)."""
+    words = text.rstrip("?.").split()[-5:]
+    symbols = {word: symbol for symbol, word in make_data.SPOKEN.items()}
+    return tuple(symbols[w] if w in symbols else make_data.WORDS.index(w) for w in words)
+
+
+def test_held_out_problems_occur_in_no_training_file():
+    def problems(name):
+        return {problem_of(record["prompt"]) for _, record in read_jsonl(make_data.HERE / name)}
+
+    held_out = problems("eval.jsonl")
+    terms = {make_data.terms(problem) for problem in held_out}
+    assert len(held_out) == 500 and problems("preferences_eval.jsonl") == held_out
+    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl"):
+        assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
+
+
+def test_demonstrations_are_noisy_and_answers_right():
+    for _, record in read_jsonl(make_data.HERE / "eval.jsonl"):
+        assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
+    right = well_formed = total = 0
+    for _, record in read_jsonl(make_data.HERE / "sft.jsonl"):
+        answer = make_data.solve(problem_of(record["prompt"]))
+        total += 1
+        right += f"<answer>\n{answer}\n</answer>" in record["answer"]
+        well_formed += record["answer"].count("\n") == 6 and record["answer"].endswith("\n</answer>")
+    assert 0.5 < right / total < 0.7 and 0.75 < well_formed / total < 0.85
+
+
+def test_demo_tokenizer_keeps_digits_apart_and_encodes_anything():
+    tokenizer = AutoTokenizer.from_pretrained(make_data.HERE / "tokenizer")
+    assert len(tokenizer) <= 512
+    response = "<think>\n27 + 15 = 42\n</think>\n<answer>\n42\n</answer>"
+    ids = tokenizer(response)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids).count("4") == 2 and len(ids) == 21
+    assert tokenizer.decode(ids, skip_special_tokens=True) == response
+    for text in ("naïve 空 🎉\t\r\n", "  two  spaces ", "<answer>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert RLAIFDataset(make_data.HERE / "eval.jsonl", tokenizer, 64).dropped == 0

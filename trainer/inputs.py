@@ -6,6 +6,7 @@ from pathlib import Path
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
 from model.loading import check_output_head, check_tokenizer, load_policy, load_tokenizer, tokenizer_source
+from trainer.rewards import ClassifierRewardModel
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = {
@@ -53,8 +54,18 @@ def fill_paths(args):
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not (args.reward_model or args.reward_fn):
         raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
-    if args.critic_init == "reward" and not args.reward_model:
-        raise InputError("--critic_init reward: needs a --reward_model to start from")
+
+
+def starts_from_reward(args, reward_model, tokenizer):
+    """Does the critic start from the reward model? ``auto``: where that reads the policy's tokens."""
+    same_tokens = isinstance(reward_model, ClassifierRewardModel)
+    same_tokens = same_tokens and reward_model.tokenizer.get_vocab() == tokenizer.get_vocab()
+    if args.critic_init == "reward" and not same_tokens:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
+            "own tokenizer; leave the flag out"
+        )
+    return same_tokens and args.critic_init != "actor"
 
 
 def load_inputs(args):

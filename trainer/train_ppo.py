@@ -40,7 +40,7 @@ from model.loading import eos_ids, save_policy
 from trainer import checkpoints, ppo
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
-from trainer.inputs import check_flags, fill_paths, load_inputs
+from trainer.inputs import check_flags, fill_paths, load_inputs, starts_from_reward
 from trainer.interrupt import StopRequest
 from trainer.record import micro_batches
 from trainer.rewards import Reward, load_reward_function, load_reward_model
@@ -93,9 +93,7 @@ def parse_args(argv=None):
     p.add_argument("--target_kl", type=float, default=0.0, help="end a batch's updates above it; 0: never")
     p.add_argument("--gamma", type=float, default=1.0, help="discount")
     p.add_argument("--lam", type=float, default=0.95, help="GAE lambda")
-    p.add_argument(
-        "--critic_init", default="actor", choices=["actor", "reward"], help="backbone to start from"
-    )
+    p.add_argument("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start from")
     p.add_argument("--critic_warmup_steps", type=int, default=2, help="batches that train only the critic")
     p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
     # machine
@@ -169,7 +167,7 @@ def build_run(args, world, actor, tokenizer, n_prompts):
     wanted = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
     dtype = wanted.get(args.dtype) or getattr(torch, args.dtype)
     actor.to(device).eval()
-    critic = CriticModel.from_model(model.model if args.critic_init == "reward" else actor)
+    critic = CriticModel.from_model(model.model if starts_from_reward(args, model, tokenizer) else actor)
     critic.to(device).eval().requires_grad_(True)
     return Run(
         args=args,

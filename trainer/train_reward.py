@@ -3,15 +3,15 @@
     for each batch of pairs (chosen, rejected), padded on the right:
         score = one number a conversation, read at its last token
         loss = -log sigmoid(score chosen - score rejected)              # Bradley-Terry
-             + parting_coef * the same, read at the first token that differs  # the fault is named
+             + parting_coef * the same, read where the two part         # the fault is named
              + score_penalty * (score chosen^2 + score rejected^2)      # scores stay centred and small
-             + lm_coef * next-token loss where the chosen one differs  # the backbone learns what is right
+             + lm_coef * next-token loss on chosen, from there on       # the backbone learns what is right
         backward, clip the gradient, AdamW step, learning rate: warm-up, then cosine to 0
 
 A pair only fixes a difference of scores; without the penalty their level drifts and their scale grows with
-every epoch. 0.0045 settles near +2 and -2 where the labels are clean, inside the +-3 at which PPO clips.
+every epoch. 0.0045 settles between 1.5 and 2 on either side of 0, inside the +-3 at which PPO clips.
 
-    python trainer/train_reward.py                                       # the demo's reward model
+    python trainer/train_reward.py                                       # from the demo's policy and pairs
     python trainer/train_reward.py --model PATH --data_path pairs.jsonl  # from a model you have
 
 It writes a Hugging Face directory for AutoModelForSequenceClassification with one label, its tokenizer beside
@@ -48,17 +48,12 @@ def parse_args(argv=None):
     # model
     flag("--model", default=str(ROOT / "model/demo/policy"), help=".pth, directory or hub name to start from")
     flag("--tokenizer", default=str(ROOT / "dataset/demo/tokenizer"), help="directory or hub name")
-    flag("--extra_layers", type=int, default=2, help="new layers on top (for Llama, Qwen and their like)")
-    flag(
-        "--max_seq_len",
-        type=int,
-        default=128,
-        help="pairs with a longer conversation are dropped and counted",
-    )
+    flag("--extra_layers", type=int, default=0, help="new layers on top (for Llama, Qwen and their like)")
+    flag("--max_seq_len", type=int, default=128, help="pairs with a longer conversation are dropped")
     # optimisation
-    flag("--epochs", type=int, default=3)
-    flag("--batch_size", type=int, default=48, help="pairs")
-    flag("--learning_rate", type=float, default=1.2e-3)
+    flag("--epochs", type=int, default=4)
+    flag("--batch_size", type=int, default=24, help="pairs")
+    flag("--learning_rate", type=float, default=1e-3)
     flag("--weight_decay", type=float, default=0.1)
     flag("--score_penalty", type=float, default=0.0045, help="weight of the squared scores")
     flag("--parting_coef", type=float, default=1.0, help="weight of the pair loss where responses part")
@@ -92,13 +87,15 @@ def reward_from(policy, tokenizer, extra_layers):
     try:
         reward = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
-        raise InputError(
-            f"--model: transformers has no sequence classifier for {config.model_type}"
-        ) from error
+        raise InputError(f"--model: no sequence classifier exists for {config.model_type} models") from error
+    parts = dict(reward.named_children())
+    if not isinstance(parts.get("score"), torch.nn.Linear):
+        raise InputError(f"--model: {type(reward).__name__} has no linear score head to train")
     reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=extra_layers == 0)
-    for layer in reward.base_model.layers[policy.config.num_hidden_layers :]:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    if extra_layers:
+        for layer in reward.base_model.layers[policy.config.num_hidden_layers :]:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return reward
 
 

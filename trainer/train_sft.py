@@ -51,7 +51,7 @@ def parse_args(argv=None):
     flag("--num_hidden_layers", type=int, default=4)
     flag("--max_seq_len", type=int, default=128, help="longer conversations are dropped and counted")
     # optimisation
-    flag("--epochs", type=int, default=4)
+    flag("--epochs", type=int, default=3)
     flag("--batch_size", type=int, default=32)
     flag("--learning_rate", type=float, default=2e-3)
     flag("--weight_decay", type=float, default=0.1)
