@@ -30,7 +30,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from dataset.conversations import encode, for_tokenizer, render
 from errors import InputError, run_script
-from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
+from model.checks import check_tokenizer, eos_ids
+from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer.distributed import init_world
 
 ROOT = Path(__file__).resolve().parent

@@ -9,10 +9,8 @@ What a user can get wrong raises ``InputError``.
 """
 
 import contextlib
-import os
 import pickle
 import re
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -204,9 +202,6 @@ def disable_dropout(model):
                 setattr(holder, name, 0.0)
 
 
-# ---------------------------------------------------------------- checks before training
-
-
 def tokenizer_source(path):
     """Where the tokenizer of the model at ``path`` lies when nobody says: a directory or a hub name.
 
@@ -222,109 +217,6 @@ def tokenizer_source(path):
         if _has_tokenizer(folder):
             return str(folder)
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
-
-
-def check_tokenizer(tokenizer, model):
-    """Raise ``InputError`` if the tokenizer has an id for which the model has no embedding."""
-    largest = max(tokenizer.get_vocab().values())
-    rows = model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
-        raise InputError(
-            f"--tokenizer {tokenizer.name_or_path}: its largest id is {largest}, but the model has {rows} "
-            "embeddings: it is not this model's tokenizer"
-        )
-
-
-def eos_ids(tokenizer, model):
-    """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
-
-    Raises ``InputError`` if there is none.
-    """
-    configured = model.generation_config.eos_token_id
-    ids = set(configured) if isinstance(configured, list) else {configured}
-    ids = (ids | {tokenizer.eos_token_id}) - {None}
-    if not ids:
-        raise InputError(
-            f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "
-            "token: responses would never end; set eos_token in tokenizer_config.json"
-        )
-    return sorted(ids)
-
-
-@torch.no_grad()
-def check_output_head(model):
-    """Raise ``InputError`` unless the output head applied to the backbone's output gives the model's logits.
-
-    Training computes the logits that way, to have them at response positions only. Families that do more to
-    them (soft-caps, scales) would silently be trained as another model.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(rows, (2, 8), generator=generator).to(model.device)
-    logits = model(tokens, use_cache=False).logits
-    head, backbone = model.get_output_embeddings(), model.base_model
-    fits = head is not None and backbone is not model
-    if fits:
-        by_hand = head(backbone(tokens, use_cache=False).last_hidden_state)
-        fits = by_hand.shape == logits.shape and bool(
-            torch.allclose(by_hand, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item())
-        )
-    if not fits:
-        raise InputError(
-            f"models of type {model.config.model_type} are not supported: their logits are more than the "
-            "output head applied to the last hidden state (a soft-cap or a scale)"
-        )
-
-
-# ---------------------------------------------------------------- saving
-
-
-def save_policy(model, tokenizer, path_pth):
-    """Write ``model`` as ``path_pth``, a fp16 state-dict, and what else is needed to load it beside it.
-
-    The state-dict has the keys that MiniMind's own class loads with ``strict=True``, ``lm_head.weight``
-    included when it is tied. The folder of the same stem gets the config, generation config and tokenizer.
-    Every file appears whole or not at all, the ``.pth`` last.
-
-    ``model`` is the bare model, not wrapped for data-parallel training. Raises ``ValueError`` if a weight is
-    not finite in fp16 (NaN, or beyond ±65504): nothing is written then, and what was there stays.
-    """
-    path = Path(path_pth)
-    state = _half_state_dict(model, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as temporary:
-        folder = Path(temporary)
-        # Not save_pretrained: it refuses the contradictory generation settings that some hub models have.
-        model.config.to_json_file(folder / "config.json")
-        model.generation_config.to_json_file(folder / "generation_config.json")
-        tokenizer.save_pretrained(folder)
-        for file in sorted(folder.rglob("*")):
-            if file.is_file():
-                target = path.with_suffix("") / file.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(file, target)
-        weights = folder / path.name
-        torch.save(state, weights)
-        _replace(weights, path)
-
-
-def _half_state_dict(model, path):
-    state = {}
-    for name, tensor in model.state_dict().items():
-        half = tensor.half() if tensor.is_floating_point() else tensor
-        if not half.isfinite().all():
-            raise ValueError(f"{name} has values that are NaN or too large for fp16: {path} not written")
-        state[name] = half.cpu().contiguous()
-    # Tied weights are one tensor, which torch.save then stores once.
-    state.update({name: state[source] for name, source in model.all_tied_weights_keys.items()})
-    return state
-
-
-def _replace(source, target):
-    """Move ``source`` over ``target``, flushed to disk first: a crash leaves the old file or the new one."""
-    with open(source, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(source, target)
 
 
 # ---------------------------------------------------------------- small things

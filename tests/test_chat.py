@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import chat
 from errors import InputError
-from model.loading import load_policy, load_tokenizer, save_policy
+from model.loading import load_policy, load_tokenizer
+from model.saving import save_policy
 from trainer.rollout import noise_keys, response_texts, sample
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]

@@ -25,18 +25,11 @@ from transformers.utils import logging as hf_logging
 
 from errors import InputError
 from model import loading
+from model.checks import check_output_head, check_tokenizer, eos_ids
 from model.critic import CriticModel
-from model.loading import (
-    check_output_head,
-    check_tokenizer,
-    disable_dropout,
-    eos_ids,
-    load_policy,
-    load_tokenizer,
-    save_policy,
-    tokenizer_source,
-)
+from model.loading import disable_dropout, load_policy, load_tokenizer, tokenizer_source
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification
+from model.saving import save_policy
 
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
 

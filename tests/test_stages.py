@@ -131,7 +131,7 @@ def test_language_loss_by_hand():
     tokens = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 0]])
     hidden = torch.zeros(2, 4, 5)
     hidden[0, 1, 3] = 2.0  # the logits at the 2, which predict the 3
-    loss = train_reward.language_loss(hidden, tokens, torch.nn.Identity(), pad_id=0)
+    loss = train_reward.language_loss(hidden, tokens, torch.tensor([3]), torch.nn.Identity())
     expected = torch.logsumexp(torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0]), 0) - 2.0
     assert loss.item() == pytest.approx(expected.item())
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from model.loading import check_output_head, check_tokenizer, load_policy, load_tokenizer, tokenizer_source
+from model.checks import check_output_head, check_tokenizer
+from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer.rewards import ClassifierRewardModel
 
 ROOT = Path(__file__).resolve().parents[1]

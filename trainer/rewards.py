@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from dataset.lm_dataset import conversation_ids
 from errors import InputError
-from model.loading import as_input_error, check_tokenizer, load_tokenizer, quiet
+from model.checks import check_tokenizer
+from model.loading import as_input_error, load_tokenizer, quiet
 from trainer.record import micro_batches, pad_right
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

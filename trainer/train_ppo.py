@@ -35,8 +35,9 @@ from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PromptBatches, epoch_order, local_positions
 from errors import InputError, run_script
+from model.checks import eos_ids
 from model.critic import CriticModel
-from model.loading import eos_ids, save_policy
+from model.saving import save_policy
 from trainer import checkpoints, ppo
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate

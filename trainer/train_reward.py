@@ -32,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 from dataset.lm_dataset import PreferenceDataset, length_batches, right_pad
 from errors import InputError, run_script
-from model.loading import check_tokenizer, load_policy, load_tokenizer
+from model.checks import check_tokenizer
+from model.loading import load_policy, load_tokenizer
 
 
 def parse_args(argv=None):
@@ -121,14 +122,15 @@ def parting_loss(scores, tokens):
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def language_loss(hidden, tokens, lm_head, pad_id):
+def language_loss(hidden, tokens, lengths, lm_head):
     """Next-token loss on the chosen half, from the first token that the rejected response does not share.
 
-    hidden [2B, T, H], tokens [2B, T] -> scalar.
+    hidden [2B, T, H], tokens [2B, T], lengths [B] of the chosen ones -> scalar.
     """
     chosen, rejected = tokens.chunk(2)
     parted = (chosen != rejected).cumsum(1) > 0
-    predicts = (parted & (chosen != pad_id))[:, 1:]  # [B, T - 1]
+    real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    predicts = (parted & real)[:, 1:]  # [B, T - 1]
     logits = lm_head(hidden[: len(chosen), :-1][predicts])  # [N, V]
     loss = F.cross_entropy(logits.float(), chosen[:, 1:][predicts], reduction="sum")
     return loss / predicts.sum().clamp(min=1)
@@ -166,7 +168,7 @@ def main(argv=None):
     held_out = PreferenceDataset(args.eval_data_path, tokenizer, args.max_seq_len)
     print(f"{len(train)} pairs ({train.dropped} too long), {len(held_out)} held out")
 
-    lengths = [max(map(len, pair)) for pair in train]
+    longest = [max(map(len, pair)) for pair in train]
     steps = args.epochs * -(-len(train) // args.batch_size)
     parameters = list(torch.nn.ModuleList([model, lm_head]).parameters())  # a tied head is counted once
     optimizer = torch.optim.AdamW(
@@ -177,13 +179,14 @@ def main(argv=None):
     step = 0
     bar = tqdm(total=steps, desc="reward", disable=None)  # None: no bar where the output is not a terminal
     for epoch in range(args.epochs):
-        for rows in length_batches(lengths, args.batch_size, args.seed, epoch):
+        for rows in length_batches(longest, args.batch_size, args.seed, epoch):
             tokens = collate([train[i] for i in rows], pad_id, args.device)
             output = model(tokens, output_hidden_states=True)
             loss, accuracy = pair_loss(output.logits[:, 0], args.score_penalty)
             hidden = output.hidden_states[-1]  # [2B, T, H]
             total = loss + args.parting_coef * parting_loss(model.score(hidden).squeeze(-1), tokens)
-            total = total + args.lm_coef * language_loss(hidden, tokens, lm_head, pad_id)
+            lengths = torch.tensor([len(train[i][0]) for i in rows], device=tokens.device)
+            total = total + args.lm_coef * language_loss(hidden, tokens, lengths, lm_head)
             optimizer.zero_grad()
             total.backward()
             torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)

@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from dataset.lm_dataset import SFTDataset, length_batches, right_pad
 from errors import InputError, run_script
-from model.loading import check_tokenizer, load_policy, load_tokenizer, save_policy
+from model.checks import check_tokenizer
+from model.loading import load_policy, load_tokenizer
+from model.saving import save_policy
 
 
 def parse_args(argv=None):

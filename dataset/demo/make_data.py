@@ -1,0 +1,318 @@
+"""Makes the demo's data: small-number arithmetic asked in words, answered by people who are often wrong.
+
+    python dataset/demo/make_data.py            # writes dataset/demo/*.jsonl, the same bytes every time
+
+A problem adds or takes away twice, and no number on the way leaves 0 to 19: 8,820 in all. 500 of them are
+held out, together with all that add and take away the same numbers in another order: none of these occurs
+in any training file. A good response to "What is twelve plus five minus nine?" is
+
+    <think>
+    12 + 5 = 17
+    17 - 9 = 8
+    </think>
+    <answer>
+    8
+    </answer>
+
+Demonstrations are noisy, as people are: three in four forget to carry (7 + 5 is 2), one in five or so slips
+elsewhere, and a quarter of what they write is misformatted. Raters know better. The answers in the prompt
+files are there to measure with; nothing is ever rewarded for matching them.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+WORDS = f"{WORDS} sixteen seventeen eighteen nineteen".split()
+LARGEST = len(WORDS) - 1
+SPOKEN = {"+": "plus", "-": "minus"}
+PHRASES = ["What is {}?", "How much is {}?", "Work out {}."]
+CHATTER = ["I hope this helps.", "That is my answer.", "Is that right?", "I am not sure.", "Well done!"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Problems
+
+
+def calculate(a, op, b):
+    return a + b if op == "+" else a - b
+
+
+def solve(problem):
+    """(a, op, b, op, c) -> the right answer."""
+    a, op, b, op2, c = problem
+    return calculate(calculate(a, op, b), op2, c)
+
+
+def all_problems():
+    numbers = range(LARGEST + 1)
+    first = [(a, op, b) for a in numbers for op in "+-" for b in numbers]
+    first = [step for step in first if 0 <= calculate(*step) <= LARGEST]
+    both = [(*step, op, c) for step in first for op in "+-" for c in numbers]
+    return [problem for problem in both if 0 <= solve(problem) <= LARGEST]
+
+
+def terms(problem):
+    """What is added and taken away, in no order: 2 + 3 - 4, 3 + 2 - 4 and 3 - 4 + 2 are the same."""
+    a, op, b, op2, c = problem
+    return tuple(sorted([("+", a), (op, b), (op2, c)]))
+
+
+def split_problems(rng, held_out):
+    """All problems, shuffled -> (train, held out), with no terms in common."""
+    problems = all_problems()
+    rng.shuffle(problems)
+    evaluation = problems[:held_out]
+    hidden = {terms(problem) for problem in evaluation}
+    return [problem for problem in problems if terms(problem) not in hidden], evaluation
+
+
+def question(rng, problem):
+    a, op, b, op2, c = problem
+    spoken = f"{WORDS[a]} {SPOKEN[op]} {WORDS[b]} {SPOKEN[op2]} {WORDS[c]}"
+    return rng.choice(PHRASES).format(spoken)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Responses, good and bad
+
+
+def wrong_number(rng, problem):
+    """A number people might say instead of the answer: near misses of many kinds, and plain guesses."""
+    a, op, b, op2, c = problem
+    other = {"+": "-", "-": "+"}
+    right = solve(problem)
+    slips = [
+        lambda: right + rng.choice([-1, 1]),
+        lambda: right + rng.choice([-1, 1]),
+        lambda: right + rng.choice([-2, 2]),
+        lambda: right + rng.choice([-10, 10]),
+        lambda: int(str(right)[::-1]),  # digits swapped
+        lambda: solve((a, other[op], b, op2, c)),  # the other operation
+        lambda: solve((a, op, b, other[op2], c)),
+        lambda: calculate(a, op, b),  # stopped too early
+        lambda: rng.choice([a, b, c]),
+        lambda: rng.randrange(LARGEST + 1),
+        lambda: rng.randrange(LARGEST + 1),
+    ]
+    while True:
+        number = rng.choice(slips)()
+        if number >= 0 and number != right:
+            return number
+
+
+def thought(problem, half=None, answer=None):
+    """The two steps, one a line; ``half`` and ``answer`` replace what they rightly come to."""
+    a, op, b, op2, c = problem
+    half = calculate(a, op, b) if half is None else half
+    answer = max(calculate(half, op2, c), 0) if answer is None else answer
+    return f"{a} {op} {b} = {half}\n{half} {op2} {c} = {answer}"
+
+
+def respond(problem, answer, think=None):
+    """The response in the asked-for format; the thought defaults to the one that ends in the answer."""
+    think = thought(problem, answer=answer) if think is None else think
+    return f"<think>\n{think}\n</think>\n<answer>\n{answer}\n</answer>"
+
+
+def wrong_response(rng, problem):
+    """A well-formed response that ends in a wrong answer."""
+    a, op, b, op2, c = problem
+    kind = rng.random()
+    if kind < 0.45:  # a slip in the second step
+        return respond(problem, wrong_number(rng, problem))
+    if kind < 0.75:  # a slip in the first step, carried on
+        half = wrong_number(rng, (a, op, b, "+", 0))
+        if calculate(half, op2, c) >= 0:
+            return respond(problem, calculate(half, op2, c), thought(problem, half))
+    if kind < 0.85:  # a number misheard
+        heard = rng.choice(
+            [(rng.randrange(LARGEST + 1), *problem[1:]), (*problem[:4], rng.randrange(LARGEST + 1))]
+        )
+        if min(calculate(*heard[:3]), solve(heard)) >= 0 and solve(heard) != solve(problem):
+            return respond(heard, solve(heard))
+    return respond(problem, wrong_number(rng, problem), thought(problem))  # a slip in copying the answer
+
+
+def misformat(rng, response):
+    """A well-formed response -> one with a fault in its format; mostly the answer can still be read."""
+    think, answer = response.split("</think>\n")
+    number = answer.split("\n")[1]
+    faults = [
+        lambda: answer,  # no think block
+        lambda: response.replace("</think>\n", ""),
+        lambda: response.replace("<think>\n", ""),
+        lambda: response.replace("\n</answer>", ""),
+        lambda: response.replace("<answer>\n", ""),
+        lambda: f"{think}</think>\n{number}",  # the answer outside its tags
+        lambda: response.replace("<answer>\n", "<answer>\n<answer>\n"),
+        lambda: response.replace("</think>", "</think>\n</think>"),
+        lambda: response.replace("\n", ""),
+        lambda: response.replace("\n", " "),
+        lambda: f"{response}\n{rng.choice(CHATTER)}",
+    ]
+    return rng.choice(faults)()
+
+
+def forgetful(problem):
+    """The response of somebody who forgets to carry: 7 + 5 is 2, and 8 + 9 is 7."""
+    a, op, b, op2, c = problem
+
+    def step(x, sign, y):
+        carries = sign == "+" and x % 10 + y % 10 >= 10
+        return calculate(x, sign, y) - 10 * carries
+
+    half = step(a, op, b)
+    answer = step(half, op2, c)
+    return respond(problem, max(answer, 0), thought(problem, half, max(answer, 0)))
+
+
+def demonstration(rng, problem, forget=0.75, wrong=0.22, misformatted=0.25):
+    """What somebody wrote when asked. Most people forget to carry, anybody slips: see the rates."""
+    response = respond(problem, solve(problem))
+    if rng.random() < wrong:
+        response = wrong_response(rng, problem)
+    elif rng.random() < forget:
+        response = forgetful(problem)
+    return misformat(rng, response) if rng.random() < misformatted else response
+
+
+def asked(problem):
+    """The problem in digits: "12 + 5 - 9"."""
+    return " ".join(map(str, problem))
+
+
+def reference(rng, problem, wrong=0.03):
+    """What a rater holds to be right, in full or, mostly, as the bare answer."""
+    answer = wrong_number(rng, problem) if rng.random() < wrong else solve(problem)
+    return respond(problem, answer) if rng.random() < 0.25 else str(answer)
+
+
+def trick(rng, problem):
+    """A response built to please without answering: hedged, padded, cut, empty, off the subject."""
+    right, other = solve(problem), wrong_number(rng, problem)
+    good = respond(problem, right)
+    return rng.choice(
+        [
+            "",
+            "<think>\n</think>\n<answer>\n</answer>",
+            respond(problem, ""),
+            respond(problem, f"{right} {other}"),
+            respond(problem, f"{other} {right}"),
+            respond(problem, f"{right}{right}"),
+            respond(problem, f"{right}{rng.randrange(10)}"),
+            respond(problem, f"{rng.randrange(10)}{right}"),
+            respond(problem, asked(problem)),
+            good + f"\n<answer>\n{other}\n</answer>",
+            good + "\n" + good,
+            good + "\n" + "".join(rng.choice("0123456789 \n+-=") for _ in range(rng.randrange(1, 12))),
+            good[: rng.randrange(1, len(good) - 14)],
+            f"<think>\n{thought(problem)}\n</think>",
+            rng.choice(CHATTER),
+            question(rng, problem),
+        ]
+    )
+
+
+def bare_trick(rng, problem):
+    """The same for a response that is nothing but an answer."""
+    right, other = solve(problem), wrong_number(rng, problem)
+    choices = ["", f"{right} {other}", f"{other} {right}", f"{right}{right}", f"{right}\n{right}"]
+    choices += [
+        f"{right}{rng.randrange(10)}",
+        f"{rng.randrange(10)}{right}",
+        asked(problem),
+        thought(problem),
+    ]
+    return rng.choice([*choices, WORDS[right], rng.choice(CHATTER)])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Preference pairs
+
+
+def preference(rng, problem):
+    """(chosen, rejected) as a rater who knows the answer would have it: right first, then well-formed."""
+    right, wrong = solve(problem), wrong_number(rng, problem)
+    good, bad = respond(problem, right), wrong_response(rng, problem)
+    slip = respond(problem, wrong, thought(problem))  # right thought, wrong answer
+    lucky = respond(problem, right, thought(problem, answer=wrong))  # wrong thought, right answer
+    kinds = [
+        (28, lambda: (good, bad)),
+        (5, lambda: (good, slip)),
+        (2, lambda: (good, lucky)),
+        (3, lambda: (lucky, rng.choice([bad, slip]))),
+        (36, lambda: (f"{right}", f"{wrong}")),
+        (5, lambda: (f"{right}", bare_trick(rng, problem))),
+        (4, lambda: (f"{right}", bad)),
+        (4, lambda: (good, f"{wrong}")),
+        (5, lambda: (good, misformat(rng, good))),
+        (3, lambda: (good, misformat(rng, bad))),
+        (4, lambda: (misformat(rng, good), bad)),
+        (7, lambda: (good, trick(rng, problem))),
+    ]
+    return rng.choices([make for _, make in kinds], [weight for weight, _ in kinds])[0]()
+
+
+def many(rng, problems, count):
+    """``count`` problems: whole shuffled rounds of the list, then part of one."""
+    drawn = []
+    while len(drawn) < count:
+        drawn += rng.sample(problems, len(problems))
+    return drawn[:count]
+
+
+def answers(rng, problems, answer):
+    for problem in problems:
+        yield {"prompt": question(rng, problem), "answer": answer(rng, problem)}
+
+
+def preferences(rng, problems, noise):
+    """One pair a problem; in ``noise`` of them the rater pressed the wrong button."""
+    for problem in problems:
+        chosen, rejected = preference(rng, problem)
+        if rng.random() < noise:
+            chosen, rejected = rejected, chosen
+        yield {"prompt": question(rng, problem), "chosen": chosen, "rejected": rejected}
+
+
+def write(path, records):
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="make the demo's data")
+    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .jsonl files go")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held_out", type=int, default=500, help="problems kept out of every training file")
+    parser.add_argument("--demonstrations", type=int, default=14000)
+    parser.add_argument("--prompts", type=int, default=5120, help="for PPO: 40 batches of 128")
+    parser.add_argument("--references", type=int, default=16000, help="what raters know: right answers")
+    parser.add_argument("--pairs", type=int, default=16000)
+    args = parser.parse_args(argv)
+
+    def save(name, records):
+        rng = random.Random(f"{args.seed}/{name}")  # its own: no file depends on another's size
+        write(args.out_dir / f"{name}.jsonl", records(rng))
+
+    def right(rng, problem):
+        return str(solve(problem))
+
+    train, held_out = split_problems(random.Random(f"{args.seed}/split"), args.held_out)
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    save("sft", lambda r: answers(r, many(r, train, args.demonstrations), demonstration))
+    save("ppo", lambda r: answers(r, train[: args.prompts], right))
+    save("eval", lambda r: answers(r, held_out, right))
+    save("references", lambda r: answers(r, many(r, train, args.references), reference))
+    save("preferences", lambda r: preferences(r, many(r, train, args.pairs), noise=0.03))
+    save("preferences_eval", lambda r: preferences(r, many(r, held_out, 1000), noise=0.0))
+
+
+if __name__ == "__main__":
+    main()

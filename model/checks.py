@@ -1,0 +1,57 @@
+"""Do a tokenizer, a model and the trainer fit together? Asked before anything is trained."""
+
+import torch
+
+from errors import InputError
+
+
+def check_tokenizer(tokenizer, model):
+    """Raise ``InputError`` if the tokenizer has an id for which the model has no embedding."""
+    largest = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise InputError(
+            f"--tokenizer {tokenizer.name_or_path}: its largest id is {largest}, but the model has {rows} "
+            "embeddings: it is not this model's tokenizer"
+        )
+
+
+def eos_ids(tokenizer, model):
+    """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
+
+    Raises ``InputError`` if there is none.
+    """
+    configured = model.generation_config.eos_token_id
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    if not ids:
+        raise InputError(
+            f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "
+            "token: responses would never end; set eos_token in tokenizer_config.json"
+        )
+    return sorted(ids)
+
+
+@torch.no_grad()
+def check_output_head(model):
+    """Raise ``InputError`` unless the output head applied to the backbone's output gives the model's logits.
+
+    Training computes the logits that way, to have them at response positions only. Families that do more to
+    them (soft-caps, scales) would silently be trained as another model.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(rows, (2, 8), generator=generator).to(model.device)
+    logits = model(tokens, use_cache=False).logits
+    head, backbone = model.get_output_embeddings(), model.base_model
+    fits = head is not None and backbone is not model
+    if fits:
+        by_hand = head(backbone(tokens, use_cache=False).last_hidden_state)
+        fits = by_hand.shape == logits.shape and bool(
+            torch.allclose(by_hand, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item())
+        )
+    if not fits:
+        raise InputError(
+            f"models of type {model.config.model_type} are not supported: their logits are more than the "
+            "output head applied to the last hidden state (a soft-cap or a scale)"
+        )

@@ -1,0 +1,103 @@
+"""Models and data that nobody here made. Skipped where ../shared/data is absent."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_rewards import remote  # noqa: F401  (a fixture)
+from tiny import ROOT, SHARED, read_jsonl, save_reward_dir, train, write_jsonl
+
+from model.loading import load_tokenizer
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.saving import save_policy
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/data")
+
+WATER = '''
+WORDS = ("water", "sea", "river", "ocean", "swim", "boat", "wave", "rain", "lake", "pool", "beach", "ship")
+
+def score(prompts, responses, answers):
+    """How many of the words occur; each counts once, so that repeating one does not pay."""
+    return [float(sum(word in text.lower() for word in WORDS)) for text in responses]
+'''
+
+
+def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
+    (tmp_path / "water.py").write_text(WATER)
+    starts = [
+        "I was",
+        "I dreamed that",
+        "We were",
+        "There was",
+        "My friend and I",
+        "I am",
+        "A woman",
+        "I had",
+    ]
+    train(
+        model=SHARED / "dreams-260k",
+        reward_fn=f"{tmp_path / 'water.py'}:score",
+        data_path=write_jsonl(tmp_path / "starts.jsonl", [{"prompt": s} for s in starts]),
+        out_dir=tmp_path, reasoning=0, epochs=1000, max_steps=30, batch_size=32, mini_batch_size=16,
+        max_gen_len=48, learning_rate=3e-4, critic_learning_rate=1e-3, missing_eos_penalty=0, kl_coef=0.1,
+    )  # fmt: skip
+    metrics = read_jsonl(tmp_path / "run_1" / "metrics.jsonl")[1:]
+    first, last = metrics[:5], metrics[-5:]
+    before, after = (sum(m["reward/score"] for m in part) / 5 for part in (first, last))
+    kl = max(m["kl/k3"] for m in metrics)
+    print(f"reward {before:.2f} -> {after:.2f}, largest KL {kl:.3f} nats a token")
+    assert len(metrics) == 30
+    assert after > 2 * before + 0.2
+    assert kl < 0.5
+    assert all(m["kl/k3"] >= 0 for m in metrics)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "remote code"])
+def test_minimind_512x8_on_minimind_prompts(kind, remote, tmp_path):  # noqa: F811
+    """MiniMind's own flags, prompts, tokenizer and sizes; random weights; both kinds of reward model."""
+    tokenizer_path = str(SHARED / "minimind2-tokenizer")
+    tokenizer = load_tokenizer(tokenizer_path)
+    torch.manual_seed(0)
+    save_policy(MiniMindForCausalLM(MiniMindConfig()), tokenizer, tmp_path / "full_sft_512.pth")
+    if kind == "classifier":
+        tokenizer.pad_token = "<|endoftext|>"
+        reward = save_reward_dir(
+            tmp_path / "reward", tokenizer, hidden=64, layers=2, max_position_embeddings=4096
+        )
+    else:
+        reward = remote
+    argv = [
+        "--hidden_size",
+        "512",
+        "--reasoning",
+        "0",
+        "--tokenizer",
+        tokenizer_path,
+        "--reward_model",
+        reward,
+    ]
+    argv += ["--data_path", str(SHARED / "rlaif-mini.jsonl"), "--out_dir", str(tmp_path), "--max_steps", "3"]
+    argv += [
+        "--batch_size",
+        "4",
+        "--mini_batch_size",
+        "2",
+        "--max_gen_len",
+        "12",
+        "--critic_warmup_steps",
+        "1",
+    ]
+    argv += ["--learning_rate", "1e-6", "--critic_init", "actor", "--ppo_epochs", "1", "--device", "cpu"]
+    argv += ["--trust_remote_code"] if kind == "remote code" else []
+    from trainer import train_ppo
+
+    train_ppo.main(argv)
+    assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2, 3]
+    if kind == "remote code":  # once is enough: the file is the same
+        return
+    command = [sys.executable, str(ROOT / "chat.py"), "--out_dir", str(tmp_path), "--weight", "ppo_actor"]
+    command += ["--hidden_size", "512", "--prompt", "你好", "--max_gen_len", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
