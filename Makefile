@@ -31,7 +31,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv out .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

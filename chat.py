@@ -15,7 +15,6 @@ Decoding is greedy by default: what differs between two answers is then the mode
 --temperature, tokens come from the whole distribution, as in PPO training: no top-k, no top-p.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from dataset.conversations import encode, for_tokenizer, render
-from errors import InputError, run_script
+from errors import FlagParser, InputError, run_script
 from model.checks import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer.distributed import init_world
@@ -38,7 +37,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def parse_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     # models
     p.add_argument("--model", default="", help="a .pth, a directory or a hub name")
     p.add_argument("--weight", default="", help="load OUT_DIR/{weight}_{hidden_size}.pth; default: ppo_actor")
@@ -114,7 +113,7 @@ class Speaker:
         self.tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(path), args.trust_remote_code)
         self.model = load_policy(path, args.trust_remote_code).to(device).eval()
         check_tokenizer(self.tokenizer, self.model)
-        self.positions = self.model.config.max_position_embeddings
+        self.positions = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no end
         self.eos = eos_ids(self.tokenizer, self.model)
         settings = {"eos_token_id": self.eos, "pad_token_id": self.eos[0], "do_sample": args.temperature > 0}
         if args.temperature > 0:

@@ -5,11 +5,19 @@ names the flag, file or line at fault and the remedy. Scripts run their ``main``
 which prints that line and exits with code 2: no traceback for what is not a bug.
 """
 
+import argparse
 import sys
 
 
 class InputError(ValueError):
     """The input is at fault, not the program. The message is one line: what, where, what to do."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse whose complaints are one line as well, without the usage text above them."""
+
+    def error(self, message):
+        raise InputError(f"{message}; --help lists all flags")
 
 
 def run_script(main):

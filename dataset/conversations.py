@@ -6,6 +6,8 @@ from jinja2 import TemplateError
 
 from errors import InputError
 
+PLACEHOLDERS = ("", "空", "无")  # what MiniMind's prompt files have in place of an answer
+
 
 def read_jsonl(path):
     """Yield (line number from 1, object) for each non-blank line.
@@ -31,10 +33,21 @@ def read_jsonl(path):
                 ) from error
             if not isinstance(record, dict):
                 raise InputError(f"{path}:{number}: not a JSON object; write {{...}} on every line")
+            if b"\\ud" in raw.lower() and not is_unicode(record):
+                raise InputError(f"{path}:{number}: has half a surrogate pair (like \\ud800); remove it")
             count += 1
             yield number, record
     if count == 0:
         raise InputError(f"{path}: the file has no records; give it one JSON object a line")
+
+
+def is_unicode(record):
+    """Can the texts of a record be encoded? Half a surrogate pair, which JSON can escape, cannot."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_messages(turns, where):
@@ -63,6 +76,7 @@ def split_record(record, where):
             prompt, answer = messages, None
         else:
             prompt, answer = messages[:-1], messages[-1]["content"]
+            answer = None if answer.strip() in PLACEHOLDERS else answer
     elif "prompt" in record:
         prompt, answer = record["prompt"], record.get("answer")
         if not isinstance(prompt, str):

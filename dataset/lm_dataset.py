@@ -56,7 +56,7 @@ class Prompt:
     """One prompt. ``index`` is its place in the dataset; ``answer`` is for measuring, never for training."""
 
     index: int
-    prompt: list | str  # messages, or plain text where the tokenizer has no chat template
+    prompt: list | str  # as the file has it: messages or text; rewards have templates of their own
     prompt_ids: list
     answer: str | None
 
@@ -72,10 +72,8 @@ class RLAIFDataset(Dataset):
         for number, record in read_jsonl(jsonl_path):
             where = f"{jsonl_path}:{number}"
             prompt, answer = split_record(record, where)
-            prompt = for_tokenizer(tokenizer, prompt)
-            texts.append(
-                prompt if isinstance(prompt, str) else render(tokenizer, prompt, where, generate=True)
-            )
+            asked = for_tokenizer(tokenizer, prompt)
+            texts.append(asked if isinstance(asked, str) else render(tokenizer, asked, where, generate=True))
             rows.append((prompt, answer))
             wheres.append(where)
         self.prompts = []
@@ -104,20 +102,18 @@ def check_any_left(kept, path, max_length):
 # The order of prompts: pure functions, the same whatever the number of processes
 
 
-@lru_cache(maxsize=4)
-def _permutation(n, seed, epoch):
-    return tuple(random.Random(f"{seed}/{epoch}").sample(range(n), n))
-
-
 def epoch_order(n, seed, epoch):
     """A permutation of range(n), a pure function of its arguments."""
-    return list(_permutation(n, seed, epoch))
+    return random.Random(f"{seed}/{epoch}").sample(range(n), n)
+
+
+_epoch_order = lru_cache(maxsize=2)(epoch_order)  # a batch may reach into the next epoch
 
 
 def global_batch(n, seed, step, size):
     """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
     places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
-    return [_permutation(n, seed, epoch)[i] for epoch, i in places]
+    return [_epoch_order(n, seed, epoch)[i] for epoch, i in places]
 
 
 def local_positions(batch_size, mini_batch_size, rank, world):

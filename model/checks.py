@@ -16,6 +16,12 @@ def check_tokenizer(tokenizer, model):
         )
 
 
+def is_moe(model):
+    """Is it a mixture of experts? Their configs name a load-balancing weight; MiniMind's has a switch too."""
+    config = model.config.to_dict()
+    return bool(config.get("use_moe", "router_aux_loss_coef" in config))
+
+
 def eos_ids(tokenizer, model):
     """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
 

@@ -78,18 +78,20 @@ def test_prompt_records(chat, plain, jsonl):
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
     path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages})
     with_template = RLAIFDataset(path, chat, 100)
-    assert with_template[0].prompt == [{"role": "user", "content": "hi"}]
+    assert [p.prompt for p in with_template] == ["hi", messages]  # as the file has them
+    one_message = chat.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat.decode(with_template[0].prompt_ids).startswith(one_message)
     assert (with_template[0].answer, with_template[1].answer) == ("5", None)
     without = RLAIFDataset(path, plain, 100)
-    assert [p.prompt for p in without] == ["hi", "one\ntwo"]
-    assert without[0].prompt_ids == plain("hi")["input_ids"]
+    assert [p.prompt for p in without] == ["hi", messages]
+    assert [p.prompt_ids for p in without] == [plain(text)["input_ids"] for text in ("hi", "one\ntwo")]
 
 
 def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     path = jsonl({"prompt": "2 " * 50}, {"prompt": "hi"}, {"prompt": "3 " * 50})
     data = RLAIFDataset(path, chat, 30)
     assert len(data) == 1 and data.dropped == 2 and data[0].index == 0
-    assert data[0].prompt[0]["content"] == "hi"
+    assert data[0].prompt == "hi"
     with pytest.raises(InputError, match="--max_seq_len"):
         RLAIFDataset(path, chat, 3)
 

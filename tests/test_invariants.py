@@ -18,6 +18,7 @@ from tiny import (
     write_jsonl,
 )
 
+from errors import InputError
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.distributed import World
@@ -108,7 +109,7 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
 
 
 def test_values_start_at_zero_and_advantages_are_whitened(files):
-    run, prompts = make_run(files)
+    run, prompts = make_run(files, critic_init="actor")
     rollout, _, _ = filled_rollout(run, prompts)
     real = rollout.advantages[rollout.mask]
     assert rollout.values.abs().max() == 0
@@ -196,7 +197,9 @@ def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
     """The KL loss is divided by the advantages' std, so scaling rewards and kl_coef alike changes nothing."""
     grads = []
     for scale in (1.0, 100.0):
-        run, prompts = make_run(files, kl_coef=0.3 * scale)
+        run, prompts = make_run(
+            files, kl_coef=0.3 * scale, critic_init="actor"
+        )  # values 0, whatever the scale
         with torch.no_grad():
             for p in run.ref.parameters():
                 p.mul_(1.1)
@@ -359,6 +362,15 @@ def torchrun(processes, argv):
     done = subprocess.run([*command, script, *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_resuming_with_another_number_of_processes(files, tmp_path):
+    """What counts is the global batch: 2 x 8 goes on as 1 x 16, and 1 x 8 is another run."""
+    argv = flags(**files, **RUN, out_dir=tmp_path, device="cpu", eval_interval=0)
+    torchrun(2, argv)
+    with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
+        train_ppo.main([*argv, "--resume", "auto"])
+    train(**files, **RUN | {"batch_size": 16, "mini_batch_size": 8}, out_dir=tmp_path, resume="auto")
 
 
 def test_processes_with_different_weights_are_found_out(monkeypatch):

@@ -23,8 +23,11 @@ from errors import InputError
 # Flags that may differ when a run is resumed: they change what one sees or where it runs, not the result.
 HARMLESS = {
     "out_dir", "run_name", "resume", "device", "ddp", "num_workers", "log_interval", "save_interval",
-    "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path",
+    "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path", "accumulation_steps",
 }  # fmt: skip
+
+# What a damaged file makes its reader raise.
+LOAD_ERRORS = (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError, SafetensorError)
 
 
 def _sync(path):
@@ -59,24 +62,32 @@ def save(folder, step, run, keep):
     (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
     for path in [*temporary.iterdir(), temporary]:
         _sync(path)
-    shutil.rmtree(final, ignore_errors=True)  # a resumed run may come by the same step again
+    for path in list_checkpoints(folder):
+        if step_of(path) >= step:  # of a branch that a resumed run has left
+            shutil.rmtree(path)
     os.replace(temporary, final)
     _sync(root)
     for path in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(path)
 
 
+def step_of(path):
+    """The step of a checkpoint folder, None for a folder of another name."""
+    match = re.fullmatch(r"step_(\d+)", Path(path).name)
+    return int(match[1]) if match else None
+
+
 def list_checkpoints(folder):
     """The checkpoints of a run folder, oldest first."""
     found = [p for p in (Path(folder) / "checkpoints").glob("step_*") if (p / "state.json").is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    return sorted((p for p in found if step_of(p) is not None), key=step_of)
 
 
 def resume(path, run):
     """Fill a run from a checkpoint folder -> the number of steps done. InputError if it is damaged or of a
     run with other flags."""
     path = Path(path)
-    check_same_run(path.parents[1], run.args)
+    check_same_run(path.parents[1], run)
     modules, optimizers = _parts(run)
     try:
         for name, module in modules.items():
@@ -84,45 +95,54 @@ def resume(path, run):
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(torch.load(path / f"{name}.pt", weights_only=True, map_location="cpu"))
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        run.bad_steps, step = state["bad_steps"], state["step"]
+    except LOAD_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older one") from None
     if "old_actor" not in modules:
         run.old_actor.load_state_dict(run.actor.state_dict())
-    run.bad_steps = state["bad_steps"]
-    return state["step"]
+    return step
+
+
+def _config(run):
+    """What ``config.json`` holds: every flag, and what else shapes the result."""
+    sizes = {"processes": run.world.size, "total_steps": run.total_steps}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {**vars(run.args), **sizes, "versions": {**versions, "transformers": transformers_version}}
 
 
 def start_run(folder, run, resumed):
-    """Create the run folder and write its ``config.json``: every flag, and the versions it ran with."""
+    """Create the run folder and write its ``config.json``."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if resumed:
-        return
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-    }
-    config = {
-        **vars(run.args),
-        "processes": run.world.size,
-        "total_steps": run.total_steps,
-        "versions": versions,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resumed:
+            (folder / "config.json").write_text(json.dumps(_config(run), indent=2), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out_dir {run.args.out_dir}: cannot be written ({error.strerror})") from None
 
 
-def check_same_run(folder, args):
-    """InputError where a flag that shapes the result differs from the run to resume, both values named."""
+def check_same_run(folder, run):
+    """InputError where something that shapes the result differs from the run to resume, both values named.
+
+    Batch sizes are per process: what counts is their product with the number of processes.
+    """
     path = Path(folder) / "config.json"
     try:
         old = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise InputError(f"--resume: {path} cannot be read ({error}); is this a run folder?") from None
-    for name, value in vars(args).items():
-        if name not in HARMLESS and name in old and old[name] != value:
-            raise InputError(f"--resume: --{name} was {old[name]!r} and is now {value!r}; set it back")
+    new = _config(run)
+    for config in (old, new):
+        for name in ("batch_size", "mini_batch_size"):
+            config[name] *= config["processes"]
+    for name in new.keys() - HARMLESS - {"processes", "versions"}:
+        if old.get(name) != new[name]:
+            over = " over all processes" if name.endswith("batch_size") else ""
+            why = " (other prompts?)" if name == "total_steps" else ""
+            raise InputError(
+                f"--resume: --{name} was {old.get(name)!r} and is now {new[name]!r}{over}{why}; set it back"
+            )
 
 
 def find_run(out_dir, run_name, resume):
@@ -133,7 +153,7 @@ def find_run(out_dir, run_name, resume):
     """
     out = Path(out_dir)
     if resume and resume != "auto":
-        path = Path(resume)
+        path = Path(resume).resolve()
         if not (path / "state.json").is_file():
             checkpoints = list_checkpoints(path)
             if not checkpoints:
@@ -141,7 +161,7 @@ def find_run(out_dir, run_name, resume):
             path = checkpoints[-1]
         return path.parents[1], path
     numbered = {int(m[1]): p for p in out.glob("run_*") if (m := re.fullmatch(r"run_(\d+)", p.name))}
-    runs = [out / run_name] if run_name else [numbered[n] for n in sorted(numbered, reverse=True)]
+    runs = [out / run_name] if run_name else [numbered[n] for n in sorted(numbered)[-1:]]
     if resume == "auto":
         for run in runs:
             if checkpoints := list_checkpoints(run):

@@ -4,7 +4,6 @@ Accuracy is measured against the records' answers and never rewarded: accuracy g
 up is what reward hacking looks like.
 """
 
-from errors import InputError
 from trainer.rewards import is_correct
 from trainer.tracking import Metrics
 
@@ -16,10 +15,10 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
 
     roll_out(batch of Prompt, temperature) -> (rollout, texts, score parts).
     """
-    if len(prompts) < world.size:
-        raise InputError(f"--eval_data_path: {len(prompts)} prompts for {world.size} processes; add some")
     metrics = Metrics()
     mine = [prompts[i] for i in range(world.rank, len(prompts), world.size)]
+    if len(prompts) < world.size:  # too few to share: all take all, and the means are the same
+        mine = list(prompts)
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     for batch in batches:

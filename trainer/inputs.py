@@ -5,9 +5,8 @@ from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from model.checks import check_output_head, check_tokenizer
+from model.checks import check_output_head, check_tokenizer, is_moe
 from model.loading import load_policy, load_tokenizer, tokenizer_source
-from trainer.rewards import ClassifierRewardModel
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = {
@@ -57,18 +56,6 @@ def fill_paths(args):
         raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
 
 
-def starts_from_reward(args, reward_model, tokenizer):
-    """Does the critic start from the reward model? ``auto``: where that reads the policy's tokens."""
-    same_tokens = isinstance(reward_model, ClassifierRewardModel)
-    same_tokens = same_tokens and reward_model.tokenizer.get_vocab() == tokenizer.get_vocab()
-    if args.critic_init == "reward" and not same_tokens:
-        raise InputError(
-            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
-            "own tokenizer; leave the flag out"
-        )
-    return same_tokens and args.critic_init != "actor"
-
-
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
@@ -79,6 +66,8 @@ def load_inputs(args):
         has, wanted = getattr(actor.config, flag), getattr(args, flag)
         if wanted not in (0, has):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    if args.use_moe and not is_moe(actor):
+        raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
     prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
     held_out = None
     if args.eval_data_path:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -127,13 +128,26 @@ def load_reward_model(path, device, trust_remote_code=False):
         )
 
 
+def starts_critic(critic_init, reward_model, tokenizer):
+    """Does the critic start from the reward model? ``auto``: where that reads the policy's tokens."""
+    same_tokens = isinstance(reward_model, ClassifierRewardModel)
+    same_tokens = same_tokens and reward_model.tokenizer.get_vocab() == tokenizer.get_vocab()
+    if critic_init == "reward" and not same_tokens:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
+            "own tokenizer; leave the flag out"
+        )
+    return same_tokens and critic_init != "actor"
+
+
 def load_reward_function(spec):
     """``path.py:function`` -> the function of (prompts, responses, answers) -> scores."""
     path, _, name = spec.rpartition(":")
-    if not path or not Path(path).is_file():
+    if not path.endswith(".py") or not Path(path).is_file():
         raise InputError(f"--reward_fn {spec}: no such file; write it as path.py:function")
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises is the user's to see

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from model.checks import is_moe
 from trainer.ppo import length_mask, load_balance_loss, token_logprobs
 from trainer.record import micro_batches
 
 LOGITS_PER_CHUNK = 1 << 24  # elements of one chunk's [tokens, vocabulary] logits: 64 MiB in fp32
-TOKENS_PER_PASS = 1 << 14  # padded tokens of one forward without gradients
+TOKENS_PER_PASS = 1 << 14  # padded tokens of one forward at the most
 
 
 def response_states(hidden, prompt_len, mask):
@@ -27,6 +28,14 @@ def scatter(flat, mask):
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
+def autocast_dtype(name, device):
+    """``--dtype`` -> torch dtype; "auto": bf16 on GPUs that compute in it, else fp32."""
+    if name == "auto":
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bfloat16" if native else "float32"
+    return getattr(torch, name)
+
+
 def autocast(device, dtype):
     """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -38,8 +47,7 @@ class PolicyScorer(nn.Module):
     def __init__(self, model, dtype=torch.float32):
         super().__init__()
         self.model, self.dtype = model, dtype
-        # Mixtures of experts name their load-balancing weight so; dense models have none.
-        self.balance_coef = model.config.to_dict().get("router_aux_loss_coef", 0.0) or 0.0
+        self.balance_coef = model.config.router_aux_loss_coef if is_moe(model) else 0.0
 
     def forward(self, tokens, prompt_len, response_len, temperature):
         """tokens [B, T] -> logprobs [B, R], entropy [B, R] (no gradient), weighted balance loss (sum)."""

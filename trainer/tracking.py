@@ -101,12 +101,13 @@ class Tracker:
             self._swanlab.log(metrics, step=step)
         self._bar.set_postfix_str(describe(metrics, ("score", "kl", "len", "samples")), refresh=False)
         self._bar.update(step - self._bar.n)
-        if rows and (step % self.log_interval == 0 or step == self.total_steps):
+        last = step == self.total_steps
+        if rows and (last or step % self.log_interval == 0):
             self.say(f"step {step}/{self.total_steps} | {describe(metrics)}")
         if held_out := describe_evaluation(metrics):
             self.say(f"  held out at step {step}: {held_out}")
-            if rows:
-                self.say(sample_text(step, rows[0]))
+        if rows and (last or step % (4 * self.log_interval) == 0):
+            self.say(sample_text(step, rows[0]))
 
     def say(self, text):
         """Print above the progress bar."""
@@ -119,12 +120,13 @@ class Tracker:
         plot_curves(records, self.folder / "curves.png")
         table = before_after_table(records)
         (self.folder / "summary.md").write_text(table + "\n", encoding="utf-8")
-        seconds, memory = (
-            time.perf_counter() - self._start,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        )
+        seconds, host = time.perf_counter() - self._start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
+        memory = f"{host / 2**20:.1f} GiB of memory"
+        if torch.cuda.is_available():
+            memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
-            f"\n{table}\n\n{seconds:.0f} s, peak memory {memory / 2**20:.1f} GiB"
+            f"\n{table}\n\n{seconds:.0f} s, {rates[len(rates) // 2]:.0f} samples/s, at most {memory}"
             f"\ncurves   {self.folder / 'curves.png'}\nmodel    {pth_path}"
             f"\ntalk     python chat.py --model {pth_path}"
         )
@@ -190,18 +192,15 @@ def keep_lines_up_to(path, last_step):
     """Cut a JSONL file after ``last_step``: a resumed run neither repeats a step nor leaves a torn line."""
     kept = []
     if path.exists() and last_step >= 0:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().split(b"\n"):  # bytes: text may hold what splitlines takes for an end
             try:
                 step = json.loads(line)["step"]
-            except (
-                json.JSONDecodeError,
-                KeyError,
-            ):  # the line that was being written when the run was killed
+            except (ValueError, KeyError):  # the line that was being written when the run was killed
                 break
             if step <= last_step:
-                kept.append(line + "\n")
+                kept.append(line + b"\n")
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)
 
 
@@ -213,13 +212,16 @@ def read_metrics(folder):
 
 def before_after_table(records):
     """The evaluation before any update beside the last one, as a Markdown table; '' without evaluation."""
-    records = [r for r in records if any(name.startswith("eval/") for name in r)]
+    records = [r for r in records if "eval/score" in r]
     if len(records) < 2:
         return ""
     before, after = records[0], records[-1]
-    rows = ["| held-out evaluation | before | after |", "|---|---|---|"]
-    for name in (n for n in after if n.startswith("eval/") and n in before):
-        rows.append(f"| {name.removeprefix('eval/')} | {before[name]:.3f} | {after[name]:.3f} |")
+    rows = ["| held-out | sampled before | after | greedy before | after |", "|---|---|---|---|---|"]
+    for name in ("accuracy", "format_rate", "score", "length", "finished"):
+        keys = [f"eval/{name}", f"eval/{name}_greedy"]
+        if keys[0] in after:
+            cells = " | ".join(f"{before[key]:.3f} | **{after[key]:.3f}**" for key in keys)
+            rows.append(f"| {name.replace('_', ' ')} | {cells} |")
     return "\n".join(rows)
 
 

@@ -14,7 +14,7 @@ Left out on purpose: top-k / top-p (what is sampled is what is scored), adaptive
 bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
 
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
-    torchrun --nproc_per_node 2 trainer/train_ppo.py                the same on two GPUs or processes
+    torchrun --nproc_per_node 2 trainer/train_ppo.py                on two GPUs or processes
     python trainer/train_ppo.py --model DIR_OR_PTH --reward_model DIR --data_path prompts.jsonl
 """
 
@@ -34,19 +34,19 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PromptBatches, epoch_order, local_positions
-from errors import InputError, run_script
-from model.checks import eos_ids
+from errors import FlagParser, InputError, run_script
+from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
 from model.saving import save_policy
 from trainer import checkpoints, ppo
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
-from trainer.inputs import check_flags, fill_paths, load_inputs, starts_from_reward
+from trainer.inputs import check_flags, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
 from trainer.record import micro_batches
-from trainer.rewards import Reward, load_reward_function, load_reward_model
+from trainer.rewards import Reward, load_reward_function, load_reward_model, starts_critic
 from trainer.rollout import noise_keys, response_texts, sample
-from trainer.scoring import TOKENS_PER_PASS, PolicyScorer, ValueScorer, autocast, score_all
+from trainer.scoring import TOKENS_PER_PASS, PolicyScorer, ValueScorer, autocast, autocast_dtype, score_all
 from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
@@ -55,7 +55,7 @@ MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
 
 def parse_args(argv=None):
     """All flags. Edit the defaults here, or give them on the command line."""
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     # models: without --model and --hidden_size, the bundled demo
     p.add_argument("--model", default="", help="policy: a .pth, a directory or a hub name")
     p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
@@ -81,10 +81,10 @@ def parse_args(argv=None):
     p.add_argument("--epochs", type=int, default=1, help="passes over the prompts")
     p.add_argument("--max_steps", type=int, default=0, help="stop after so many batches; 0: by --epochs")
     p.add_argument("--ppo_epochs", type=int, default=2, help="passes over each batch")
-    p.add_argument("--mini_batch_size", type=int, default=32, help="sequences an optimizer step, per process")
+    p.add_argument("--mini_batch_size", type=int, default=64, help="sequences an optimizer step, per process")
     p.add_argument("--accumulation_steps", type=int, default=1, help="pieces of a minibatch; same result")
-    p.add_argument("--learning_rate", type=float, default=1e-4, help="actor; cosine down to a tenth")
-    p.add_argument("--critic_learning_rate", type=float, default=3e-4, help="critic; cosine down to a tenth")
+    p.add_argument("--learning_rate", type=float, default=3e-4, help="actor; cosine down to a tenth")
+    p.add_argument("--critic_learning_rate", type=float, default=5e-4, help="critic; cosine down to a tenth")
     p.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm, each model its own")
     p.add_argument("--clip_epsilon", type=float, default=0.2, help="clip of the ratio actor / old actor")
     p.add_argument("--vf_coef", type=float, default=0.5, help="weight of the value loss")
@@ -107,9 +107,9 @@ def parse_args(argv=None):
     p.add_argument("--run_name", default="", help="folder of this run; default: run_1, run_2, …")
     p.add_argument("--resume", default="", help="auto, or a run or checkpoint folder")
     p.add_argument("--log_interval", type=int, default=5, help="steps between printed lines and samples")
-    p.add_argument("--save_interval", type=int, default=50, help="steps between checkpoints")
+    p.add_argument("--save_interval", type=int, default=20, help="steps between checkpoints")
     p.add_argument("--keep_checkpoints", type=int, default=1, help="newest checkpoints kept")
-    p.add_argument("--eval_interval", type=int, default=20, help="steps between evaluations; 0: ends only")
+    p.add_argument("--eval_interval", type=int, default=10, help="steps between evaluations; 0: ends only")
     p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
     p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
     args = p.parse_args(argv)
@@ -145,8 +145,7 @@ class Run:
 
     @property
     def pth_path(self):
-        config = self.actor.config.to_dict()
-        moe = "_moe" if config.get("use_moe", "router_aux_loss_coef" in config) else ""
+        moe = "_moe" if is_moe(self.actor) else ""
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
 
@@ -165,12 +164,11 @@ def build_run(args, world, actor, tokenizer, n_prompts):
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has {total_steps} steps, the actor "
             "would never train; lower it or train longer"
         )
-    wanted = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}
-    dtype = wanted.get(args.dtype) or getattr(torch, args.dtype)
+    dtype = autocast_dtype(args.dtype, device)
     actor.to(device).eval()
-    critic = CriticModel.from_model(model.model if starts_from_reward(args, model, tokenizer) else actor)
-    critic.to(device).eval().requires_grad_(True)
-    return Run(
+    start = model.model if starts_critic(args.critic_init, model, tokenizer) else actor
+    critic = CriticModel.from_model(start).to(device).eval()
+    run = Run(
         args=args,
         world=world,
         dtype=dtype,
@@ -187,6 +185,9 @@ def build_run(args, world, actor, tokenizer, n_prompts):
         actor_optimizer=torch.optim.AdamW(actor.parameters(), args.learning_rate, weight_decay=0.0),
         critic_optimizer=torch.optim.AdamW(critic.parameters(), args.critic_learning_rate, weight_decay=0.0),
     )
+    if Path(args.model).resolve() == run.pth_path.resolve():
+        raise InputError(f"--model {args.model}: this run would write its result there; copy it elsewhere")
+    return run
 
 
 def roll_out(run, model, prompts, keys, temperature):
@@ -231,33 +232,33 @@ def backward(run, minibatch, tokens, std, train_actor):
     """Gradients of one minibatch, micro-batch by micro-batch -> metrics, as sums over this process' tokens.
 
     ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it.
-    DDP takes the mean of gradients over processes, hence the factor ``world.size``.
+    DDP takes the mean of gradients over processes, hence the factor ``world.size``. All of the critic comes
+    before all of the actor: processes may differ in their number of micro-batches, and must still meet in the
+    same order.
     """
     args, world, sums = run.args, run.world, Metrics()
     lengths = minibatch.lengths.tolist()
-    budget = min(TOKENS_PER_PASS, math.ceil(sum(lengths) / args.accumulation_steps))
-    batches = micro_batches(lengths, budget)
-    for index in batches:
-        mb, last = minibatch.rows(index), index is batches[-1]
-        mask, count = mb.mask, mb.response_len.sum()
-        with world.accumulate(run.value, last):
+    budget = min(TOKENS_PER_PASS, math.ceil(len(lengths) * max(lengths) / args.accumulation_steps))
+    pieces = [minibatch.rows(index) for index in micro_batches(lengths, budget)]
+    for mb in pieces:
+        with world.accumulate(run.value, last=mb is pieces[-1]):
             values = run.value(*mb.sequences)
-            loss, info = ppo.value_loss(values, mb.values, mb.returns, mask, args.cliprange_value)
+            loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, args.cliprange_value)
             (args.vf_coef * loss / tokens * world.size).backward()
-        sums.add_all({"value/loss": loss, **info}, count)
-        if not train_actor:
-            continue
-        with world.accumulate(run.policy, last):
+        sums.add_all({"value/loss": loss, **info}, mb.response_len.sum())
+    for mb in pieces if train_actor else ():
+        with world.accumulate(run.policy, last=mb is pieces[-1]):
             logprobs, entropy, balance = run.policy(*mb.sequences, args.temperature)
-            loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mask, args.clip_epsilon)
+            loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_epsilon)
             total = loss
             if args.kl_in == "loss":  # divided by the advantages' std, as the advantages were
                 k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
-                total = total + args.kl_coef / std * ppo.masked_sum(k2, mask)
+                total = total + args.kl_coef / std * ppo.masked_sum(k2, mb.mask)
             total = total / tokens + balance / (args.mini_batch_size * world.size)
             (total * world.size).backward()
-        sums.add_all({"policy/loss": loss, "policy/entropy": ppo.masked_sum(entropy, mask), **info}, count)
-        sums.add("policy/balance_loss", balance, len(index))
+        info |= {"policy/loss": loss, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}
+        sums.add_all(info, mb.response_len.sum())
+        sums.add("policy/balance_loss", balance, len(mb.tokens))
     return sums
 
 

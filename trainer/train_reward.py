@@ -31,13 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dataset.lm_dataset import PreferenceDataset, length_batches, right_pad
-from errors import InputError, run_script
+from errors import FlagParser, InputError, run_script
 from model.checks import check_tokenizer
 from model.loading import load_policy, load_tokenizer
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="reward model from preference pairs",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

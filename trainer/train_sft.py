@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dataset.lm_dataset import SFTDataset, length_batches, right_pad
-from errors import InputError, run_script
+from errors import FlagParser, InputError, run_script
 from model.checks import check_tokenizer
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="supervised fine-tuning", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     flag = parser.add_argument
