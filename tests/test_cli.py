@@ -80,7 +80,7 @@ def test_runs_do_not_overwrite_each_other(files, tmp_path):
 
 def test_resume_refuses_a_flag_that_changes_the_result(files, tmp_path):
     train(**files, **SIZES, out_dir=tmp_path)
-    with pytest.raises(InputError, match=r"--kl_coef was 0\.05 and is now 0\.3"):
+    with pytest.raises(InputError, match=r"--kl_coef was 0\.02 and is now 0\.3"):
         train(**files, **SIZES, out_dir=tmp_path, resume="auto", kl_coef=0.3)
     train(**files, **SIZES, out_dir=tmp_path, resume="auto")  # nothing left to do, and nothing to break
     assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2]

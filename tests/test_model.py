@@ -379,7 +379,8 @@ def test_critic(make):
     disable_dropout(model)
     critic = CriticModel.from_model(model)
     values = critic(tokens)
-    assert values.shape == (2, 7) and values.dtype == torch.float32 and not values.any()
+    assert values.shape == (2, 7) and values.dtype == torch.float32
+    assert bool(values.any()) == isinstance(model, LlamaForSequenceClassification)  # 0 from a language model
     assert all(weight.requires_grad for weight in critic.parameters())
     shared = {weight.data_ptr() for weight in model.parameters()}
     assert not shared & {weight.data_ptr() for weight in critic.parameters()}
@@ -394,6 +395,19 @@ def test_critic(make):
 
 
 @torch.no_grad()
+def test_a_critic_from_a_reward_model_starts_with_its_opinion():
+    """Its value at the last token is the reward model's score; its weights are its own."""
+    torch.manual_seed(0)
+    config = MiniMindConfig(hidden_size=32, num_hidden_layers=2, vocab_size=40, num_labels=1)
+    reward = MiniMindForSequenceClassification(config).eval()
+    tokens = torch.randint(1, 40, (3, 7))
+    critic = CriticModel.from_model(reward)
+    with torch.no_grad():
+        torch.testing.assert_close(critic(tokens)[:, -1:], reward(tokens).logits)
+        critic.value_head.weight.zero_()
+        assert reward(tokens).logits.abs().max() > 0
+
+
 def test_critic_reads_the_state_after_the_final_norm_once():
     model, tokens = tiny_llama(), random_tokens(1, 5)
     nn.init.uniform_(model.model.norm.weight, 0.5, 2)

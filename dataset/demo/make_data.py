@@ -292,7 +292,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held_out", type=int, default=500, help="problems kept out of every training file")
     parser.add_argument("--demonstrations", type=int, default=14000)
-    parser.add_argument("--prompts", type=int, default=5120, help="for PPO: 40 batches of 128")
+    parser.add_argument("--prompts", type=int, default=5888, help="for PPO: 46 batches of 128")
     parser.add_argument("--references", type=int, default=16000, help="what raters know: right answers")
     parser.add_argument("--pairs", type=int, default=16000)
     args = parser.parse_args(argv)
