@@ -62,9 +62,7 @@ def test_minimind_512x8_on_minimind_prompts(kind, remote, tmp_path):  # noqa: F8
     save_policy(MiniMindForCausalLM(MiniMindConfig()), tokenizer, tmp_path / "full_sft_512.pth")
     if kind == "classifier":
         tokenizer.pad_token = "<|endoftext|>"
-        reward = save_reward_dir(
-            tmp_path / "reward", tokenizer, hidden=64, layers=2, max_position_embeddings=4096
-        )
+        reward = save_reward_dir(tmp_path / "reward", tokenizer, hidden=64, layers=2)
     else:
         reward = remote
     argv = [
