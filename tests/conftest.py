@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start: sums depend on the threads
 
 import torch
 

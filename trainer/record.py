@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from dataset.lm_dataset import right_pad
 from trainer.ppo import length_mask
 
 
@@ -77,8 +78,5 @@ def micro_batches(lengths, token_budget):
 
 def pad_right(sequences, device="cpu"):
     """Lists of ids -> (tokens [B, T] int64 padded with 0, lengths [B] int64). What pads never matters."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-    return tokens.to(device), lengths.to(device)
+    lengths = torch.tensor([len(s) for s in sequences], device=device)
+    return right_pad(sequences).to(device), lengths

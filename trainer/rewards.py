@@ -18,6 +18,7 @@ from dataset.lm_dataset import conversation_ids
 from errors import InputError
 from model.checks import check_tokenizer
 from model.loading import as_input_error, load_tokenizer, quiet
+from trainer.ppo import length_mask
 from trainer.record import micro_batches, pad_right
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -83,7 +84,7 @@ class ClassifierRewardModel:
                 last = {x[-1] for x in batch}
                 pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
             tokens, lengths = pad_right(batch, self.model.device)
-            real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+            real = length_mask(lengths, tokens.shape[1])
             output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
             scores[index] = output.logits.float().squeeze(-1).cpu()
         return scores

@@ -9,7 +9,7 @@ row, batch or process it sits in, and a resumed run draws what the uninterrupted
 import torch
 from transformers import DynamicCache
 
-from trainer.ppo import token_logprobs
+from trainer.ppo import length_mask, token_logprobs
 from trainer.record import Rollout, pad_right
 
 
@@ -74,7 +74,7 @@ def sample(model, prompt_ids, keys, eos_ids, max_gen_len, temperature):
     eos = torch.tensor(eos_ids, device=device)
     cache = DynamicCache(config=model.config)
     visible = torch.zeros(batch, width + max_gen_len, dtype=torch.int64, device=device)
-    visible[:, :width] = torch.arange(width, device=device) < prompt_len[:, None]
+    visible[:, :width] = length_mask(prompt_len, width)
 
     positions = torch.arange(width, device=device).expand(batch, -1)
     hidden = model.base_model(
@@ -109,10 +109,9 @@ def _assemble(prompts, prompt_len, response, response_len, finished, logprobs):
     """Put each response right behind its prompt: [B, P] and [B, R] -> tokens [B, T], right-padded."""
     width = int(response_len.max())
     response, logprobs = response[:, :width], logprobs[:, :width]
-    real = torch.arange(width, device=prompts.device) < response_len[:, None]  # [B, R]
-    tokens = torch.zeros(len(prompts), int((prompt_len + response_len).max()), dtype=torch.int64)
-    tokens = tokens.to(prompts.device)
-    is_prompt = torch.arange(prompts.shape[1], device=prompts.device) < prompt_len[:, None]
+    real = length_mask(response_len, width)  # [B, R]
+    tokens = prompts.new_zeros(len(prompts), int((prompt_len + response_len).max()))
+    is_prompt = length_mask(prompt_len, prompts.shape[1])
     tokens[:, : prompts.shape[1]][is_prompt] = prompts[is_prompt]
     row, column = real.nonzero(as_tuple=True)
     tokens[row, prompt_len[row] + column] = response[row, column]

@@ -94,7 +94,7 @@ def parse_args(argv=None):
     p.add_argument("--target_kl", type=float, default=0.0, help="end a batch's updates above it; 0: never")
     p.add_argument("--gamma", type=float, default=1.0, help="discount")
     p.add_argument("--lam", type=float, default=0.95, help="GAE lambda")
-    p.add_argument("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start from")
+    p.add_argument("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="its start")
     p.add_argument("--critic_warmup_steps", type=int, default=2, help="batches that train only the critic")
     p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
     # machine

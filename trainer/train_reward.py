@@ -34,6 +34,7 @@ from dataset.lm_dataset import PreferenceDataset, length_batches, right_pad
 from errors import FlagParser, InputError, run_script
 from model.checks import check_tokenizer
 from model.loading import load_policy, load_tokenizer
+from trainer.ppo import length_mask
 
 
 def parse_args(argv=None):
@@ -129,8 +130,7 @@ def language_loss(hidden, tokens, lengths, lm_head):
     """
     chosen, rejected = tokens.chunk(2)
     parted = (chosen != rejected).cumsum(1) > 0
-    real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    predicts = (parted & real)[:, 1:]  # [B, T - 1]
+    predicts = (parted & length_mask(lengths, tokens.shape[1]))[:, 1:]  # [B, T - 1]
     logits = lm_head(hidden[: len(chosen), :-1][predicts])  # [N, V]
     loss = F.cross_entropy(logits.float(), chosen[:, 1:][predicts], reduction="sum")
     return loss / predicts.sum().clamp(min=1)
