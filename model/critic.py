@@ -44,6 +44,9 @@ class CriticModel(nn.Module):
 
     def forward(self, tokens):
         """``tokens`` [B, T], right-padded -> values [B, T] in fp32, autocast or not."""
-        hidden = self.backbone(tokens, use_cache=False).last_hidden_state  # [B, T, hidden]
-        with torch.autocast(tokens.device.type, enabled=False):
+        return self.read(self.backbone(tokens, use_cache=False).last_hidden_state)
+
+    def read(self, hidden):
+        """Final hidden states [..., hidden] -> values [...] in fp32."""
+        with torch.autocast(hidden.device.type, enabled=False):
             return self.value_head(hidden.float()).squeeze(-1)

@@ -27,17 +27,6 @@ def masked_sum(x, mask):
     return torch.where(mask, x, 0.0).sum()
 
 
-def token_logprobs(logits, tokens, temperature):
-    """Log-probability of each token and entropy under softmax(logits / temperature), in fp32.
-
-    logits [N, V], tokens [N] -> logprobs [N] (differentiable), entropy [N] (for logging, no gradient).
-    """
-    log_p = F.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.no_grad():
-        entropy = torch.special.entr(log_p.exp()).sum(-1)
-    return log_p.gather(-1, tokens[:, None]).squeeze(-1), entropy
-
-
 def kl_estimators(logprobs, ref_logprobs):
     """Per-token estimates of KL(policy || reference) from samples of the policy: (k1, k2, k3), each [B, R].
 
@@ -118,22 +107,22 @@ def value_loss(values, old_values, returns, mask, cliprange):
     return loss, metrics
 
 
-def load_balance_loss(router_logits, sequence_mask, top_k):
+def load_balance_loss(router_logits, lengths, top_k):
     """Mixture-of-experts load balancing, per sequence (arXiv:2101.03961, eq. 4), summed over B and layers.
 
-    router_logits: one [B * T, E] a layer; sequence_mask [B, T]: True on real tokens, so that neither padding
-    nor the cut into micro-batches changes it. E * sum_e f_e P_e, f_e the share of a sequence's choices that
-    went to expert e, P_e its mean gate probability: 1 a layer when balanced.
+    router_logits: one [N, E] a layer, of the tokens of B sequences row by row; lengths [B] sum to N. Per
+    sequence, so that the cut into micro-batches does not change it. E * sum_e f_e P_e, f_e the share of a
+    sequence's choices that went to expert e, P_e its mean gate probability: 1 a layer when balanced.
     """
-    total = torch.zeros((), device=sequence_mask.device)
-    lengths = sequence_mask.sum(-1, keepdim=True)
+    total = torch.zeros((), device=lengths.device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     for logits in router_logits:
         experts = logits.shape[-1]
-        gate = logits.float().softmax(-1).view(*sequence_mask.shape, experts)
+        gate = logits.float().softmax(-1)
         chosen = F.one_hot(gate.topk(top_k, dim=-1).indices, experts).sum(-2).float()
-        real = sequence_mask[..., None]
-        share = torch.where(real, chosen, 0.0).sum(1) / (lengths * top_k)
-        mean_gate = torch.where(real, gate, 0.0).sum(1) / lengths
+        per_sequence = torch.zeros(len(lengths), experts, device=lengths.device)
+        share = per_sequence.index_add(0, row, chosen) / (lengths[:, None] * top_k)
+        mean_gate = per_sequence.index_add(0, row, gate) / lengths[:, None]
         total = total + experts * (share * mean_gate).sum()
     return total
 

@@ -60,6 +60,11 @@ class Rollout:
         return [tokens[start:end] for tokens, start, end in rows]
 
 
+def tokens_per_pass(device):
+    """Tokens of one forward at the most. A CPU wants its activations in the cache, a GPU wants enough to do."""
+    return 1 << 10 if device.type == "cpu" else 1 << 13
+
+
 def micro_batches(lengths, token_budget):
     """Row numbers cut into micro-batches of at most ``token_budget`` padded tokens (one row at least).
 

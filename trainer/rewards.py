@@ -18,14 +18,14 @@ from dataset.lm_dataset import conversation_ids
 from errors import InputError
 from model.checks import check_tokenizer
 from model.loading import as_input_error, load_tokenizer, quiet
+from trainer.packing import pack_sequences, packed_states
 from trainer.ppo import length_mask
-from trainer.record import micro_batches, pad_right
+from trainer.record import micro_batches, pad_right, tokens_per_pass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SCORE_LIMIT = 3.0  # reward-model scores are clipped to ±3
-TOKENS_PER_PASS = 1 << 14
 
 
 def format_reward(response):
@@ -66,28 +66,38 @@ class ClassifierRewardModel:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, self.model)
         self.pad_id = self.model.config.pad_token_id
+        # The head that transformers' decoder classifiers apply to the state of the last token. Without padding
+        # there is no doubt which token that is.
+        self.head = dict(self.model.named_children()).get("score")
+        self.packs = isinstance(self.head, torch.nn.Linear) and pack_sequences(self.model.base_model)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi has none
 
     @torch.no_grad()
     def __call__(self, conversations):
-        """[(prompt, response)] -> scores [N] on the CPU, batched by length.
-
-        transformers reads the score at the last token that is not the pad token, so where the model has no
-        pad token we pad with an id that ends no sequence of the batch. What is too long loses its beginning.
-        """
+        """[(prompt, response)] -> scores [N] on the CPU, batched by length. What is too long loses its
+        beginning."""
         ids = [conversation_ids(self.tokenizer, *pair)[-self.max_length :] for pair in conversations]
         scores = torch.empty(len(ids))
-        for index in micro_batches([len(x) for x in ids], TOKENS_PER_PASS):
-            batch = [ids[i] for i in index]
-            pad = self.pad_id
-            if pad is None:
-                last = {x[-1] for x in batch}
-                pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
-            tokens, lengths = pad_right(batch, self.model.device)
-            real = length_mask(lengths, tokens.shape[1])
-            output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
-            scores[index] = output.logits.float().squeeze(-1).cpu()
+        for index in micro_batches([len(x) for x in ids], tokens_per_pass(self.model.device)):
+            tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
+            score = self._packed_scores if self.packs else self._padded_scores
+            scores[index] = score(tokens, lengths).float().cpu()
         return scores
+
+    def _packed_scores(self, tokens, lengths):
+        states = packed_states(self.model.base_model, tokens, lengths).last_hidden_state
+        return self.head(states[lengths.cumsum(0) - 1]).squeeze(-1)
+
+    def _padded_scores(self, tokens, lengths):
+        """transformers reads the score at the last token that is not the pad token, so where the model has no
+        pad token we pad with an id that ends no sequence of the batch."""
+        pad = self.pad_id
+        if pad is None:
+            last = set(tokens[torch.arange(len(tokens)), lengths - 1].tolist())
+            pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
+        real = length_mask(lengths, tokens.shape[1])
+        output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
+        return output.logits.squeeze(-1)
 
 
 class RemoteRewardModel:

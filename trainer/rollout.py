@@ -1,121 +1,163 @@
-"""Prompts -> responses: a sampler with a KV cache whose noise is a pure function of what is sampled.
+"""Prompts -> responses: a slot engine with continuous batching, for any transformers model with a KV cache.
 
-Sampling is softmax(logits / temperature) over the whole vocabulary, no top-k and no top-p: that is the
-distribution whose log-probs the losses use. Each token needs one uniform number, u(seed, step, prompt,
-sample, token), turned into a token through the inverse CDF: the same prompt gets the same response whatever
-row, batch or process it sits in, and a resumed run draws what the uninterrupted one would have.
+A fixed number of slots each hold a sequence at its own position. Every step gives each live sequence one token;
+finished ones leave, the rest close ranks, and the next prompts are prefilled into the slots behind them. What
+is sampled depends on none of that: see ``noise.py``.
 """
 
 import torch
-from transformers import DynamicCache
 
-from trainer.ppo import length_mask, token_logprobs
-from trainer.record import Rollout, pad_right
+from trainer.behaviour import BehaviourCopy
+from trainer.noise import pick_tokens, uniform
+from trainer.ppo import length_mask
+from trainer.record import Rollout, micro_batches, pad_right
+from trainer.slots import SlotCache
 
-
-def _signed(x):
-    """A 64-bit constant as the int64 torch stores."""
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-def _mix(x):
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap as uint64 does."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+SLOTS = 256  # sequences decoded together at the most
+PREFILL_TOKENS = 1 << 13  # padded tokens of one prefill at the most
+LEAVE = 8  # sequences leave once one in so many has finished: moving others has its price
 
 
-def _absorb(state, value):
-    """Fold one more index into a hash state."""
-    return _mix((state ^ _mix(value + _signed(0x9E3779B97F4A7C15))) * 3 + _signed(0xD1B54A32D192ED03))
+class Sampler:
+    """Answers prompts with a private copy of a policy. Build it once and ``load`` newer weights into it."""
+
+    def __init__(self, policy, dtype=torch.float32, slots=SLOTS):
+        self.copy, self.slots = BehaviourCopy(policy, dtype), slots
+        self.model = self.copy.model
+
+    def load(self, policy):
+        """Sample from this policy's weights from now on. -> self"""
+        self.copy.load(policy)
+        return self
+
+    @torch.no_grad()
+    def sample(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
+        """One response a prompt -> ``Rollout`` with its first five fields, in the order of the prompts.
+
+        prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: any of them ends a
+        response; temperature 0 is greedy.
+        """
+        batch = Batch(self, prompt_ids, keys, eos_ids, max_gen_len, temperature)
+        while batch.waiting or batch.live:
+            batch.admit()
+            batch.step()
+            batch.leave()
+        return batch.rollout()
 
 
-def noise_keys(seed, step, prompt_index, sample_index=0):
-    """[B] int64 keys of a batch's rows. prompt_index [B]: the place of each prompt in the *global* batch."""
-    prompt_index = torch.as_tensor(prompt_index, dtype=torch.int64)
-    state = torch.full_like(prompt_index, seed)
-    for value in (step, prompt_index, sample_index):
-        state = _absorb(state, value + torch.zeros_like(prompt_index))
-    return state
+def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):
+    """``Sampler.sample`` in the policy's own precision, for a single use."""
+    return Sampler(policy, policy.dtype, slots).sample(prompt_ids, keys, eos_ids, max_gen_len, temperature)
 
 
-def uniform(keys, token_index):
-    """keys [B] -> fp64 [B] in [0, 1), 32 random bits each, for response token ``token_index``."""
-    bits = _absorb(keys, torch.full_like(keys, token_index)) >> 32 & 0xFFFFFFFF
-    return bits.double() / (1 << 32)
+class Batch:
+    """The sequences of one call. [slots] tensors say what is in a slot; live ones are slots 0 … live - 1.
 
-
-def pick_tokens(logits, temperature, u):
-    """Inverse-CDF sampling. logits [B, V], u [B] in [0, 1) -> tokens [B]; temperature 0 is greedy.
-
-    The cumulative sum is in fp64, so that u * total stays below the total and no token of probability 0 is
-    ever drawn.
+    [B, …] tensors are the results by prompt; their last column takes what finished slots go on to write.
     """
-    if temperature == 0:
-        return logits.argmax(-1)
-    cdf = torch.softmax(logits.float() / temperature, -1).cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True).squeeze(1)
 
+    def __init__(self, sampler, prompt_ids, keys, eos_ids, max_gen_len, temperature):
+        model, total = sampler.model, len(prompt_ids)
+        slots, device = min(sampler.slots, total), model.device
+        width = max(map(len, prompt_ids)) + max_gen_len
+        self.model, self.head, self.temperature = model, model.get_output_embeddings(), temperature
+        self.cache = SlotCache(model.config, slots, width, device)
+        self.prompt_ids, self.limit, self.slots = prompt_ids, max_gen_len, slots
+        # Longest prompts first: what is prefilled together is then of similar length.
+        self.waiting = sorted(range(total), key=lambda i: -len(prompt_ids[i]))[::-1]
+        self.live, self.longest = 0, 0
+        self.eos = torch.tensor(eos_ids, device=device)
+        self.noise = uniform(keys.to(device), max_gen_len)
 
-@torch.no_grad()
-def sample(model, prompt_ids, keys, eos_ids, max_gen_len, temperature):
-    """Sample one response a prompt.
+        def integers(*shape):
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-    model: a causal LM; prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: any of
-    them ends a response; temperature 0 is greedy. Returns a ``Rollout`` with its first five fields filled.
+        self.row, self.token, self.position, self.count = (integers(slots) for _ in range(4))
+        self.done = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.tokens = integers(total, max_gen_len + 1)
+        self.logprobs = torch.zeros(total, max_gen_len + 1, device=device)
+        self.response_len, self.finished = (
+            integers(total),
+            torch.zeros(total, dtype=torch.bool, device=device),
+        )
 
-    The cache keeps a row's padded prompt in its first columns and response token t in column P + t; the
-    attention mask hides the padding between them, and positions count real tokens only.
-    """
-    device, head = model.device, model.get_output_embeddings()
-    tokens, prompt_len = pad_right(prompt_ids, device)
-    batch, width = tokens.shape
-    rows, keys = torch.arange(batch, device=device), keys.to(device)
-    eos = torch.tensor(eos_ids, device=device)
-    cache = DynamicCache(config=model.config)
-    visible = torch.zeros(batch, width + max_gen_len, dtype=torch.int64, device=device)
-    visible[:, :width] = length_mask(prompt_len, width)
+    def admit(self):
+        """Prefill waiting prompts into the free slots, once there are enough of either."""
+        free = min(self.slots - self.live, len(self.waiting))
+        if free < min(len(self.waiting), max(1, self.slots // LEAVE)) and self.live:
+            return
+        rows = [self.waiting.pop() for _ in range(free)]
+        for index in micro_batches([len(self.prompt_ids[row]) for row in rows], PREFILL_TOKENS):
+            self._prefill([rows[i] for i in index])
 
-    positions = torch.arange(width, device=device).expand(batch, -1)
-    hidden = model.base_model(
-        input_ids=tokens, attention_mask=visible[:, :width], position_ids=positions, past_key_values=cache
-    ).last_hidden_state
-    hidden = hidden[rows, prompt_len - 1]  # [B, H]: the state of the first response token
-    response = torch.zeros(batch, max_gen_len, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(batch, max_gen_len, device=device)
-    response_len = torch.zeros_like(prompt_len)
-    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    def _prefill(self, rows):
+        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.model.device)
+        new = slice(self.live, self.live + len(rows))
+        self.cache.prefill(self.live)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        states = self._states(tokens, positions, None)[torch.arange(len(rows)), lengths - 1]
+        self.row[new] = torch.tensor(rows, device=tokens.device)
+        self.position[new], self.count[new], self.done[new] = lengths, 0, False
+        self._emit(new, states)
+        self.live += len(rows)
+        self.longest = max(self.longest, tokens.shape[1])
 
-    for t in range(max_gen_len):
-        logits = head(hidden)
-        token = pick_tokens(logits, temperature, uniform(keys, t))
-        response[:, t] = token
-        logprobs[:, t] = token_logprobs(logits, token, temperature or 1.0)[0]
-        response_len += ~finished
-        finished |= torch.isin(token, eos)
-        if t + 1 == max_gen_len or finished.all():
-            break
-        visible[:, width + t] = 1
-        hidden = model.base_model(
-            input_ids=token[:, None],
-            attention_mask=visible[:, : width + t + 1],
-            position_ids=(prompt_len + t)[:, None],
-            past_key_values=cache,
-        ).last_hidden_state[:, -1]
-    return _assemble(tokens, prompt_len, response, response_len, finished, logprobs)
+    def step(self):
+        """One more token for every live sequence."""
+        live, self.longest = slice(0, self.live), self.longest + 1
+        positions = self.position[live]
+        masks = self.cache.decode(positions, self.longest)
+        states = self._states(self.token[live, None], positions[:, None], masks)[:, -1]
+        self.position[live] += 1
+        self._emit(live, states)
 
+    def _states(self, tokens, positions, masks):
+        output = self.model.base_model(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, past_key_values=self.cache
+        )
+        return output.last_hidden_state
 
-def _assemble(prompts, prompt_len, response, response_len, finished, logprobs):
-    """Put each response right behind its prompt: [B, P] and [B, R] -> tokens [B, T], right-padded."""
-    width = int(response_len.max())
-    response, logprobs = response[:, :width], logprobs[:, :width]
-    real = length_mask(response_len, width)  # [B, R]
-    tokens = prompts.new_zeros(len(prompts), int((prompt_len + response_len).max()))
-    is_prompt = length_mask(prompt_len, prompts.shape[1])
-    tokens[:, : prompts.shape[1]][is_prompt] = prompts[is_prompt]
-    row, column = real.nonzero(as_tuple=True)
-    tokens[row, prompt_len[row] + column] = response[row, column]
-    return Rollout(tokens, prompt_len, response_len, finished, torch.where(real, logprobs, 0.0))
+    def _emit(self, slots, states):
+        """Pick a token for each of these slots from its state [n, H], and note it down."""
+        row, count, done = self.row[slots], self.count[slots], self.done[slots]
+        column = torch.where(done, self.limit, count)  # the last column takes what no one wants
+        noise = self.noise[row, column.clamp(max=self.limit - 1)]
+        token, logprob = pick_tokens(self.head(states), self.temperature, noise)
+        ended = (token[:, None] == self.eos).any(1)
+        self.tokens[row, column], self.logprobs[row, column] = token, logprob
+        self.response_len[row] += ~done
+        self.finished[row] |= ended & ~done
+        self.token[slots] = token
+        done |= ended | (count + 1 >= self.limit)  # these two are views: written in place
+        count += 1
+
+    def leave(self):
+        """Finished sequences leave, the last live ones take their slots."""
+        done = self.done[: self.live].tolist()
+        stay = [slot for slot, ended in enumerate(done) if not ended]
+        if (self.live - len(stay)) * LEAVE < self.live:
+            return
+        holes = [slot for slot in range(len(stay)) if done[slot]]
+        movers = stay[len(stay) - len(holes) :]
+        self.live = len(stay)
+        if movers:
+            source, target = torch.tensor([movers, holes], device=self.row.device)
+            self.cache.move(source, target, self.longest)
+            for x in (self.row, self.token, self.position, self.count, self.done):
+                x[target] = x[source]
+        self.longest = int(self.position[: self.live].max()) if self.live else 0
+
+    def rollout(self):
+        """Each response right behind its prompt: tokens [B, T], log-probs [B, R], right-padded."""
+        width = int(self.response_len.max())
+        real = length_mask(self.response_len, width)  # [B, R]
+        prompts, prompt_len = pad_right(self.prompt_ids, self.row.device)
+        tokens = prompts.new_zeros(len(prompts), int((prompt_len + self.response_len).max()))
+        tokens[:, : prompts.shape[1]] = prompts[:, : tokens.shape[1]]
+        row, column = real.nonzero(as_tuple=True)
+        tokens[row, prompt_len[row] + column] = self.tokens[row, column]
+        logprobs = torch.where(real, self.logprobs[:, :width], 0.0)
+        return Rollout(tokens, prompt_len, self.response_len, self.finished, logprobs)
 
 
 def response_texts(rollout, tokenizer):

@@ -1,26 +1,20 @@
 """Log-probs and values of sequences: the training forward, used with and without gradients.
 
 The two modules here are what gets wrapped for several processes, so every forward that needs gradients goes
-through the wrapper. Logits are computed only where a response token is predicted, and in chunks of tokens
-that are recomputed in the backward pass: no [tokens, vocabulary] tensor of a whole batch ever exists.
+through the wrapper. Sequences go through a model packed, without padding; logits are computed only where a
+response token is predicted, and never for a whole batch at a time (``logprobs.py``).
 """
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from errors import InputError
 from model.checks import is_moe
-from trainer.ppo import length_mask, load_balance_loss, token_logprobs
-from trainer.record import micro_batches
-
-LOGITS_PER_CHUNK = 1 << 24  # elements of one chunk's [tokens, vocabulary] logits: 64 MiB in fp32
-TOKENS_PER_PASS = 1 << 14  # padded tokens of one forward at the most
-
-
-def response_states(hidden, prompt_len, mask):
-    """hidden [B, T, ...] -> [N, ...]: the states at which the N response tokens under mask are predicted."""
-    row, column = mask.nonzero(as_tuple=True)
-    return hidden[row, prompt_len[row] + column - 1]
+from trainer.logprobs import token_logprobs
+from trainer.packing import packed_states, take_rows
+from trainer.ppo import length_mask, load_balance_loss
+from trainer.record import micro_batches, tokens_per_pass
 
 
 def scatter(flat, mask):
@@ -41,6 +35,35 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
+def checkpoint_layers(model):
+    """Keep only what enters a layer for the backward pass, and compute the rest again.
+
+    transformers does so in training mode alone. Only the layers themselves are put into it, what is inside
+    them stays in eval mode: the training forward remains the scoring forward.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InputError(
+            f"--gradient_checkpointing: {type(model).__name__} does not support it; leave the flag out"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def response_states(backbone, tokens, prompt_len, response_len, **extra):
+    """Right-padded tokens [B, T] -> (states [N, H] at which the N response tokens are predicted, row by row,
+    their ids [N], mask [B, R], the backbone's output)."""
+    mask = length_mask(response_len, int(response_len.max()))
+    row, column = mask.nonzero(as_tuple=True)
+    position = prompt_len[row] + column
+    lengths = prompt_len + response_len
+    start = lengths.cumsum(0) - lengths  # of each row among the packed tokens
+    output = packed_states(backbone, tokens, lengths, **extra)
+    states = take_rows(output.last_hidden_state, start[row] + position - 1)
+    return states, tokens[row, position], mask, output
+
+
 class PolicyScorer(nn.Module):
     """A causal LM as a scorer of given responses. ``dtype``: of autocast; log-probs are fp32 in any case."""
 
@@ -51,39 +74,18 @@ class PolicyScorer(nn.Module):
 
     def forward(self, tokens, prompt_len, response_len, temperature):
         """tokens [B, T] -> logprobs [B, R], entropy [B, R] (no gradient), weighted balance loss (sum)."""
-        with autocast(tokens.device, self.dtype):
-            return self._score(tokens, prompt_len, response_len, temperature)
-
-    def _score(self, tokens, prompt_len, response_len, temperature):
         extra = {"output_router_logits": True} if self.balance_coef else {}
-        output = self.model.base_model(input_ids=tokens, use_cache=False, **extra)
-        mask = length_mask(response_len, int(response_len.max()))
-        states = response_states(output.last_hidden_state, prompt_len, mask)  # [N, H]
-        row, column = mask.nonzero(as_tuple=True)
-        targets = tokens[row, prompt_len[row] + column]  # [N]
-        logprobs, entropy = self._chunked_logprobs(states, targets, temperature)
         balance = torch.zeros((), device=tokens.device)
-        if self.balance_coef:
-            real = length_mask(prompt_len + response_len, tokens.shape[1])
-            top_k = self.model.config.num_experts_per_tok
-            balance = self.balance_coef * load_balance_loss(output.router_logits, real, top_k)
+        with autocast(tokens.device, self.dtype):
+            states, targets, mask, output = response_states(
+                self.model.base_model, tokens, prompt_len, response_len, **extra
+            )
+            head = self.model.get_output_embeddings()
+            logprobs, entropy = token_logprobs(head, states, targets, temperature)
+            if self.balance_coef:
+                lengths, top_k = prompt_len + response_len, self.model.config.num_experts_per_tok
+                balance = self.balance_coef * load_balance_loss(output.router_logits, lengths, top_k)
         return scatter(logprobs, mask), scatter(entropy, mask), balance
-
-    def _chunked_logprobs(self, states, targets, temperature):
-        """[N, H], [N] -> logprobs [N], entropy [N]; a chunk's logits live only while it is worked on."""
-        head = self.model.get_output_embeddings()
-
-        def score(chunk, chunk_targets):
-            return token_logprobs(head(chunk), chunk_targets, temperature)
-
-        size = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
-        if len(states) <= size:
-            return score(states, targets)
-        parts = [
-            checkpoint(score, chunk, chunk_targets, use_reentrant=False)
-            for chunk, chunk_targets in zip(states.split(size), targets.split(size), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
 class ValueScorer(nn.Module):
@@ -95,17 +97,16 @@ class ValueScorer(nn.Module):
 
     def forward(self, tokens, prompt_len, response_len):
         """tokens [B, T] -> values [B, R] fp32, 0 on padding."""
-        mask = length_mask(response_len, int(response_len.max()))
         with autocast(tokens.device, self.dtype):
-            values = self.critic(tokens)
-        return scatter(response_states(values.float(), prompt_len, mask), mask)
+            states, _, mask, _ = response_states(self.critic.backbone, tokens, prompt_len, response_len)
+            return scatter(self.critic.read(states), mask)
 
 
 @torch.no_grad()
 def score_all(rollout, score):
     """Apply ``score(rows of the rollout) -> [b, r]`` micro-batch by micro-batch -> [B, R], in row order."""
     result = torch.zeros_like(rollout.sampler_logprobs)
-    for index in micro_batches(rollout.lengths.tolist(), TOKENS_PER_PASS):
+    for index in micro_batches(rollout.lengths.tolist(), tokens_per_pass(result.device)):
         part = score(rollout.rows(index))
         result[index, : part.shape[1]] = part
     return result

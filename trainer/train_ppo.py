@@ -39,14 +39,17 @@ from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
 from model.saving import save_policy
 from trainer import checkpoints, ppo
+from trainer.behaviour import behaviour_dtype
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
 from trainer.inputs import check_flags, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
-from trainer.record import micro_batches
+from trainer.noise import noise_keys
+from trainer.packing import pack_sequences
+from trainer.record import micro_batches, tokens_per_pass
 from trainer.rewards import Reward, load_reward_function, load_reward_model, starts_critic
-from trainer.rollout import noise_keys, response_texts, sample
-from trainer.scoring import TOKENS_PER_PASS, PolicyScorer, ValueScorer, autocast, autocast_dtype, score_all
+from trainer.rollout import Sampler, response_texts
+from trainer.scoring import PolicyScorer, ValueScorer, autocast_dtype, checkpoint_layers, score_all
 from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
@@ -99,8 +102,16 @@ def parse_args(argv=None):
     p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
     # machine
     p.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="autocast type")
+    p.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="of mixed precision and sampling",
+    )
     p.add_argument("--ddp", action="store_true", help="insist on having been started by torchrun")
+    p.add_argument(
+        "--gradient_checkpointing", type=int, default=0, choices=[0, 1], help="less memory, slower"
+    )
     p.add_argument("--seed", type=int, default=42, help="of the prompt order and the sampling noise")
     # output
     p.add_argument("--out_dir", default=str(ROOT / "out"), help="where everything is written")
@@ -130,7 +141,8 @@ class Run:
     reward: Reward
     total_steps: int
     actor: torch.nn.Module  # trained
-    old_actor: torch.nn.Module  # the behaviour policy: it samples
+    old_actor: torch.nn.Module  # the behaviour policy
+    sampler: Sampler  # samples from a copy of the old actor (or of the actor, to evaluate it)
     ref: torch.nn.Module  # the actor's start, frozen
     critic: torch.nn.Module  # trained
     policy: torch.nn.Module  # PolicyScorer of the actor, wrapped for several processes
@@ -147,6 +159,10 @@ class Run:
     def pth_path(self):
         moe = "_moe" if is_moe(self.actor) else ""
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+
+
+def adamw(model, learning_rate):
+    return torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.0, fused=True)
 
 
 def build_run(args, world, actor, tokenizer, n_prompts):
@@ -168,6 +184,10 @@ def build_run(args, world, actor, tokenizer, n_prompts):
     actor.to(device).eval()
     start = model.model if starts_critic(args.critic_init, model, tokenizer) else actor
     critic = CriticModel.from_model(start).to(device).eval()
+    for backbone in (actor.base_model, critic.backbone):
+        pack_sequences(backbone)
+        if args.gradient_checkpointing:
+            checkpoint_layers(backbone)
     run = Run(
         args=args,
         world=world,
@@ -178,12 +198,13 @@ def build_run(args, world, actor, tokenizer, n_prompts):
         total_steps=total_steps,
         actor=actor,
         old_actor=copy.deepcopy(actor).requires_grad_(False),
+        sampler=Sampler(actor, behaviour_dtype(args.dtype, device, actor.config.hidden_size)),
         ref=copy.deepcopy(actor).requires_grad_(False),
         critic=critic,
         policy=world.wrap(PolicyScorer(actor, dtype)),
         value=world.wrap(ValueScorer(critic, dtype)),
-        actor_optimizer=torch.optim.AdamW(actor.parameters(), args.learning_rate, weight_decay=0.0),
-        critic_optimizer=torch.optim.AdamW(critic.parameters(), args.critic_learning_rate, weight_decay=0.0),
+        actor_optimizer=adamw(actor, args.learning_rate),
+        critic_optimizer=adamw(critic, args.critic_learning_rate),
     )
     if Path(args.model).resolve() == run.pth_path.resolve():
         raise InputError(f"--model {args.model}: this run would write its result there; copy it elsewhere")
@@ -192,9 +213,8 @@ def build_run(args, world, actor, tokenizer, n_prompts):
 
 def roll_out(run, model, prompts, keys, temperature):
     """Prompts -> (rollout, response texts, score parts), for training and evaluation alike."""
-    with autocast(run.world.device, run.dtype):
-        ids = [p.prompt_ids for p in prompts]
-        rollout = sample(model, ids, keys, run.eos, run.args.max_gen_len, temperature)
+    ids = [p.prompt_ids for p in prompts]
+    rollout = run.sampler.load(model).sample(ids, keys, run.eos, run.args.max_gen_len, temperature)
     texts = response_texts(rollout, run.tokenizer)
     answers = [p.answer for p in prompts]
     return rollout, texts, run.reward([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
@@ -238,7 +258,7 @@ def backward(run, minibatch, tokens, std, train_actor):
     """
     args, world, sums = run.args, run.world, Metrics()
     lengths = minibatch.lengths.tolist()
-    budget = min(TOKENS_PER_PASS, math.ceil(len(lengths) * max(lengths) / args.accumulation_steps))
+    budget = min(tokens_per_pass(world.device), math.ceil(sum(lengths) / args.accumulation_steps))
     pieces = [minibatch.rows(index) for index in micro_batches(lengths, budget)]
     for mb in pieces:
         with world.accumulate(run.value, last=mb is pieces[-1]):

@@ -1,0 +1,76 @@
+"""The attention of training and sampling, registered with transformers under one name.
+
+transformers hands every layer's queries, keys and values to the function registered under the model's attention
+implementation. Ours knows two layouts that plain attention does not:
+
+- packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
+  (``packing.py``). They are laid side by side by length, which costs padding in attention alone;
+- decode: one query a row over a preallocated cache (``slots.py``).
+
+A CPU has fused kernels too, but for short sequences two batched products and a softmax take half the time in
+fp32 and a fifth in bf16 (benchmarks/README.md), so those are used there.
+"""
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "small_lm"
+LONG = 192  # sequences from here on are faster through the fused kernel of a CPU in fp32
+
+
+def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
+    """query [B, heads, T, head_dim], keys and values with their own number of heads -> [B, T, heads, head_dim],
+    None: the interface of transformers. ``packing``: a ``Packing`` where the row is packed."""
+    if packing is not None:
+        return _packed(module, query, key, value, packing, **kwargs), None
+    if query.shape[2] == 1 and query.device.type == "cpu" and attention_mask is not None:
+        return by_products(query, key, value, attention_mask, kwargs["scaling"]), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def by_products(query, key, value, mask, scaling):
+    """Attention as two batched products over the key/value heads; query heads that share one are its rows.
+
+    mask: additive, broadcastable to [B, 1, T, S]. -> [B, T, heads, dim of values].
+    """
+    batch, heads, width, dim = query.shape
+    groups = key.shape[1]
+    packed = (query * scaling).reshape(batch, groups, heads // groups * width, dim)
+    scores = torch.matmul(packed, key.transpose(2, 3)).view(batch, groups, heads // groups, width, -1)
+    probs = (scores + mask[:, :, None]).softmax(-1)
+    out = torch.matmul(probs.view(*packed.shape[:3], -1), value)
+    return out.view(batch, heads, width, -1).transpose(1, 2)
+
+
+def _packed(module, query, key, value, packing, **kwargs):
+    """Causal attention within each sequence of a packed row [1, heads, N, head_dim] -> [1, N, heads, dim]."""
+    out = []
+    parts = [x[0].transpose(0, 1).split(packing.sizes) for x in (query, key, value)]  # of [n, heads, dim]
+    for group, *qkv in zip(packing.groups, *parts, strict=True):
+        qkv = [group.pad(x).transpose(1, 2) for x in qkv]  # [sequences, heads, longest, dim]
+        length, dtype, device = group.longest, query.dtype, query.device
+        mask = causal_mask(length, kwargs.get("sliding_window"), dtype, device)
+        if device.type == "cpu" and (length < LONG or dtype != torch.float32):
+            attended = by_products(*qkv, mask, kwargs["scaling"])
+        else:
+            fits = not kwargs.get("sliding_window") or kwargs["sliding_window"] >= length
+            attended, _ = sdpa_attention_forward(
+                module, *qkv, None if fits else mask, is_causal=fits, **kwargs
+            )
+        out.append(group.unpad(attended))
+    return torch.cat(out)[None]
+
+
+def causal_mask(length, window, dtype, device):
+    """Additive [1, 1, length, length]: a token sees itself and what came before, within the window if any."""
+    behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    hidden = (behind < 0) | (behind >= (window or length))
+    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[
+        None, None
+    ]
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,84 @@
+"""Log-probs of given tokens under a language-model head, and their gradient, without the logits of a batch.
+
+Autograd over log_softmax would keep and revisit several [tokens, vocabulary] tensors. Here a chunk of tokens
+at a time passes through the head, and the backward pass needs nothing but its probabilities, for
+d logprob / d logits = (onehot - p) / temperature. They are kept while they are few; beyond ``KEPT`` they are
+computed again, chunk by chunk.
+"""
+
+import torch
+
+CHUNK = 1 << 21  # elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, which caches can hold
+KEPT = 1 << 24  # probabilities kept from forward to backward at the most: 64 MiB
+
+
+def token_logprobs(head, states, targets, temperature):
+    """Log-probability of each token and entropy under softmax(head(states) / temperature), in fp32.
+
+    head: an nn.Linear [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (for
+    logging, no gradient). Under autocast the products run in its dtype.
+    """
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    return _TokenLogprobs.apply(states, head.weight, head.bias, targets, temperature, dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, weight, bias, targets, temperature, dtype):
+        table = weight.to(dtype)
+        logprobs = torch.empty(len(states), device=states.device)
+        entropy = torch.empty_like(logprobs)
+        keep = any(ctx.needs_input_grad) and len(states) * len(weight) <= KEPT
+        ctx.kept = torch.empty(len(states), len(weight), device=states.device) if keep else None
+        for c in _chunks(states, weight):
+            z = _logits(states[c], table, bias, temperature)
+            p = z.softmax(-1)
+            # log sum e^z, from the largest logit and its probability: two cheap passes instead of a dear one
+            total = z.amax(-1) - p.amax(-1).log()
+            logprobs[c] = z.gather(1, targets[c, None]).squeeze(1) - total
+            entropy[c] = total - torch.linalg.vecdot(p, z)
+            if keep:
+                ctx.kept[c] = p
+        ctx.save_for_backward(states, weight, bias, targets)
+        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        states, weight, bias, targets = ctx.saved_tensors
+        table = weight.to(ctx.dtype)
+        grad = (grad / ctx.temperature)[:, None]
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        for c in _chunks(states, weight):
+            if ctx.kept is None:
+                p = _logits(states[c], table, bias, ctx.temperature).softmax(-1)
+            else:
+                p = ctx.kept[c]
+            grad_logits = p.mul_(-grad[c]).scatter_add_(1, targets[c, None], grad[c])
+            if bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(ctx.dtype)
+            grad_states[c] = grad_logits @ table
+            grad_weight += grad_logits.T @ states[c].to(ctx.dtype)
+        ctx.kept = None
+        return grad_states, grad_weight, grad_bias, None, None, None
+
+
+def _chunks(states, weight):
+    """Slices over the tokens, none of whose logits are more than CHUNK elements (one token at least)."""
+    size = max(1, CHUNK // len(weight))
+    return [slice(start, start + size) for start in range(0, len(states), size)]
+
+
+def _logits(states, table, bias, temperature):
+    """[n, V] in fp32."""
+    logits = torch.nn.functional.linear(
+        states.to(table.dtype), table, None if bias is None else bias.to(table)
+    )
+    logits = logits.float()
+    return logits if temperature == 1 else logits.div_(temperature)

@@ -1,0 +1,86 @@
+"""A preallocated KV cache whose rows stand at different positions.
+
+Slot s of a layer holds the keys and values of one sequence from column 0 on. Sequences come (``prefill``) and
+go (``move``), and the live ones fill the first n slots, so that everything is read through slices: no row is
+copied to take a step, and attention reads no column beyond the longest live row.
+"""
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [slots, heads, width, head_dim]; ``cache`` says where to write and read."""
+
+    is_sliding = False  # a sliding window is a matter of the mask here
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states, value_states):
+        # Zeros: what a row has not reached is masked, but 0 times a stray NaN would still be NaN.
+        slots, width = self.cache.slots, self.cache.width
+        self.keys, self.values = (
+            x.new_zeros(slots, x.shape[1], width, x.shape[3]) for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write the new columns; -> the keys and values that this forward may read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, (rows, _, columns, _) = self.cache, key_states.shape
+        if cache.positions is None:  # new sequences attend to themselves alone
+            self.keys[cache.first : cache.first + rows, :, :columns] = key_states
+            self.values[cache.first : cache.first + rows, :, :columns] = value_states
+            return key_states, value_states
+        place = (cache.numbers[:rows], slice(None), cache.positions)
+        self.keys[place] = key_states[:, :, 0]
+        self.values[place] = value_states[:, :, 0]
+        return self.keys[:rows, :, : cache.longest], self.values[:rows, :, : cache.longest]
+
+    def get_seq_length(self):
+        return 0
+
+    def get_max_length(self):
+        return self.cache.width
+
+    def get_mask_sizes(self, query_length):
+        return query_length, 0
+
+
+class SlotCache(Cache):
+    """``slots`` sequences of at most ``width`` tokens each. Before a forward, say ``prefill`` or ``decode``."""
+
+    def __init__(self, config, slots, width, device):
+        self.config, self.slots, self.width = config, slots, width
+        self.numbers = torch.arange(slots, device=device)
+        self.columns = torch.arange(width, device=device)
+        super().__init__(layers=[SlotLayer(self) for _ in range(config.num_hidden_layers)])
+
+    def prefill(self, first):
+        """The next forward brings whole prompts, for the slots from ``first`` on."""
+        self.first, self.positions = first, None
+
+    def decode(self, positions, longest):
+        """The next forward brings one token for each of the first n slots, at ``positions`` [n], all below
+        ``longest``. -> additive masks [n, 1, 1, longest], in the form that the model takes."""
+        self.positions, self.longest = positions, longest
+        behind = positions[:, None] - self.columns[:longest]  # how far back each column lies
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
+        hidden = {"full_attention": behind < 0}
+        if "sliding_attention" in kinds:
+            hidden["sliding_attention"] = (behind < 0) | (behind >= window)
+        zero = torch.zeros((), dtype=self.layers[0].keys.dtype, device=behind.device)
+        masks = {kind: zero.masked_fill(hidden[kind], -torch.inf)[:, None, None] for kind in kinds}
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def move(self, source, target, longest):
+        """The sequences in slots ``source`` [k] move to slots ``target`` [k]; ``longest``: of their lengths."""
+        for layer in self.layers:
+            for x in (layer.keys, layer.values):
+                x[target, :, :longest] = x[source, :, :longest]
