@@ -18,7 +18,8 @@ import chat
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.rollout import noise_keys, response_texts, sample
+from trainer.noise import noise_keys
+from trainer.rollout import response_texts, sample
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.distributed import World
 from trainer.inputs import load_inputs
+from trainer.noise import noise_keys
 from trainer.ppo import length_mask
-from trainer.rollout import noise_keys
 from trainer.tracking import Metrics
 
 WORDS = list("abcdefgh")
@@ -155,20 +155,8 @@ def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
     run, prompts = make_run(files)
     rollout, std, _ = filled_rollout(run, prompts)
     whole, _ = gradients(run, rollout.rows(range(8)), std)
-    monkeypatch.setattr("trainer.scoring.LOGITS_PER_CHUNK", 7 * 10)  # seven tokens at a time
+    monkeypatch.setattr("trainer.logprobs.CHUNK", 7 * 10)  # seven tokens at a time
     assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
-
-
-def test_no_logits_of_the_whole_batch_exist(files, monkeypatch):
-    run, prompts = make_run(files)
-    rollout, std, _ = filled_rollout(run, prompts)
-    monkeypatch.setattr("trainer.scoring.LOGITS_PER_CHUNK", 7 * 10)
-    sizes, head = [], run.actor.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[0]))
-    gradients(run, rollout.rows(range(16)), std)
-    hook.remove()
-    assert max(sizes) == 7
-    assert sum(sizes) == 2 * rollout.response_len.sum()  # each response token twice: back again
 
 
 def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_path):

@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from tiny import tiny_llama, word_tokenizer
-from transformers import DynamicCache
+import transformers as T
+from tiny import llama_config, tiny_llama, word_tokenizer
 
-from trainer.rollout import noise_keys, pick_tokens, response_texts, sample, uniform
+from errors import InputError
+from model.model_minimind import MiniMindConfig
+from trainer.behaviour import behaviour_dtype
+from trainer.inputs import check_sampling
+from trainer.noise import noise_keys, pick_tokens, uniform
+from trainer.packing import pack_sequences
+from trainer.rollout import Sampler, response_texts, sample
 from trainer.scoring import PolicyScorer, score_all
+from trainer.slots import SlotCache
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 VOCABULARY = 12
@@ -24,7 +31,7 @@ def draw(model, rows, max_gen_len=10, temperature=1.0, eos=(0,), seed=7):
 
 def test_noise_is_uniform_and_uncorrelated():
     keys = noise_keys(1, 0, list(range(20_000)))
-    u = torch.stack([uniform(keys, t) for t in range(8)])  # [8, 20000]
+    u = uniform(keys, 8).T  # [8, 20000]
     assert (u >= 0).all()
     assert (u < 1).all()
     assert (u.mean(1) - 0.5).abs().max() < 0.01  # five standard errors
@@ -36,36 +43,53 @@ def test_noise_is_uniform_and_uncorrelated():
 
 
 def test_noise_depends_on_every_index_and_on_nothing_else():
-    u = uniform(noise_keys(1, 2, [3, 4], 5), 6)
-    assert u.equal(uniform(noise_keys(1, 2, [3, 4], 5), 6))
-    assert u[1] == uniform(noise_keys(1, 2, [4], 5), 6)[0]  # the row does not matter
-    others = [
-        uniform(noise_keys(9, 2, [3], 5), 6),
-        uniform(noise_keys(1, 9, [3], 5), 6),
-        uniform(noise_keys(1, 2, [9], 5), 6),
-        uniform(noise_keys(1, 2, [3], 9), 6),
-        uniform(noise_keys(1, 2, [3], 5), 9),
-        uniform(noise_keys(2, 1, [3], 5), 6),  # nor do indices commute
-    ]
-    assert len({x.item() for x in others} | {u[0].item()}) == 7
+    def u(seed, step, prompt, sample, token):
+        return uniform(noise_keys(seed, step, [prompt], sample), 12)[0, token].item()
+
+    two = uniform(noise_keys(1, 2, [3, 4], 5), 7)
+    assert two[0, 6].item() == u(1, 2, 3, 5, 6)  # neither the row matters nor how many are drawn
+    assert two[1, 6].item() == u(1, 2, 4, 5, 6)
+    others = [(9, 2, 3, 5, 6), (1, 9, 3, 5, 6), (1, 2, 9, 5, 6), (1, 2, 3, 9, 6), (1, 2, 3, 5, 9)]
+    others += [(2, 1, 3, 5, 6), (1, 2, 3, 5, 6)]  # nor do indices commute
+    assert len({u(*indices) for indices in others}) == 7
 
 
 def test_inverse_cdf_by_hand():
     logits = torch.tensor([[0.2, 0.3, 0.5]]).log().repeat(5, 1)
     u = torch.tensor([0.0, 0.19, 0.21, 0.499, 0.9999], dtype=torch.float64)
-    assert pick_tokens(logits, 1.0, u).tolist() == [0, 0, 1, 1, 2]
+    tokens, logprobs = pick_tokens(logits, 1.0, u)
+    assert tokens.tolist() == [0, 0, 1, 1, 2]
+    assert logprobs.exp().tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.5])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 1000])
+def test_the_two_levels_of_the_cdf_are_one(vocabulary):
+    """The same tokens as one running sum over the vocabulary, wherever blocks begin and end."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(2000, vocabulary, generator=generator)
+    u = torch.rand(2000, generator=generator, dtype=torch.float64)
+    cdf = (logits.double() / 0.8).softmax(-1).cumsum(-1)
+    plain = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(1)
+    tokens, logprobs = pick_tokens(logits, 0.8, u)
+    assert (tokens != plain).sum() <= 2  # u within fp32 rounding of a boundary
+    exact = (logits.double() / 0.8).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    assert (logprobs - exact).abs().max() < 1e-5
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
     u = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
-    assert pick_tokens(logits, 1.0, u).tolist() == [1, 2]
+    assert pick_tokens(logits, 1.0, u)[0].tolist() == [1, 2]
+    holes = torch.full((4, 200), -torch.inf)  # whole blocks of probability zero before, between and after
+    holes[:, [70, 130]] = 0.0
+    u = torch.tensor([0.0, 0.49999, 0.5, 1 - 2**-32], dtype=torch.float64)
+    assert pick_tokens(holes, 1.0, u)[0].tolist() == [70, 70, 130, 130]
 
 
 def test_samples_follow_the_softmax_at_the_temperature():
     logits, draws = torch.tensor([1.0, 0.0, -1.0]), 20_000
-    u = uniform(noise_keys(0, 0, list(range(draws))), 0)
-    tokens = pick_tokens(logits.expand(draws, -1), 0.7, u)
+    u = uniform(noise_keys(0, 0, list(range(draws))), 1)[:, 0]
+    tokens, _ = pick_tokens(logits.expand(draws, -1), 0.7, u)
     shares = torch.bincount(tokens, minlength=3) / draws
     assert (shares - (logits / 0.7).softmax(-1)).abs().max() < 0.015
 
@@ -143,19 +167,174 @@ def test_texts_leave_out_the_eos_and_keep_the_rest():
         assert text.split() == [tokenizer.convert_ids_to_tokens(i) for i in ids if i != 0]
 
 
-def test_the_cache_is_used(model):
-    """Each step after the prompt feeds one column only: generation is linear, not quadratic."""
-    widths, forward = [], model.model.forward
+@pytest.mark.parametrize("slots", [1, 7, 64])
+def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
+    keys = noise_keys(7, 3, range(24))
+    assert sample(model, PROMPTS, keys, [0], 10, 1.0, slots).responses() == draw(model, range(24)).responses()
 
-    def spy(*args, **kwargs):
-        widths.append(kwargs["input_ids"].shape[1])
-        assert isinstance(kwargs["past_key_values"], DynamicCache)
-        return forward(*args, **kwargs)
 
-    model.model.forward = spy
+def test_every_token_is_computed_once(model):
+    """Continuous batching: no slot computes a token that nobody wants, but for those that wait to leave."""
+    rows, forward = [], model.model.__class__.forward
+
+    def spy(self, **kwargs):
+        rows.append(tuple(kwargs["input_ids"].shape))
+        assert isinstance(kwargs["past_key_values"], SlotCache)
+        return forward(self, **kwargs)
+
+    model.model.__class__.forward = spy
     try:
-        draw(model, range(24))
+        rollout = sample(model, PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0, slots=6)
     finally:
-        model.model.forward = forward
-    assert widths[0] == 6
-    assert set(widths[1:]) == {1}
+        model.model.__class__.forward = forward
+    prefills = [shape for shape in rows if shape[1] > 1 or shape[0] > 6]
+    decoded = sum(shape[0] for shape in rows if shape[1] == 1)
+    needed = rollout.response_len.sum().item() - 24  # the first token comes from the prompt's forward
+    assert prefills[0][0] == 6
+    assert decoded <= 1.25 * needed + 24  # prompts of one token are prefills of width one
+    assert max(shape[0] for shape in rows) == 6
+
+
+def test_attention_reads_no_more_than_the_longest_live_row():
+    """A long sequence leaves; from then on the columns that only it had are not read."""
+    cache = SlotCache(llama_config(5), slots=3, width=50, device="cpu")
+    cache.prefill(0)
+    x = torch.randn(3, 1, 9, 16)
+    cache.update(x, x, 0)
+    masks = cache.decode(torch.tensor([9, 4]), 10)
+    keys, _ = cache.update(x[:2, :, :1], x[:2, :, :1], 0)
+    assert masks.shape == (2, 1, 1, 10)
+    assert (masks == 0).sum(-1).flatten().tolist() == [10, 5]  # a row sees itself and what came before
+    assert keys.shape == (2, 1, 10, 16)
+    assert keys[0, 0, 9].equal(x[0, 0, 0])
+    assert keys[1, 0, 4].equal(x[1, 0, 0])
+    assert keys[1, 0, :4].equal(x[1, 0, :4])
+    assert keys.data_ptr() == cache.layers[0].keys.data_ptr()  # a view: nothing is copied
+
+
+def test_a_newer_policy_can_be_loaded(model):
+    sampler, keys = Sampler(model), noise_keys(7, 3, range(24))
+    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
+    mine = sampler.sample(PROMPTS, keys, [0], 10, 1.0).responses()
+    theirs = sampler.load(other).sample(PROMPTS, keys, [0], 10, 1.0).responses()
+    assert theirs == sample(other, PROMPTS, keys, [0], 10, 1.0).responses()
+    assert mine != theirs
+    assert mine == sampler.load(model).sample(PROMPTS, keys, [0], 10, 1.0).responses()
+
+
+def test_the_behaviour_copy_in_bf16_stays_close():
+    """It may sample another token now and then; its log-probs are within bf16's rounding of the scorer's."""
+    policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+    rollout = Sampler(policy, torch.bfloat16).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+    gap = (scored - rollout.sampler_logprobs).abs()
+    assert 0 < gap.sum() / rollout.mask.sum() < 0.02
+    assert policy.dtype == torch.float32
+
+
+def test_bf16_is_chosen_where_it_is_native_and_pays(monkeypatch):
+    cpu = torch.device("cpu")
+    assert behaviour_dtype("float32", cpu, 512) == torch.float32
+    assert behaviour_dtype("bfloat16", cpu, 64) == torch.bfloat16
+    for able, size, expected in (
+        ({"avx512_bf16": True}, 512, torch.bfloat16),
+        ({"amx_bf16": True}, 512, torch.bfloat16),
+        ({"avx512_bf16": True}, 128, torch.float32),
+        ({"avx2": True, "avx512_bf16": False}, 512, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert behaviour_dtype("auto", cpu, size) == expected
+
+
+# ----------------------------------------------------------------------------------------- model families
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
+MINIMIND = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MINIMIND |= {"num_key_value_heads": 1, "eos_token_id": 0}
+OLD = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OLD |= {"eos_token_id": 0, "bos_token_id": 0}
+NEOX = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX |= {"eos_token_id": 0, "bos_token_id": 0}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES = {  # name: (config, packs?)
+    "llama": (lambda: T.LlamaConfig(**SIZES), True),
+    "mistral, sliding window": (lambda: T.MistralConfig(**SIZES, sliding_window=5), True),
+    "qwen2": (lambda: T.Qwen2Config(**SIZES), True),
+    "qwen2, mixed windows": (
+        lambda: T.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        True,
+    ),
+    "qwen3": (lambda: T.Qwen3Config(**SIZES, head_dim=8), True),
+    "qwen3 moe": (
+        lambda: T.Qwen3MoeConfig(
+            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+        True,
+    ),
+    "gemma3, mixed windows": (
+        lambda: T.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4, layer_types=SLIDING),
+        True,
+    ),
+    "phi3": (lambda: T.Phi3Config(**SIZES), True),
+    "smollm3": (lambda: T.SmolLM3Config(**SIZES), True),
+    "gpt2": (lambda: T.GPT2Config(**OLD), True),
+    "gpt-neox": (lambda: T.GPTNeoXConfig(**NEOX, intermediate_size=64), True),
+    "opt": (lambda: T.OPTConfig(**NEOX | {"pad_token_id": 0}, ffn_dim=64, word_embed_proj_dim=32), True),
+    "gpt-j": (lambda: T.GPTJConfig(**OLD, rotary_dim=8), False),
+    "minimind2": (lambda: MiniMindConfig(**MINIMIND), True),
+    "minimind2 moe": (lambda: MiniMindConfig(**MINIMIND, use_moe=True), True),
+    "minimind3": (lambda: MiniMindConfig(**MINIMIND, minimind_version=3), True),
+}
+
+
+def build(config):
+    torch.manual_seed(0)
+    model = T.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() >= 2:
+                p.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_samples_and_scores_what_transformers_computes(name):
+    """Greedy tokens are generate's, log-probs of packed sequences are those of the plain padded forward."""
+    config, packs = FAMILIES[name]
+    model = build(config())
+    prompts = [[2 + (7 * i + j) % 28 for j in range(1 + i % 6)] for i in range(12)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": 0, "pad_token_id": 0}
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(answer[0, len(prompt) :].tolist())
+    for packed in (False, True):
+        if packed:
+            assert pack_sequences(model.base_model) == packs
+        keys = noise_keys(0, 0, range(12))
+        assert sample(model, prompts, keys, [0], 10, 0.0, slots=5).responses() == expected
+        rollout = sample(model, prompts, keys, [0], 10, 0.9, slots=5)
+        scored, _, _ = PolicyScorer(model)(*rollout.sequences, 0.9)
+        assert (scored - rollout.sampler_logprobs).abs().max() < 1e-3
+        exact = (model(rollout.tokens).logits[:, :-1] / 0.9).log_softmax(-1)
+        exact = exact.gather(2, rollout.tokens[:, 1:, None]).squeeze(2)
+        for row, (start, count) in enumerate(zip(rollout.prompt_len, rollout.response_len, strict=True)):
+            there = exact[row, start - 1 : start - 1 + count]
+            assert (there - scored[row, :count]).abs().max() < 1e-3
+    check_sampling(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: T.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
+        lambda: T.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2),
+    ],
+)
+def test_models_that_the_slots_cannot_hold_are_refused(config):
+    with pytest.raises(InputError, match=r"models of type \w+ are not supported"):
+        check_sampling(build(config()))

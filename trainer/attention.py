@@ -1,14 +1,14 @@
 """The attention of training and sampling, registered with transformers under one name.
 
-transformers hands every layer's queries, keys and values to the function registered under the model's attention
-implementation. Ours knows two layouts that plain attention does not:
+transformers hands every layer's queries, keys and values to the function registered under the model's
+attention implementation. Ours knows two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
   (``packing.py``). They are laid side by side by length, which costs padding in attention alone;
 - decode: one query a row over a preallocated cache (``slots.py``).
 
 A CPU has fused kernels too, but for short sequences two batched products and a softmax take half the time in
-fp32 and a fifth in bf16 (benchmarks/README.md), so those are used there.
+fp32 and a fifth in bf16 (docs/performance.md), so those are used there.
 """
 
 import torch
@@ -21,8 +21,8 @@ LONG = 192  # sequences from here on are faster through the fused kernel of a CP
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
-    """query [B, heads, T, head_dim], keys and values with their own number of heads -> [B, T, heads, head_dim],
-    None: the interface of transformers. ``packing``: a ``Packing`` where the row is packed."""
+    """The interface of transformers: query [B, heads, T, head_dim], keys and values with their own number of
+    heads -> ([B, T, heads, head_dim], None). ``packing``: a ``Packing`` where the row is packed."""
     if packing is not None:
         return _packed(module, query, key, value, packing, **kwargs), None
     if query.shape[2] == 1 and query.device.type == "cpu" and attention_mask is not None:

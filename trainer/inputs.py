@@ -6,7 +6,10 @@ from pathlib import Path
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
 from model.checks import check_output_head, check_tokenizer, is_moe
-from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
+from trainer.noise import noise_keys
+from trainer.rollout import sample
+from trainer.scoring import PolicyScorer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = {
@@ -56,12 +59,33 @@ def fill_paths(args):
         raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
 
 
+def check_sampling(policy):
+    """Raise ``InputError`` unless the sampler, with its cache, finds the log-probs of the training forward.
+
+    Models that keep more than keys and values from token to token (a recurrent state, positions of their own)
+    would silently be sampled from as another model.
+    """
+    kind = policy.config.model_type
+    rows = policy.get_input_embeddings().weight.shape[0]
+    prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
+    with quiet(), as_input_error(f"models of type {kind} are not supported: they cannot be sampled from"):
+        rollout = sample(policy, prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0, slots=2)
+        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
+    gap = (scored - rollout.sampler_logprobs).abs().max().item()
+    if not gap < 1e-2:
+        raise InputError(
+            f"models of type {kind} are not supported: what their cache remembers is not what their training "
+            f"forward sees (log-probs differ by {gap:.3g})"
+        )
+
+
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     actor = load_policy(args.model, args.trust_remote_code)
     check_tokenizer(tokenizer, actor)
     check_output_head(actor)
+    check_sampling(actor)
     for flag in ("hidden_size", "num_hidden_layers"):
         has, wanted = getattr(actor.config, flag), getattr(args, flag)
         if wanted not in (0, has):

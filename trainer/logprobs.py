@@ -80,5 +80,5 @@ def _logits(states, table, bias, temperature):
     logits = torch.nn.functional.linear(
         states.to(table.dtype), table, None if bias is None else bias.to(table)
     )
-    logits = logits.float()
-    return logits if temperature == 1 else logits.div_(temperature)
+    logits = logits.float() if temperature == 1 else logits.float().div_(temperature)
+    return logits.clamp_(min=torch.finfo(logits.dtype).min)  # -inf times a probability of 0 would be NaN

@@ -48,8 +48,8 @@ def pick_tokens(logits, temperature, u):
     """Inverse-CDF sampling. logits [B, V], u [B] fp64 in [0, 1) -> (tokens [B], their log-probs [B] fp32).
 
     Temperature 0 is greedy, with log-probs at temperature 1. The CDF has two levels, blocks and the tokens of
-    one block, so that no running sum passes over the whole vocabulary. u * total stays below the total, and no
-    token of probability 0 is ever drawn.
+    one block, so that no running sum passes over the whole vocabulary. u * total stays below the total, and
+    no token of probability 0 is ever drawn.
     """
     if temperature not in (0, 1):
         logits = logits.float() / temperature

@@ -1,11 +1,12 @@
 """Sequences one behind the other, without padding: what a forward computes is real tokens only.
 
-A micro-batch goes through the model as one row of N tokens, each at its own sequence's position. Only attention
-(``attention.py``) has to know where a sequence ends.
+A micro-batch goes through the model as one row of N tokens, each at its own sequence's position. Only
+attention (``attention.py``) has to know where a sequence ends.
 """
 
 import torch
 
+from model.loading import quiet
 from trainer.attention import ATTENTION
 from trainer.ppo import length_mask
 
@@ -67,7 +68,7 @@ class Group:
 
 
 class Packing:
-    """Where the sequences of a packed row stand. lengths: list of B ints, sorted if little is to be padded."""
+    """Where the sequences of a packed row stand. lengths: list of B ints; sorted, less is padded."""
 
     def __init__(self, lengths, device):
         cuts, longest, total = [0], 0, 0
@@ -85,25 +86,28 @@ class Packing:
 def pack_sequences(backbone):
     """Have a backbone's attention read packed rows, if that leaves its states what they were; models whose
     attention is their own are left alone. -> whether it does."""
+    if backbone.config._attn_implementation == ATTENTION:
+        return True
     before, device = backbone.config._attn_implementation, backbone.device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.get_input_embeddings().num_embeddings, (3, 9), generator=generator)
     arguments = tokens.to(device), torch.tensor([9, 8, 4], device=device)
     padded = packed_states(backbone, *arguments).last_hidden_state
     try:
-        backbone.set_attn_implementation(ATTENTION)
+        with quiet():
+            backbone.set_attn_implementation(ATTENTION)
         packed = packed_states(backbone, *arguments).last_hidden_state
         fits = torch.allclose(packed, padded, rtol=1e-4, atol=1e-4 * padded.abs().max().item())
     except (ValueError, TypeError, RuntimeError):
         fits = False
     if not fits:
         backbone.set_attn_implementation(before)
-    return fits
+    return backbone.config._attn_implementation == ATTENTION
 
 
 def packed_states(backbone, tokens, lengths, **extra):
-    """Run a backbone on right-padded tokens [B, T] -> its output, with the states of the N real tokens, row by
-    row, as ``last_hidden_state`` [N, H]."""
+    """Run a backbone on right-padded tokens [B, T] -> its output, with the states of the N real tokens, row
+    by row, as ``last_hidden_state`` [N, H]."""
     real = length_mask(lengths, tokens.shape[1])
     if backbone.config._attn_implementation != ATTENTION:  # models whose attention is their own: padded
         output = backbone(input_ids=tokens, use_cache=False, **extra)

@@ -61,7 +61,7 @@ class Rollout:
 
 
 def tokens_per_pass(device):
-    """Tokens of one forward at the most. A CPU wants its activations in the cache, a GPU wants enough to do."""
+    """Tokens of one forward at the most: a CPU wants activations in its cache, a GPU wants enough to do."""
     return 1 << 10 if device.type == "cpu" else 1 << 13
 
 

@@ -66,8 +66,7 @@ class ClassifierRewardModel:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, self.model)
         self.pad_id = self.model.config.pad_token_id
-        # The head that transformers' decoder classifiers apply to the state of the last token. Without padding
-        # there is no doubt which token that is.
+        # The head that transformers' decoder classifiers apply to the state of the last token.
         self.head = dict(self.model.named_children()).get("score")
         self.packs = isinstance(self.head, torch.nn.Linear) and pack_sequences(self.model.base_model)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi has none
@@ -85,12 +84,18 @@ class ClassifierRewardModel:
         return scores
 
     def _packed_scores(self, tokens, lengths):
+        """transformers reads the score at the last token that is not the pad token: so do we, since a model
+        whose pad is its EOS was trained that way."""
         states = packed_states(self.model.base_model, tokens, lengths).last_hidden_state
-        return self.head(states[lengths.cumsum(0) - 1]).squeeze(-1)
+        counts = length_mask(lengths, tokens.shape[1])
+        if self.pad_id is not None:
+            counts &= tokens != self.pad_id
+        last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
+        return self.head(states[lengths.cumsum(0) - lengths + last]).squeeze(-1)
 
     def _padded_scores(self, tokens, lengths):
-        """transformers reads the score at the last token that is not the pad token, so where the model has no
-        pad token we pad with an id that ends no sequence of the batch."""
+        """For models with a head of their own. Where there is no pad token we pad with an id that ends no
+        sequence of the batch, so that the last token is found."""
         pad = self.pad_id
         if pad is None:
             last = set(tokens[torch.arange(len(tokens)), lengths - 1].tolist())

@@ -1,8 +1,8 @@
 """Prompts -> responses: a slot engine with continuous batching, for any transformers model with a KV cache.
 
-A fixed number of slots each hold a sequence at its own position. Every step gives each live sequence one token;
-finished ones leave, the rest close ranks, and the next prompts are prefilled into the slots behind them. What
-is sampled depends on none of that: see ``noise.py``.
+A fixed number of slots each hold a sequence at its own position. Every step gives each live sequence one
+token; finished ones leave, the rest close ranks, and the next prompts are prefilled into the slots behind.
+What is sampled depends on none of that: see ``noise.py``.
 """
 
 import torch

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [slots, heads, width, head_dim]; ``cache`` says where to write and read."""
+    """Keys and values of one layer, [slots, heads, width, head_dim]; ``cache`` says where they go."""
 
     is_sliding = False  # a sliding window is a matter of the mask here
 
@@ -52,7 +52,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """``slots`` sequences of at most ``width`` tokens each. Before a forward, say ``prefill`` or ``decode``."""
+    """``slots`` sequences of at most ``width`` tokens. Before a forward, say ``prefill`` or ``decode``."""
 
     def __init__(self, config, slots, width, device):
         self.config, self.slots, self.width = config, slots, width
@@ -80,7 +80,7 @@ class SlotCache(Cache):
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def move(self, source, target, longest):
-        """The sequences in slots ``source`` [k] move to slots ``target`` [k]; ``longest``: of their lengths."""
+        """The sequences in slots ``source`` [k] move to ``target`` [k]; ``longest``: of their lengths."""
         for layer in self.layers:
             for x in (layer.keys, layer.values):
                 x[target, :, :longest] = x[source, :, :longest]
