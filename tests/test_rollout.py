@@ -8,6 +8,7 @@ from tiny import llama_config, tiny_llama, word_tokenizer
 from errors import InputError
 from model.model_minimind import MiniMindConfig
 from trainer.behaviour import behaviour_dtype
+from trainer.graphs import Graphs
 from trainer.inputs import check_sampling
 from trainer.noise import noise_keys, pick_tokens, uniform
 from trainer.packing import pack_sequences
@@ -193,6 +194,56 @@ def test_every_token_is_computed_once(model):
     assert prefills[0][0] == 6
     assert decoded <= 1.25 * needed + 24  # prompts of one token are prefills of width one
     assert max(shape[0] for shape in rows) == 6
+
+
+class Replayed(Graphs):
+    """CUDA graphs as a CPU can have them: warmed up like the real ones, then the step itself."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.possible = True
+
+    def capture(self, step):
+        step()
+        step()
+        return step
+
+
+class Uncapturable(Replayed):
+    def capture(self, step):
+        step()
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def test_captured_steps_sample_the_same(model, monkeypatch):
+    """Shapes in a few buckets, several steps between two looks, warm-up undone: no token changes."""
+    expected = {t: draw(model, range(24), temperature=t) for t in (1.0, 0.0)}
+    monkeypatch.setattr("trainer.rollout.Graphs", Replayed)
+    monkeypatch.setattr("trainer.rollout.LEAST_ROWS", 2)
+    monkeypatch.setattr("trainer.rollout.LEAST_COLUMNS", 4)
+    sampler = Sampler(model, slots=7)
+    for temperature in (1.0, 0.0, 1.0):
+        rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, temperature)
+        assert rollout.responses() == expected[temperature].responses()
+        assert (rollout.sampler_logprobs - expected[temperature].sampler_logprobs).abs().max() < 1e-5
+    shapes = {key[:2] for key in sampler.engine.graphs.captured}
+    assert {rows for rows, _ in shapes} <= {2, 4, 7}
+    assert {columns for _, columns in shapes} <= {4, 8, 16}
+    few = sampler.sample(PROMPTS[:3], noise_keys(7, 3, range(3)), [0], 5, 1.0)  # smaller: nothing is rebuilt
+    assert few.responses() == [r[:5] for r in expected[1.0].responses()[:3]]
+
+
+def test_where_capturing_fails_steps_run_plainly_and_one_line_says_so(model, monkeypatch):
+    expected = draw(model, range(24)).responses()
+    monkeypatch.setattr("trainer.rollout.Graphs", Uncapturable)
+    sampler = Sampler(model, slots=7)
+    with pytest.warns(
+        UserWarning, match="no CUDA graphs, decoding is slower: operation not permitted"
+    ) as record:
+        for _ in range(2):
+            rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+            assert rollout.responses() == expected
+    assert len([w for w in record if "CUDA graphs" in str(w.message)]) == 1
 
 
 def test_attention_reads_no_more_than_the_longest_live_row():

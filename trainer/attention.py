@@ -52,7 +52,7 @@ def _packed(module, query, key, value, packing, **kwargs):
         qkv = [group.pad(x).transpose(1, 2) for x in qkv]  # [sequences, heads, longest, dim]
         length, dtype, device = group.longest, query.dtype, query.device
         mask = causal_mask(length, kwargs.get("sliding_window"), dtype, device)
-        if device.type == "cpu" and (length < LONG or dtype != torch.float32):
+        if device.type == "cpu" and (length < LONG or value.dtype != torch.float32):
             attended = by_products(*qkv, mask, kwargs["scaling"])
         else:
             fits = not kwargs.get("sliding_window") or kwargs["sliding_window"] >= length

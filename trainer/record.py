@@ -83,5 +83,7 @@ def micro_batches(lengths, token_budget):
 
 def pad_right(sequences, device="cpu"):
     """Lists of ids -> (tokens [B, T] int64 padded with 0, lengths [B] int64). What pads never matters."""
-    lengths = torch.tensor([len(s) for s in sequences], device=device)
-    return right_pad(sequences).to(device), lengths
+    lengths, tokens = torch.tensor([len(s) for s in sequences]), right_pad(sequences)
+    if torch.device(device).type == "cuda":  # from pinned memory, a copy need not wait for the GPU
+        return tuple(x.pin_memory().to(device, non_blocking=True) for x in (tokens, lengths))
+    return tokens.to(device), lengths.to(device)

@@ -8,14 +8,17 @@ What is sampled depends on none of that: see ``noise.py``.
 import torch
 
 from trainer.behaviour import BehaviourCopy
+from trainer.graphs import Graphs
 from trainer.noise import pick_tokens, uniform
 from trainer.ppo import length_mask
 from trainer.record import Rollout, micro_batches, pad_right
 from trainer.slots import SlotCache
 
-SLOTS = 256  # sequences decoded together at the most
+SLOTS = 128  # sequences decoded together at the most
 PREFILL_TOKENS = 1 << 13  # padded tokens of one prefill at the most
-LEAVE = 8  # sequences leave once one in so many has finished: moving others has its price
+LEAVE = 8  # sequences leave once one in so many has finished: closing ranks has its price
+STEPS = 8  # on a GPU, steps between two looks at what has finished: looking waits for the GPU
+LEAST_ROWS, LEAST_COLUMNS = 8, 128  # of a captured step; more come in powers of two
 
 
 class Sampler:
@@ -23,7 +26,7 @@ class Sampler:
 
     def __init__(self, policy, dtype=torch.float32, slots=SLOTS):
         self.copy, self.slots = BehaviourCopy(policy, dtype), slots
-        self.model = self.copy.model
+        self.engine = None
 
     def load(self, policy):
         """Sample from this policy's weights from now on. -> self"""
@@ -37,12 +40,17 @@ class Sampler:
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: any of them ends a
         response; temperature 0 is greedy.
         """
-        batch = Batch(self, prompt_ids, keys, eos_ids, max_gen_len, temperature)
-        while batch.waiting or batch.live:
-            batch.admit()
-            batch.step()
-            batch.leave()
-        return batch.rollout()
+        needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
+        if self.engine is None or any(a < b for a, b in zip(self.engine.sizes, needs, strict=True)):
+            had = self.engine.sizes if self.engine else (0, 0, 0)
+            self.engine = None  # frees its memory before the next one takes some
+            self.engine = Engine(self.copy.model, self.slots, *map(max, had, needs))
+        self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, temperature)
+        while self.engine.waiting or self.engine.live:
+            self.engine.admit()
+            self.engine.advance()
+            self.engine.leave()
+        return self.engine.rollout()
 
 
 def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):
@@ -50,66 +58,92 @@ def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SL
     return Sampler(policy, policy.dtype, slots).sample(prompt_ids, keys, eos_ids, max_gen_len, temperature)
 
 
-class Batch:
-    """The sequences of one call. [slots] tensors say what is in a slot; live ones are slots 0 … live - 1.
+class Engine:
+    """The slots and what is in them. Its tensors stay where they are from call to call, as graphs demand.
 
-    [B, …] tensors are the results by prompt; their last column takes what finished slots go on to write.
+    [slots] tensors describe slots, of which the first ``live`` hold sequences; those behind are done.
+    [rows + 1, …] tensors are the results by prompt; their last row and column take what is not to be kept.
     """
 
-    def __init__(self, sampler, prompt_ids, keys, eos_ids, max_gen_len, temperature):
-        model, total = sampler.model, len(prompt_ids)
-        slots, device = min(sampler.slots, total), model.device
-        width = max(map(len, prompt_ids)) + max_gen_len
-        self.model, self.head, self.temperature = model, model.get_output_embeddings(), temperature
-        self.cache = SlotCache(model.config, slots, width, device)
-        self.prompt_ids, self.limit, self.slots = prompt_ids, max_gen_len, slots
-        # Longest prompts first: what is prefilled together is then of similar length.
-        self.waiting = sorted(range(total), key=lambda i: -len(prompt_ids[i]))[::-1]
-        self.live, self.longest = 0, 0
-        self.eos = torch.tensor(eos_ids, device=device)
-        self.noise = uniform(keys.to(device), max_gen_len)
+    def __init__(self, model, slots, rows, width, limit):
+        device = model.device
+        self.model, self.head = model, model.get_output_embeddings()
+        self.sizes, self.slots = (rows, width, limit), min(slots, rows)
+        self.cache, self.graphs = SlotCache(model.config, self.slots, width, device), Graphs(device)
 
-        def integers(*shape):
-            return torch.zeros(*shape, dtype=torch.int64, device=device)
+        def zeros(*shape, dtype=torch.int64):
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.row, self.token, self.position, self.count = (integers(slots) for _ in range(4))
-        self.done = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.tokens = integers(total, max_gen_len + 1)
-        self.logprobs = torch.zeros(total, max_gen_len + 1, device=device)
-        self.response_len, self.finished = (
-            integers(total),
-            torch.zeros(total, dtype=torch.bool, device=device),
-        )
+        self.row, self.token, self.position, self.count = (zeros(self.slots) for _ in range(4))
+        self.done = zeros(self.slots, dtype=torch.bool)
+        self.noise = zeros(rows + 1, limit + 1, dtype=torch.float64)
+        self.tokens = zeros(rows + 1, limit + 1)
+        self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
+        self.response_len, self.finished = zeros(rows + 1), zeros(rows + 1, dtype=torch.bool)
+        self.limit, self.ends = zeros(1), {}
+        self.state = [self.row, self.token, self.position, self.count, self.done]
+        self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
+
+    def start(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
+        """Forget what was; these prompts wait from now on, the longest first: neighbours are alike then."""
+        device = self.row.device
+        self.prompt_ids, self.temperature = prompt_ids, temperature
+        if tuple(eos_ids) not in self.ends:
+            self.ends[tuple(eos_ids)] = torch.tensor(eos_ids, device=device)
+        self.eos = self.ends[tuple(eos_ids)]
+        self.key = (temperature, tuple(eos_ids))  # what a captured step depends on, besides its shape
+        self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
+        self.limit.fill_(max_gen_len)
+        self.noise[: len(keys), :max_gen_len] = uniform(keys.to(device), max_gen_len)
+        self.response_len.zero_()
+        self.finished.zero_()
+        self._vacate(0)
+
+    def _vacate(self, live):
+        """The slots from ``live`` on hold nothing: what they write goes to the last row and column."""
+        self.live = live
+        self.row[live:], self.position[live:], self.done[live:] = self.sizes[0], 0, True
 
     def admit(self):
         """Prefill waiting prompts into the free slots, once there are enough of either."""
         free = min(self.slots - self.live, len(self.waiting))
-        if free < min(len(self.waiting), max(1, self.slots // LEAVE)) and self.live:
+        if self.live and free < min(len(self.waiting), max(1, self.slots // LEAVE)):
             return
         rows = [self.waiting.pop() for _ in range(free)]
         for index in micro_batches([len(self.prompt_ids[row]) for row in rows], PREFILL_TOKENS):
             self._prefill([rows[i] for i in index])
+        self.longest = int(self.position.max())
 
     def _prefill(self, rows):
-        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.model.device)
+        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.row.device)
         new = slice(self.live, self.live + len(rows))
         self.cache.prefill(self.live)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        states = self._states(tokens, positions, None)[torch.arange(len(rows)), lengths - 1]
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        states = self._states(tokens, places, None)
         self.row[new] = torch.tensor(rows, device=tokens.device)
         self.position[new], self.count[new], self.done[new] = lengths, 0, False
-        self._emit(new, states)
+        self._emit(new, states[torch.arange(len(rows), device=tokens.device), lengths - 1])
         self.live += len(rows)
-        self.longest = max(self.longest, tokens.shape[1])
 
-    def step(self):
-        """One more token for every live sequence."""
-        live, self.longest = slice(0, self.live), self.longest + 1
-        positions = self.position[live]
-        masks = self.cache.decode(positions, self.longest)
-        states = self._states(self.token[live, None], positions[:, None], masks)[:, -1]
-        self.position[live] += 1
-        self._emit(live, states)
+    def advance(self):
+        """The next token of every live sequence; on a GPU the next few, without waiting for it."""
+        steps, rows = 1, self.live
+        if self.graphs.possible:
+            steps, rows = STEPS, _bucket(rows, LEAST_ROWS, self.slots)
+        for _ in range(steps):
+            self.longest = columns = min(self.longest + 1, self.cache.width)
+            if self.graphs.possible:
+                columns = _bucket(columns, LEAST_COLUMNS, self.cache.width)
+            step = (rows, columns)
+            self.graphs.run((*step, *self.key), lambda s=step: self._decode(*s), self.state + self.results)
+
+    def _decode(self, rows, columns):
+        """One more token for the first ``rows`` slots, whose sequences are shorter than ``columns``."""
+        position, done = self.position[:rows], self.done[:rows]
+        masks = self.cache.decode(position, columns)
+        states = self._states(self.token[:rows, None], position[:, None], masks)[:, -1]
+        position += ~done
+        self._emit(slice(0, rows), states)
 
     def _states(self, tokens, positions, masks):
         output = self.model.base_model(
@@ -120,16 +154,15 @@ class Batch:
     def _emit(self, slots, states):
         """Pick a token for each of these slots from its state [n, H], and note it down."""
         row, count, done = self.row[slots], self.count[slots], self.done[slots]
-        column = torch.where(done, self.limit, count)  # the last column takes what no one wants
-        noise = self.noise[row, column.clamp(max=self.limit - 1)]
-        token, logprob = pick_tokens(self.head(states), self.temperature, noise)
+        column = torch.where(done, self.sizes[2], count)
+        token, logprob = pick_tokens(self.head(states), self.temperature, self.noise[row, column])
         ended = (token[:, None] == self.eos).any(1)
         self.tokens[row, column], self.logprobs[row, column] = token, logprob
         self.response_len[row] += ~done
         self.finished[row] |= ended & ~done
         self.token[slots] = token
-        done |= ended | (count + 1 >= self.limit)  # these two are views: written in place
-        count += 1
+        count += ~done  # this and the next are views, written in place
+        done |= ended | (count >= self.limit)
 
     def leave(self):
         """Finished sequences leave, the last live ones take their slots."""
@@ -138,26 +171,32 @@ class Batch:
         if (self.live - len(stay)) * LEAVE < self.live:
             return
         holes = [slot for slot in range(len(stay)) if done[slot]]
-        movers = stay[len(stay) - len(holes) :]
-        self.live = len(stay)
-        if movers:
+        if holes:
+            movers = stay[-len(holes) :]
             source, target = torch.tensor([movers, holes], device=self.row.device)
             self.cache.move(source, target, self.longest)
-            for x in (self.row, self.token, self.position, self.count, self.done):
+            for x in self.state:
                 x[target] = x[source]
-        self.longest = int(self.position[: self.live].max()) if self.live else 0
+        self._vacate(len(stay))
+        self.longest = int(self.position.max())
 
     def rollout(self):
         """Each response right behind its prompt: tokens [B, T], log-probs [B, R], right-padded."""
-        width = int(self.response_len.max())
-        real = length_mask(self.response_len, width)  # [B, R]
+        total = len(self.prompt_ids)
+        response_len, finished = self.response_len[:total].clone(), self.finished[:total].clone()
+        real = length_mask(response_len, int(response_len.max()))  # [B, R]
         prompts, prompt_len = pad_right(self.prompt_ids, self.row.device)
-        tokens = prompts.new_zeros(len(prompts), int((prompt_len + self.response_len).max()))
+        tokens = prompts.new_zeros(total, int((prompt_len + response_len).max()))
         tokens[:, : prompts.shape[1]] = prompts[:, : tokens.shape[1]]
         row, column = real.nonzero(as_tuple=True)
         tokens[row, prompt_len[row] + column] = self.tokens[row, column]
-        logprobs = torch.where(real, self.logprobs[:, :width], 0.0)
-        return Rollout(tokens, prompt_len, self.response_len, self.finished, logprobs)
+        logprobs = torch.where(real, self.logprobs[:total, : real.shape[1]], 0.0)
+        return Rollout(tokens, prompt_len, response_len, finished, logprobs)
+
+
+def _bucket(n, least, most):
+    """The smallest of least, 2 least, 4 least, … that holds n, and ``most`` at the most."""
+    return min(most, least << max(0, -(-n // least) - 1).bit_length())
 
 
 def response_texts(rollout, tokenizer):
