@@ -24,6 +24,7 @@ from errors import InputError
 HARMLESS = {
     "out_dir", "run_name", "resume", "device", "ddp", "num_workers", "log_interval", "save_interval",
     "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path", "accumulation_steps",
+    "gradient_checkpointing",
 }  # fmt: skip
 
 # What a damaged file makes its reader raise.

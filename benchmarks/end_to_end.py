@@ -1,0 +1,259 @@
+"""Samples a second of whole PPO steps: this trainer beside TRL's, in one process, step by step in turns.
+
+    python benchmarks/end_to_end.py              # about six minutes on two cores
+    python benchmarks/end_to_end.py --memory     # peak memory at a vocabulary of 151,936, a process each
+
+The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements-bench.txt). Both get the
+same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, train in fp32
+and start the critic from the reward model. "fixed": no response ends early. "varying": an EOS that each token
+may be with probability 4 / max_gen_len. A step is rollout, rewards, log-probs, values and updates; the first
+is warm-up.
+"""
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import EOS, PAD, VOCABULARY, policy, reward_model, spread, table, write_results
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from dataset.lm_dataset import local_positions
+from trainer import train_ppo
+from trainer.distributed import World
+from trainer.inputs import load_inputs
+
+CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+# (size, PPO epochs, batch, longest response, steps measured)
+CASES = [("128x4", 1, 64, 128, 3), ("128x4", 4, 64, 128, 2), ("512x8", 1, 32, 64, 2), ("512x8", 4, 32, 64, 1)]
+MEMORY_SIZE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+}
+
+
+def word_tokenizer(vocabulary):
+    words = {"<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, vocabulary)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def write_inputs(folder, size, mean_length, vocabulary, count=256):
+    """Policy, reward model and prompts of 16 to 48 words, as a user has them on disk."""
+    tokenizer, rng = word_tokenizer(vocabulary), random.Random(0)
+    for name, model in (
+        ("policy", policy(size, mean_length, vocabulary)),
+        ("reward", reward_model(size, vocabulary=vocabulary)),
+    ):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    lines = []
+    for _ in range(count):
+        words = [f"w{rng.randrange(2, vocabulary)}" for _ in range(rng.randint(16, 48))]
+        lines.append(json.dumps({"prompt": " ".join(words)}))
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+class Ours:
+    """This trainer, one step at a time."""
+
+    def __init__(self, folder, epochs, batch, new_tokens, device, steps=1000):
+        flags = {
+            "model": folder / "policy",
+            "reward_model": folder / "reward",
+            "data_path": folder / "prompts.jsonl",
+            "reasoning": 0,
+            "batch_size": batch,
+            "mini_batch_size": batch,
+            "ppo_epochs": epochs,
+            "max_gen_len": new_tokens,
+            "max_steps": steps,
+            "epochs": 1000,
+            "critic_warmup_steps": 0,
+            "learning_rate": 1e-6,
+            "critic_learning_rate": 1e-6,
+            "device": device,
+        }
+        self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
+        actor, tokenizer, self.prompts, _ = load_inputs(self.args)
+        self.run = train_ppo.build_run(
+            self.args, World(0, 1, torch.device(device)), actor, tokenizer, len(self.prompts)
+        )
+        self.number, self.lengths = 0, []
+
+    def step(self):
+        size = self.args.batch_size
+        start = self.number * size
+        batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
+        metrics, _ = train_ppo.train_step(self.run, self.number, batch, local_positions(size, size, 0, 1))
+        self.number += 1
+        self.lengths.append(metrics["rollout/length"])
+
+
+def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
+    """TRL's PPOTrainer with the same settings."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
+    texts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    data = Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in texts]})
+    config = PPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        num_ppo_epochs=epochs,
+        total_episodes=batch * steps,
+        response_length=new_tokens,
+        local_rollout_forward_batch_size=batch,
+        stop_token="eos",
+        temperature=1.0,
+        kl_coef=0.02,
+        missing_eos_penalty=1.0,
+        learning_rate=1e-6,
+        num_sample_generations=0,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        bf16=False,
+        use_cpu=cpu,
+        disable_tqdm=True,
+    )
+    load = AutoModelForCausalLM.from_pretrained
+    classify = AutoModelForSequenceClassification.from_pretrained
+    return PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=load(folder / "policy"),
+        ref_model=load(folder / "policy"),
+        reward_model=classify(folder / "reward", num_labels=1),
+        value_model=classify(folder / "reward", num_labels=1),
+        train_dataset=data,
+        callbacks=[callback],
+    )
+
+
+class Turns(TrainerCallback):
+    """After each of TRL's steps, one of ours; each is timed."""
+
+    def __init__(self, ours=None):
+        self.ours, self.seconds, self.start = ours, {"trl": [], "ours": []}, None
+
+    def on_train_begin(self, *args, **kwargs):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        end = time.perf_counter()
+        self.seconds["trl"].append(end - self.start)
+        if self.ours:
+            self.ours.step()
+            self.seconds["ours"].append(time.perf_counter() - end)
+        self.start = time.perf_counter()
+
+
+def measure(size, epochs, batch, new_tokens, steps, varying, device):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_inputs(folder, size, new_tokens / 4 if varying else None, VOCABULARY)
+        turns = Turns(Ours(folder, epochs, batch, new_tokens, device))
+        trl_trainer(folder, epochs, batch, new_tokens, 1 + steps, turns, device == "cpu").train()
+    ours, theirs = turns.seconds["ours"][1:], turns.seconds["trl"][1:]
+    result = {
+        "model": size,
+        "lengths": "varying" if varying else "fixed",
+        "PPO epochs": epochs,
+        "batch": batch,
+        "max_gen_len": new_tokens,
+        "mean length": round(sum(turns.ours.lengths) / len(turns.ours.lengths), 1),
+        "ours samples/s": spread([batch / s for s in ours], 2),
+        "TRL samples/s": spread([batch / s for s in theirs], 2),
+        "ratio": spread([b / a for a, b in zip(ours, theirs, strict=True)], 2),
+    }
+    print(
+        f"  {size} {result['lengths']}, {epochs} PPO epochs: {result['ratio']['median']} times TRL",
+        flush=True,
+    )
+    return result
+
+
+def run(device, cases=CASES):
+    return [measure(*case, varying, device) for case in cases for varying in (False, True)]
+
+
+def rows(results):
+    for r in results:
+        rates = {k: r[k]["median"] for k in ("ours samples/s", "TRL samples/s")}
+        ratio = f"{r['ratio']['median']} ({r['ratio']['least']} to {r['ratio']['most']})"
+        yield {k: r[k] for k in ("model", "lengths", "PPO epochs", "mean length")} | rates | {"ratio": ratio}
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def use_memory(who, folder, device):
+    """Two steps of batch 32 with responses of 64 tokens; prints the peak memory in GiB."""
+    if who == "ours":
+        ours = Ours(folder, 1, 32, 64, device)
+        ours.step()
+        ours.step()
+    else:
+        trl_trainer(folder, 1, 32, 64, 2, Turns(), device == "cpu").train()
+    if device == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    else:
+        peak = torch.cuda.max_memory_allocated()
+    print(f"peak {peak / 2**30:.3f}")
+
+
+def memory(device):
+    """Peak memory of both at a vocabulary of 151,936, hidden size 256, 4 layers."""
+    peaks = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder), MEMORY_SIZE, None, 151_936, count=64)
+        for who in ("ours", "trl"):
+            command = [sys.executable, __file__, "--use_memory", who, "--folder", folder, "--device", device]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            peaks[who] = float(done.stdout.split()[-1])
+    return {"vocabulary": 151_936, "hidden": 256, "ours GiB": peaks["ours"], "TRL GiB": peaks["trl"]} | {
+        "ratio": round(peaks["ours"] / peaks["trl"], 3)
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--use_memory", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.use_memory:
+        use_memory(args.use_memory, Path(args.folder), args.device)
+    elif args.memory:
+        result = memory(args.device)
+        print(table([result]))
+        write_results(f"memory_{args.device}", {"results": result})
+    else:
+        results = run(args.device)
+        print("\n" + table(list(rows(results))))
+        write_results(f"end_to_end_{args.device}", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Tokens a second: the slot engine beside transformers' generate, same model, prompts and lengths.
+
+    python benchmarks/generation.py              # about three minutes on two cores
+    python benchmarks/generation.py --device cuda
+
+Fixed lengths: 64 prompts of 32 tokens, 128 new tokens each. Varying: 256 prompts of 16 to 48 tokens,
+responses of 32 tokens in the mean and 128 at most, ended by an EOS that each token may be with probability
+1/32; generate gets the batch size at which it is fastest. Both sample from the whole softmax. generate runs
+in fp32 and in bf16, the faster counts; the engine in what ``--dtype auto`` chooses for it.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+from common import EOS, PAD, VOCABULARY, in_turns, policy, spread, table, write_results
+
+from trainer.behaviour import behaviour_dtype
+from trainer.noise import noise_keys
+from trainer.packing import pack_sequences
+from trainer.rollout import Sampler
+
+REPETITIONS = 3
+
+
+def make_prompts(count, shortest, longest, seed=0):
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
+    ]
+
+
+def generate(model, prompts, batch_size, max_new_tokens):
+    """transformers' generate over all prompts, padded on the left -> number of tokens it sampled."""
+    total = 0
+    for start in range(0, len(prompts), batch_size):
+        part = prompts[start : start + batch_size]
+        width = max(map(len, part))
+        ids = torch.tensor([[PAD] * (width - len(p)) + p for p in part], device=model.device)
+        real = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=model.device)
+        options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": max_new_tokens}
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=real, pad_token_id=PAD, eos_token_id=EOS, **options)
+        responses = out[:, width:]
+        ended = (responses == EOS).int()
+        lengths = torch.where(ended.any(1), ended.argmax(1) + 1, responses.shape[1])
+        total += int(lengths.sum())
+    return total
+
+
+def engine(sampler, prompts, max_new_tokens):
+    keys = noise_keys(0, 0, range(len(prompts)))
+    return int(sampler.sample(prompts, keys, [EOS], max_new_tokens, 1.0).response_len.sum())
+
+
+def best_generate(models, prompts, new_tokens, batch_sizes):
+    """-> (dtype, batch size) at which generate samples most tokens a second."""
+    rates = {}
+    for dtype, model in models.items():
+        for size in batch_sizes:
+            start = time.perf_counter()
+            tokens = generate(model, prompts, size, new_tokens)
+            rates[dtype, size] = tokens / (time.perf_counter() - start)
+            print(f"  generate, {dtype}, batch size {size}: {rates[dtype, size]:.0f} tokens/s")
+    return max(rates, key=rates.get)
+
+
+def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, device):
+    print(f"{name}, {size}")
+    base = policy(size, mean_length).to(device)
+    models = {str(d)[6:]: policy(size, mean_length).to(device, d) for d in (torch.float32, torch.bfloat16)}
+    dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)
+    pack_sequences(base.base_model)
+    ours = behaviour_dtype("auto", base.device, base.config.hidden_size)
+    sampler, tokens = Sampler(base, ours, slots), {"engine": [], "generate": []}
+    seconds = in_turns(
+        {
+            "engine": lambda: tokens["engine"].append(engine(sampler, prompts, new_tokens)),
+            "generate": lambda: tokens["generate"].append(
+                generate(models[dtype], prompts, batch_size, new_tokens)
+            ),
+        },
+        REPETITIONS,
+    )
+    rates = {k: [n / s for n, s in zip(tokens[k][1:], seconds[k], strict=True)] for k in seconds}
+    ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
+    return {
+        "case": name,
+        "model": size,
+        "engine": f"{str(ours)[6:]}, {slots} slots",
+        "generate": f"{dtype}, batches of {batch_size}",
+        "engine tokens/s": spread(rates["engine"], 0),
+        "generate tokens/s": spread(rates["generate"], 0),
+        "ratio": spread(ratios, 2),
+    }
+
+
+def run(device, sizes):
+    fixed, varying = make_prompts(64, 32, 32), make_prompts(256, 16, 48)
+    results = []
+    for size in sizes:
+        results.append(measure("fixed", size, fixed, 128, None, [64], 64, device))
+        results.append(measure("varying", size, varying, 128, 32, [64, 256], 128, device))
+    return results
+
+
+def rows(results):
+    for r in results:
+        cells = {k: f"{r[k]['median']:.0f}" for k in ("engine tokens/s", "generate tokens/s")}
+        ratio = f"{r['ratio']['median']} ({r['ratio']['least']} to {r['ratio']['most']})"
+        yield {k: r[k] for k in ("case", "model", "engine", "generate")} | cells | {"ratio": ratio}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", nargs="+", default=["512x8"])
+    args = parser.parse_args()
+    results = run(args.device, args.sizes)
+    print("\n" + table(list(rows(results))))
+    write_results(f"generation_{args.device}", {"results": results})
+
+
+if __name__ == "__main__":
+    main()

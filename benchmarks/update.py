@@ -1,0 +1,151 @@
+"""The update path against the machine's matrix rate: forward, backward, clip and step of a policy.
+
+    python benchmarks/update.py                  # about two minutes on two cores
+    python benchmarks/update.py --device cuda
+
+64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens in the mean and 128 at most. Counted are the
+operations that the task needs and no others: two per weight and token in the forward and four in the
+backward, for real tokens only, the head at response positions only, attention over what a token may see.
+"plain" is what a transformers model reaches at best: equal lengths, no padding, every position counted.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+from common import VOCABULARY, matrix_rate, policy, spread, table, write_results
+
+from trainer import ppo
+from trainer.packing import Packing, pack_sequences
+from trainer.record import Rollout, micro_batches, tokens_per_pass
+from trainer.scoring import PolicyScorer, autocast
+
+REPETITIONS = 5
+CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
+
+
+def make_rollout(rows=64, seed=0, device="cpu"):
+    """A filled record with random numbers in it; only its lengths matter here."""
+    rng = random.Random(seed)
+    prompt_len = torch.tensor([rng.randint(16, 48) for _ in range(rows)])
+    response_len = torch.tensor([min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(rows)])
+    tokens = torch.randint(2, VOCABULARY, (rows, int((prompt_len + response_len).max())))
+    floats = [0.1 * torch.randn(rows, int(response_len.max())) for _ in range(7)]
+    finished = torch.ones(rows, dtype=torch.bool)
+    fields = (tokens, prompt_len, response_len, finished, *floats[:3], *floats[3:])
+    return Rollout(*(x.to(device) for x in fields))
+
+
+def weights_per_token(model):
+    """Elements of all matrices that every token is multiplied with: all but the embedding and the head."""
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    return sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in outside)
+
+
+def needed_operations(model, lengths, predicted):
+    """Of forward and backward. lengths: tokens of each sequence; predicted: positions with logits."""
+    config = model.config
+    width = config.num_attention_heads * config.head_dim
+    attention = sum(2 * 2 * width * n * (n + 1) / 2 for n in lengths) * config.num_hidden_layers
+    head = 2 * config.hidden_size * config.vocab_size * predicted
+    return 3 * (2 * weights_per_token(model) * sum(lengths) + attention + head)
+
+
+def ours(scorer, optimizer, rollout):
+    """One update as the trainer makes it: micro-batches, PPO loss, clip, step."""
+    tokens = rollout.response_len.sum().item()
+    budget = tokens_per_pass(rollout.tokens.device)
+    for index in micro_batches(rollout.lengths.tolist(), budget):
+        mb = rollout.rows(index)
+        logprobs, _, _ = scorer(*mb.sequences, 1.0)
+        loss, _ = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, 0.2)
+        k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
+        ((loss + 0.02 * ppo.masked_sum(k2, mb.mask)) / tokens).backward()
+    torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(model, tokens, dtype):
+    with autocast(tokens.device, dtype):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    model.zero_grad()
+
+
+def timed(function, device):
+    start = time.perf_counter()
+    function()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def padding_waste(rollout):
+    """Share of the tokens computed that are padding: (outside attention, inside it)."""
+    lengths, outside, inside = rollout.lengths.tolist(), 0, 0
+    for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
+        packing = Packing([lengths[i] for i in index], rollout.tokens.device)
+        outside += sum(packing.sizes)
+        inside += sum(group.count * group.longest for group in packing.groups)
+    return tuple(round(1 - sum(lengths) / computed, 3) for computed in (outside, inside))
+
+
+def measure(size, dtype_name, device):
+    dtype, rollout = getattr(torch, dtype_name), make_rollout(device=device)
+    model, peer = policy(size, 32).to(device), policy(size, 32).to(device)
+    pack_sequences(model.base_model)
+    scorer = PolicyScorer(model, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
+    lengths, equal = rollout.lengths.tolist(), torch.randint(2, VOCABULARY, (16, 128), device=device)
+    needs = {
+        "ours": needed_operations(model, lengths, rollout.response_len.sum().item()),
+        "plain": needed_operations(model, [128] * 16, 16 * 128),
+    }
+    steps = {"ours": lambda: ours(scorer, optimizer, rollout), "plain": lambda: plain(peer, equal, dtype)}
+    shares, rates = {"ours": [], "plain": []}, []
+    for repetition in range(-1, REPETITIONS):
+        for name, step in steps.items():
+            before = matrix_rate(dtype, device=device)
+            seconds = timed(step, device)
+            rate = (before + matrix_rate(dtype, device=device)) / 2  # the machine's speed changes under us
+            if repetition >= 0:
+                shares[name].append(needs[name] / seconds / rate)
+                rates.append(rate / 1e9)
+    outside, inside = padding_waste(rollout)
+    return {
+        "model": size,
+        "dtype": dtype_name,
+        "matrix GFLOP/s": spread(rates, 0),
+        "ours": spread(shares["ours"]),
+        "plain transformers": spread(shares["plain"]),
+        "padding": outside,
+        "padding in attention": inside,
+    }
+
+
+def run(device):
+    return [measure(size, dtype, device) for size, dtype in CASES]
+
+
+def rows(results):
+    for r in results:
+        cells = {
+            name: f"{r[name]['median']} ({r[name]['least']} to {r[name]['most']})"
+            for name in ("matrix GFLOP/s", "ours", "plain transformers")
+        }
+        yield {k: cells.get(k, r[k]) for k in r}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    results = run(args.device)
+    print(table(list(rows(results))))
+    write_results(f"update_{args.device}", {"results": results})
+
+
+if __name__ == "__main__":
+    main()
