@@ -57,11 +57,12 @@ def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0):
         head[:, 0] = 0.0
         tokens = torch.randint(2, vocabulary, (4, 32))
         state = model.base_model(tokens).last_hidden_state[..., 0].mean()
-        odds = torch.tensor(vocabulary / (mean_length - 1) if mean_length else 1e-12)
-        head[EOS] = 0.0
-        head[EOS, 0] = odds.log() / state
-        head[PAD] = 0.0
-        head[PAD, 0] = -30.0 / state  # peers take the pad token for padding, wherever it comes from
+        head[[EOS, PAD]] = 0.0
+        # Never; and peers take the pad token for padding, wherever it comes from.
+        head[[EOS, PAD], 0] = -30.0 / state
+        for _ in range(4 if mean_length else 0):
+            odds = model(tokens).logits.softmax(-1)[..., EOS].mean() * (mean_length - 1)
+            head[EOS, 0] -= odds.log() / state
     return model
 
 

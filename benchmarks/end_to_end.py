@@ -32,7 +32,12 @@ from trainer.inputs import load_inputs
 
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 # (size, PPO epochs, batch, longest response, steps measured)
-CASES = [("128x4", 1, 64, 128, 3), ("128x4", 4, 64, 128, 2), ("512x8", 1, 32, 64, 2), ("512x8", 4, 32, 64, 1)]
+CASES = [
+    ("128x4", 1, 64, 128, 3),
+    ("128x4", 4, 64, 128, 2),
+    ("512x8", 1, 32, 128, 2),
+    ("512x8", 4, 32, 128, 1),
+]
 MEMORY_SIZE = {
     "hidden_size": 256,
     "num_hidden_layers": 4,

@@ -101,7 +101,7 @@ def run(device, sizes):
     results = []
     for size in sizes:
         results.append(measure("fixed", size, fixed, 128, None, [64], 64, device))
-        results.append(measure("varying", size, varying, 128, 32, [64, 256], 128, device))
+        results.append(measure("varying", size, varying, 128, 32, [64, 256], 256, device))
     return results
 
 

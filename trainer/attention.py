@@ -25,9 +25,23 @@ def attention(module, query, key, value, attention_mask, packing=None, **kwargs)
     heads -> ([B, T, heads, head_dim], None). ``packing``: a ``Packing`` where the row is packed."""
     if packing is not None:
         return _packed(module, query, key, value, packing, **kwargs), None
-    if query.shape[2] == 1 and query.device.type == "cpu" and attention_mask is not None:
+    if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
         return by_products(query, key, value, attention_mask, kwargs["scaling"]), None
+    if attention_mask is None and query.shape[2] == key.shape[2] and getattr(module, "is_causal", True):
+        return _causal(module, query, key, value, **kwargs), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _causal(module, query, key, value, **kwargs):
+    """Each token sees itself and what came before, within the sliding window if there is one."""
+    length, window = query.shape[2], kwargs.get("sliding_window")
+    products = query.device.type == "cpu" and (length < LONG or value.dtype != torch.float32)
+    mask = None
+    if products or (window and window < length):
+        mask = causal_mask(length, window, query.dtype, query.device)
+    if products:
+        return by_products(query, key, value, mask, kwargs["scaling"])
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=mask is None, **kwargs)[0]
 
 
 def by_products(query, key, value, mask, scaling):
@@ -50,15 +64,7 @@ def _packed(module, query, key, value, packing, **kwargs):
     parts = [x[0].transpose(0, 1).split(packing.sizes) for x in (query, key, value)]  # of [n, heads, dim]
     for group, *qkv in zip(packing.groups, *parts, strict=True):
         qkv = [group.pad(x).transpose(1, 2) for x in qkv]  # [sequences, heads, longest, dim]
-        length, dtype, device = group.longest, query.dtype, query.device
-        mask = causal_mask(length, kwargs.get("sliding_window"), dtype, device)
-        if device.type == "cpu" and (length < LONG or value.dtype != torch.float32):
-            attended = by_products(*qkv, mask, kwargs["scaling"])
-        else:
-            fits = not kwargs.get("sliding_window") or kwargs["sliding_window"] >= length
-            attended, _ = sdpa_attention_forward(
-                module, *qkv, None if fits else mask, is_causal=fits, **kwargs
-            )
+        attended = _causal(module, *qkv, **kwargs)
         out.append(group.unpad(attended))
     return torch.cat(out)[None]
 
@@ -66,10 +72,8 @@ def _packed(module, query, key, value, packing, **kwargs):
 def causal_mask(length, window, dtype, device):
     """Additive [1, 1, length, length]: a token sees itself and what came before, within the window if any."""
     behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    hidden = (behind < 0) | (behind >= (window or length))
-    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[
-        None, None
-    ]
+    hidden = ((behind < 0) | (behind >= (window or length)))[None, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -10,7 +10,7 @@ from model.loading import quiet
 from trainer.attention import ATTENTION
 from trainer.ppo import length_mask
 
-WASTE = 1.25  # padded over real tokens of one attention call, at the most
+WASTE = 1.1  # padded over real tokens of one attention call, at the most
 
 
 class _Pad(torch.autograd.Function):

@@ -11,11 +11,10 @@ from trainer.behaviour import BehaviourCopy
 from trainer.graphs import Graphs
 from trainer.noise import pick_tokens, uniform
 from trainer.ppo import length_mask
-from trainer.record import Rollout, micro_batches, pad_right
+from trainer.record import Rollout, micro_batches, pad_right, tokens_per_pass
 from trainer.slots import SlotCache
 
-SLOTS = 128  # sequences decoded together at the most
-PREFILL_TOKENS = 1 << 13  # padded tokens of one prefill at the most
+SLOTS = 256  # sequences decoded together at the most
 LEAVE = 8  # sequences leave once one in so many has finished: closing ranks has its price
 STEPS = 8  # on a GPU, steps between two looks at what has finished: looking waits for the GPU
 LEAST_ROWS, LEAST_COLUMNS = 8, 128  # of a captured step; more come in powers of two
@@ -33,13 +32,17 @@ class Sampler:
         self.copy.load(policy)
         return self
 
-    @torch.no_grad()
     def sample(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         """One response a prompt -> ``Rollout`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: any of them ends a
         response; temperature 0 is greedy.
         """
+        with torch.inference_mode():
+            self._run(prompt_ids, keys, eos_ids, max_gen_len, temperature)
+        return self.engine.rollout()
+
+    def _run(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
         if self.engine is None or any(a < b for a, b in zip(self.engine.sizes, needs, strict=True)):
             had = self.engine.sizes if self.engine else (0, 0, 0)
@@ -50,7 +53,6 @@ class Sampler:
             self.engine.admit()
             self.engine.advance()
             self.engine.leave()
-        return self.engine.rollout()
 
 
 def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):
@@ -110,7 +112,9 @@ class Engine:
         if self.live and free < min(len(self.waiting), max(1, self.slots // LEAVE)):
             return
         rows = [self.waiting.pop() for _ in range(free)]
-        for index in micro_batches([len(self.prompt_ids[row]) for row in rows], PREFILL_TOKENS):
+        for index in micro_batches(
+            [len(self.prompt_ids[row]) for row in rows], tokens_per_pass(self.row.device)
+        ):
             self._prefill([rows[i] for i in index])
         self.longest = int(self.position.max())
 
