@@ -12,8 +12,9 @@ train: .venv/train.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: .venv/train.stamp
-	$(BIN)/python benchmarks/demo.py $(ARGS)
+# Beside what a user would run instead; ARGS="generation" for one part. The demo itself: benchmarks/demo.py
+bench: .venv/bench.stamp
+	$(BIN)/python benchmarks $(ARGS)
 
 # Everything the demo ships, from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
 # model's backbone first learns what raters hold to be right.
@@ -39,6 +40,10 @@ clean:
 
 .venv/train.stamp: requirements.txt | .venv/bin/python
 	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+.venv/bench.stamp: requirements-bench.txt .venv/train.stamp
+	$(BIN)/python -m pip install -q -r requirements-bench.txt
 	touch $@
 
 .venv/dev.stamp: requirements-dev.txt .venv/train.stamp

@@ -1,19 +1,16 @@
 """Samples a second of whole PPO steps: this trainer beside TRL's, in one process, step by step in turns.
 
-    python benchmarks/end_to_end.py              # about six minutes on two cores
-    python benchmarks/end_to_end.py --memory     # peak memory at a vocabulary of 151,936, a process each
-
 The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements-bench.txt). Both get the
 same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, train in fp32
 and start the critic from the reward model. "fixed": no response ends early. "varying": an EOS that each token
 may be with probability 4 / max_gen_len. A step is rollout, rewards, log-probs, values and updates; the first
-is warm-up.
+is warm-up. Memory: the peak of one such step at a vocabulary of 151,936, each trainer in its own process.
 """
 
-import argparse
 import json
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import EOS, PAD, VOCABULARY, policy, reward_model, spread, table, write_results
+from common import EOS, PAD, VOCABULARY, policy, reward_model, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -35,8 +32,8 @@ CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 CASES = [
     ("128x4", 1, 64, 128, 3),
     ("128x4", 4, 64, 128, 2),
-    ("512x8", 1, 32, 128, 2),
-    ("512x8", 4, 32, 128, 1),
+    ("512x8", 1, 32, 64, 2),
+    ("512x8", 4, 32, 64, 1),
 ]
 MEMORY_SIZE = {
     "hidden_size": 256,
@@ -97,7 +94,7 @@ class Ours:
         self.run = train_ppo.build_run(
             self.args, World(0, 1, torch.device(device)), actor, tokenizer, len(self.prompts)
         )
-        self.number, self.lengths = 0, []
+        self.number, self.metrics = 0, []
 
     def step(self):
         size = self.args.batch_size
@@ -105,7 +102,7 @@ class Ours:
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
         metrics, _ = train_ppo.train_step(self.run, self.number, batch, local_positions(size, size, 0, 1))
         self.number += 1
-        self.lengths.append(metrics["rollout/length"])
+        self.metrics.append(metrics)
 
 
 def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
@@ -184,7 +181,7 @@ def measure(size, epochs, batch, new_tokens, steps, varying, device):
         "PPO epochs": epochs,
         "batch": batch,
         "max_gen_len": new_tokens,
-        "mean length": round(sum(turns.ours.lengths) / len(turns.ours.lengths), 1),
+        "mean length": round(statistics.mean(m["rollout/length"] for m in turns.ours.metrics), 1),
         "ours samples/s": spread([batch / s for s in ours], 2),
         "TRL samples/s": spread([batch / s for s in theirs], 2),
         "ratio": spread([b / a for a, b in zip(ours, theirs, strict=True)], 2),
@@ -211,13 +208,11 @@ def rows(results):
 
 
 def use_memory(who, folder, device):
-    """Two steps of batch 32 with responses of 64 tokens; prints the peak memory in GiB."""
+    """A step of batch 16 with responses of 64 tokens; prints the peak memory in GiB."""
     if who == "ours":
-        ours = Ours(folder, 1, 32, 64, device)
-        ours.step()
-        ours.step()
+        Ours(folder, 1, 16, 64, device).step()
     else:
-        trl_trainer(folder, 1, 32, 64, 2, Turns(), device == "cpu").train()
+        trl_trainer(folder, 1, 16, 64, 1, Turns(), device == "cpu").train()
     if device == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
@@ -231,7 +226,7 @@ def memory(device):
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), MEMORY_SIZE, None, 151_936, count=64)
         for who in ("ours", "trl"):
-            command = [sys.executable, __file__, "--use_memory", who, "--folder", folder, "--device", device]
+            command = [sys.executable, __file__, who, folder, device]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr)
@@ -241,24 +236,5 @@ def memory(device):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--use_memory", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.use_memory:
-        use_memory(args.use_memory, Path(args.folder), args.device)
-    elif args.memory:
-        result = memory(args.device)
-        print(table([result]))
-        write_results(f"memory_{args.device}", {"results": result})
-    else:
-        results = run(args.device)
-        print("\n" + table(list(rows(results))))
-        write_results(f"end_to_end_{args.device}", {"results": results})
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # started by memory(), in a process of its own
+    use_memory(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

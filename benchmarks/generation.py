@@ -1,20 +1,16 @@
 """Tokens a second: the slot engine beside transformers' generate, same model, prompts and lengths.
 
-    python benchmarks/generation.py              # about three minutes on two cores
-    python benchmarks/generation.py --device cuda
-
 Fixed lengths: 64 prompts of 32 tokens, 128 new tokens each. Varying: 256 prompts of 16 to 48 tokens,
 responses of 32 tokens in the mean and 128 at most, ended by an EOS that each token may be with probability
 1/32; generate gets the batch size at which it is fastest. Both sample from the whole softmax. generate runs
 in fp32 and in bf16, the faster counts; the engine in what ``--dtype auto`` chooses for it.
 """
 
-import argparse
 import random
 import time
 
 import torch
-from common import EOS, PAD, VOCABULARY, in_turns, policy, spread, table, write_results
+from common import EOS, PAD, VOCABULARY, in_turns, policy, spread
 
 from trainer.behaviour import behaviour_dtype
 from trainer.noise import noise_keys
@@ -74,6 +70,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     pack_sequences(base.base_model)
     ours = behaviour_dtype("auto", base.device, base.config.hidden_size)
     sampler, tokens = Sampler(base, ours, slots), {"engine": [], "generate": []}
+    engine(sampler, prompts, new_tokens)
     seconds = in_turns(
         {
             "engine": lambda: tokens["engine"].append(engine(sampler, prompts, new_tokens)),
@@ -82,8 +79,9 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
             ),
         },
         REPETITIONS,
+        warm_up=0,  # generate has just run, and so has the engine
     )
-    rates = {k: [n / s for n, s in zip(tokens[k][1:], seconds[k], strict=True)] for k in seconds}
+    rates = {k: [n / s for n, s in zip(tokens[k], seconds[k], strict=True)] for k in seconds}
     ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
     return {
         "case": name,
@@ -110,17 +108,3 @@ def rows(results):
         cells = {k: f"{r[k]['median']:.0f}" for k in ("engine tokens/s", "generate tokens/s")}
         ratio = f"{r['ratio']['median']} ({r['ratio']['least']} to {r['ratio']['most']})"
         yield {k: r[k] for k in ("case", "model", "engine", "generate")} | cells | {"ratio": ratio}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sizes", nargs="+", default=["512x8"])
-    args = parser.parse_args()
-    results = run(args.device, args.sizes)
-    print("\n" + table(list(rows(results))))
-    write_results(f"generation_{args.device}", {"results": results})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,23 @@
 """The update path against the machine's matrix rate: forward, backward, clip and step of a policy.
 
-    python benchmarks/update.py                  # about two minutes on two cores
-    python benchmarks/update.py --device cuda
-
 64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens in the mean and 128 at most. Counted are the
 operations that the task needs and no others: two per weight and token in the forward and four in the
 backward, for real tokens only, the head at response positions only, attention over what a token may see.
 "plain" is what a transformers model reaches at best: equal lengths, no padding, every position counted.
 """
 
-import argparse
 import random
 import time
 
 import torch
-from common import VOCABULARY, matrix_rate, policy, spread, table, write_results
+from common import VOCABULARY, matrix_rate, policy, spread
 
 from trainer import ppo
 from trainer.packing import Packing, pack_sequences
 from trainer.record import Rollout, micro_batches, tokens_per_pass
 from trainer.scoring import PolicyScorer, autocast
 
-REPETITIONS = 5
+REPETITIONS = 3
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
 
 
@@ -136,16 +132,3 @@ def rows(results):
             for name in ("matrix GFLOP/s", "ours", "plain transformers")
         }
         yield {k: cells.get(k, r[k]) for k in r}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    results = run(args.device)
-    print(table(list(rows(results))))
-    write_results(f"update_{args.device}", {"results": results})
-
-
-if __name__ == "__main__":
-    main()

@@ -66,7 +66,8 @@ def make_run(files, **values):
 def filled_rollout(run, prompts, step=0):
     batch = [prompts[i] for i in range(run.args.batch_size)]
     keys = noise_keys(run.args.seed, step, list(range(len(batch))))
-    rollout, _, parts = train_ppo.roll_out(run, run.old_actor, batch, keys, run.args.temperature)
+    rollout, texts = train_ppo.roll_out(run, run.old_actor, batch, keys, run.args.temperature)
+    parts = train_ppo.judge(run, batch, rollout, texts)
     metrics = Metrics()
     std = train_ppo.fill_rollout(run, rollout, parts["score"], metrics)
     return rollout, std, metrics
@@ -157,6 +158,28 @@ def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
     whole, _ = gradients(run, rollout.rows(range(8)), std)
     monkeypatch.setattr("trainer.logprobs.CHUNK", 7 * 10)  # seven tokens at a time
     assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
+    kept, results = [], []
+    for flag in (0, 1):
+        run, prompts = make_run(files, gradient_checkpointing=flag)
+        rollout, std, _ = filled_rollout(run, prompts)
+        sizes = {}
+
+        def note(x, sizes=sizes):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            loss = run.policy(*rollout.sequences, 1.0)[0].sum()
+        weights_too = {p.untyped_storage().data_ptr() for p in run.actor.parameters()}
+        kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights_too))
+        loss.backward()
+        results.append(gradients(run, rollout.rows(range(8)), std)[0])
+    assert same(*results)
+    assert kept[1] < 0.5 * kept[0]
+    assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
 
 
 def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_path):

@@ -59,6 +59,18 @@ def fill_paths(args):
         raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
 
 
+def count_steps(args, n_prompts, processes):
+    """Batches of the whole run. InputError if critic warm-up takes them all."""
+    steps = math.ceil(args.epochs * n_prompts / (args.batch_size * processes))
+    steps = min(steps, args.max_steps or steps)
+    if steps <= args.critic_warmup_steps:
+        raise InputError(
+            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has {steps} steps, the actor would "
+            "never train; lower it or train longer"
+        )
+    return steps
+
+
 def check_sampling(policy):
     """Raise ``InputError`` unless the sampler, with its cache, finds the log-probs of the training forward.
 

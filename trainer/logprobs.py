@@ -7,6 +7,7 @@ computed again, chunk by chunk.
 """
 
 import torch
+import torch.nn.functional as F
 
 CHUNK = 1 << 21  # elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, which caches can hold
 KEPT = 1 << 24  # probabilities kept from forward to backward at the most: 64 MiB
@@ -26,22 +27,18 @@ def token_logprobs(head, states, targets, temperature):
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, weight, bias, targets, temperature, dtype):
-        table = weight.to(dtype)
+        ctx.save_for_backward(states, weight, bias, targets)
+        ctx.temperature, ctx.dtype = temperature, dtype
         logprobs = torch.empty(len(states), device=states.device)
         entropy = torch.empty_like(logprobs)
         keep = any(ctx.needs_input_grad) and len(states) * len(weight) <= KEPT
         ctx.kept = torch.empty(len(states), len(weight), device=states.device) if keep else None
-        for c in _chunks(states, weight):
-            z = _logits(states[c], table, bias, temperature)
-            p = z.softmax(-1)
+        for c, z in _chunks_of_logits(states, weight, bias, temperature, dtype):
+            p = torch.softmax(z, -1, out=ctx.kept[c]) if keep else z.softmax(-1)
             # log sum e^z, from the largest logit and its probability: two cheap passes instead of a dear one
             total = z.amax(-1) - p.amax(-1).log()
             logprobs[c] = z.gather(1, targets[c, None]).squeeze(1) - total
             entropy[c] = total - torch.linalg.vecdot(p, z)
-            if keep:
-                ctx.kept[c] = p
-        ctx.save_for_backward(states, weight, bias, targets)
-        ctx.temperature, ctx.dtype = temperature, dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -49,22 +46,25 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
         states, weight, bias, targets = ctx.saved_tensors
-        table = weight.to(ctx.dtype)
         grad = (grad / ctx.temperature)[:, None]
-        grad_states = torch.empty_like(states)
+        grad_states, table = torch.empty_like(states), weight.to(ctx.dtype)
         grad_weight = torch.zeros_like(weight)
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        for c in _chunks(states, weight):
-            if ctx.kept is None:
-                p = _logits(states[c], table, bias, ctx.temperature).softmax(-1)
-            else:
-                p = ctx.kept[c]
+        if ctx.kept is None:
+            logits = _chunks_of_logits(states, weight, bias, ctx.temperature, ctx.dtype)
+            parts = ((c, z.softmax(-1)) for c, z in logits)
+        else:
+            parts = ((c, ctx.kept[c]) for c in _chunks(states, weight))
+        for c, p in parts:
             grad_logits = p.mul_(-grad[c]).scatter_add_(1, targets[c, None], grad[c])
             if bias is not None:
                 grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(ctx.dtype)
+            grad_logits, inputs = grad_logits.to(ctx.dtype), states[c].to(ctx.dtype)
             grad_states[c] = grad_logits @ table
-            grad_weight += grad_logits.T @ states[c].to(ctx.dtype)
+            if ctx.dtype == weight.dtype:
+                grad_weight.addmm_(grad_logits.T, inputs)
+            else:
+                grad_weight += grad_logits.T @ inputs
         ctx.kept = None
         return grad_states, grad_weight, grad_bias, None, None, None
 
@@ -75,10 +75,18 @@ def _chunks(states, weight):
     return [slice(start, start + size) for start in range(0, len(states), size)]
 
 
-def _logits(states, table, bias, temperature):
-    """[n, V] in fp32."""
-    logits = torch.nn.functional.linear(
-        states.to(table.dtype), table, None if bias is None else bias.to(table)
-    )
-    logits = logits.float() if temperature == 1 else logits.float().div_(temperature)
-    return logits.clamp_(min=torch.finfo(logits.dtype).min)  # -inf times a probability of 0 would be NaN
+def _chunks_of_logits(states, weight, bias, temperature, dtype):
+    """Yields (slice, its logits [n, V] in fp32), all in the same memory: use them before the next."""
+    chunks, table = _chunks(states, weight), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    memory = torch.empty(min(len(states), CHUNK // len(weight) or 1), len(weight), device=states.device)
+    for c in chunks:
+        inputs = states[c].to(dtype)
+        z = memory[: len(inputs)]
+        if dtype == torch.float32 and bias is None:
+            torch.mm(inputs, table.T, out=z)
+        else:
+            z.copy_(F.linear(inputs, table, bias))
+        if temperature != 1:
+            z /= temperature
+        yield c, z.clamp_(min=torch.finfo(z.dtype).min)  # -inf times a probability of 0 would be NaN

@@ -222,3 +222,13 @@ class Reward:
                 f"not finite: {scores[:4]}… (first response {example})"
             )
         return torch.tensor(scores)
+
+
+def load_reward(args, device):
+    """Flags -> the reward of the run."""
+    model = function = None
+    if args.reward_model:
+        model = load_reward_model(args.reward_model, device, args.trust_remote_code)
+    if args.reward_fn:
+        function = load_reward_function(args.reward_fn)
+    return Reward(model, function, args.reasoning, args.missing_eos_penalty)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from errors import InputError
 from model.checks import is_moe
 from trainer.logprobs import token_logprobs
-from trainer.packing import packed_states, take_rows
+from trainer.packing import pack_sequences, packed_states, take_rows
 from trainer.ppo import length_mask, load_balance_loss
 from trainer.record import micro_batches, tokens_per_pass
 
@@ -35,12 +35,16 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def checkpoint_layers(model):
-    """Keep only what enters a layer for the backward pass, and compute the rest again.
+def prepare(model, gradient_checkpointing):
+    """Make a model's forward ready for training: packed rows where it can, and less memory where asked.
 
+    Gradient checkpointing keeps only what enters a layer for the backward pass, and computes the rest again.
     transformers does so in training mode alone. Only the layers themselves are put into it, what is inside
     them stays in eval mode: the training forward remains the scoring forward.
     """
+    pack_sequences(model)
+    if not gradient_checkpointing:
+        return
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise InputError(
             f"--gradient_checkpointing: {type(model).__name__} does not support it; leave the flag out"

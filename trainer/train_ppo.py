@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PromptBatches, epoch_order, local_positions
@@ -42,14 +43,13 @@ from trainer import checkpoints, ppo
 from trainer.behaviour import behaviour_dtype
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
-from trainer.inputs import check_flags, fill_paths, load_inputs
+from trainer.inputs import check_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
 from trainer.noise import noise_keys
-from trainer.packing import pack_sequences
 from trainer.record import micro_batches, tokens_per_pass
-from trainer.rewards import Reward, load_reward_function, load_reward_model, starts_critic
+from trainer.rewards import Reward, load_reward, starts_critic
 from trainer.rollout import Sampler, response_texts
-from trainer.scoring import PolicyScorer, ValueScorer, autocast_dtype, checkpoint_layers, score_all
+from trainer.scoring import PolicyScorer, ValueScorer, autocast_dtype, prepare, score_all
 from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
@@ -161,41 +161,25 @@ class Run:
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
 
-def adamw(model, learning_rate):
-    return torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.0, fused=True)
-
-
 def build_run(args, world, actor, tokenizer, n_prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
-    device, model, function = world.device, None, None
-    if args.reward_model:
-        model = load_reward_model(args.reward_model, device, args.trust_remote_code)
-    if args.reward_fn:
-        function = load_reward_function(args.reward_fn)
-    total_steps = math.ceil(args.epochs * n_prompts / (args.batch_size * world.size))
-    total_steps = min(total_steps, args.max_steps or total_steps)
-    if total_steps <= args.critic_warmup_steps:
-        raise InputError(
-            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has {total_steps} steps, the actor "
-            "would never train; lower it or train longer"
-        )
-    dtype = autocast_dtype(args.dtype, device)
+    device, dtype = world.device, autocast_dtype(args.dtype, world.device)
+    reward = load_reward(args, device)
     actor.to(device).eval()
-    start = model.model if starts_critic(args.critic_init, model, tokenizer) else actor
+    start = reward.model.model if starts_critic(args.critic_init, reward.model, tokenizer) else actor
     critic = CriticModel.from_model(start).to(device).eval()
     for backbone in (actor.base_model, critic.backbone):
-        pack_sequences(backbone)
-        if args.gradient_checkpointing:
-            checkpoint_layers(backbone)
+        prepare(backbone, args.gradient_checkpointing)
+    options = {"weight_decay": 0.0, "fused": True}
     run = Run(
         args=args,
         world=world,
         dtype=dtype,
         tokenizer=tokenizer,
         eos=eos_ids(tokenizer, actor),
-        reward=Reward(model, function, args.reasoning, args.missing_eos_penalty),
-        total_steps=total_steps,
+        reward=reward,
+        total_steps=count_steps(args, n_prompts, world.size),
         actor=actor,
         old_actor=copy.deepcopy(actor).requires_grad_(False),
         sampler=Sampler(actor, behaviour_dtype(args.dtype, device, actor.config.hidden_size)),
@@ -203,8 +187,8 @@ def build_run(args, world, actor, tokenizer, n_prompts):
         critic=critic,
         policy=world.wrap(PolicyScorer(actor, dtype)),
         value=world.wrap(ValueScorer(critic, dtype)),
-        actor_optimizer=adamw(actor, args.learning_rate),
-        critic_optimizer=adamw(critic, args.critic_learning_rate),
+        actor_optimizer=AdamW(actor.parameters(), args.learning_rate, **options),
+        critic_optimizer=AdamW(critic.parameters(), args.critic_learning_rate, **options),
     )
     if Path(args.model).resolve() == run.pth_path.resolve():
         raise InputError(f"--model {args.model}: this run would write its result there; copy it elsewhere")
@@ -212,12 +196,16 @@ def build_run(args, world, actor, tokenizer, n_prompts):
 
 
 def roll_out(run, model, prompts, keys, temperature):
-    """Prompts -> (rollout, response texts, score parts), for training and evaluation alike."""
+    """Prompts -> (rollout, response texts)."""
     ids = [p.prompt_ids for p in prompts]
     rollout = run.sampler.load(model).sample(ids, keys, run.eos, run.args.max_gen_len, temperature)
-    texts = response_texts(rollout, run.tokenizer)
+    return rollout, response_texts(rollout, run.tokenizer)
+
+
+def judge(run, prompts, rollout, texts):
+    """Responses -> score parts {name: [B]}, "score" their sum."""
     answers = [p.answer for p in prompts]
-    return rollout, texts, run.reward([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
+    return run.reward([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
 
 
 def fill_rollout(run, rollout, scores, metrics):
@@ -332,7 +320,9 @@ def train_step(run, step, batch, positions):
     """One batch of prompts: roll out, score, fill, update -> (metrics, rows for samples.jsonl)."""
     args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
     keys = noise_keys(args.seed, step, positions)
-    rollout, texts, parts = roll_out(run, run.old_actor, batch, keys, args.temperature)
+    rollout, texts = roll_out(run, run.old_actor, batch, keys, args.temperature)
+    clock.append(time.perf_counter())
+    parts = judge(run, batch, rollout, texts)
     clock.append(time.perf_counter())
     std = fill_rollout(run, rollout, parts["score"], metrics)
     clock.append(time.perf_counter())
@@ -345,7 +335,7 @@ def train_step(run, step, batch, positions):
     metrics.add("rollout/length", rollout.response_len.sum(), len(batch))
     metrics.add("rollout/finished", rollout.finished.sum(), len(batch))
     means = metrics.means(run.world)
-    for name, start, end in zip(("rollout", "score", "update"), clock, clock[1:], strict=False):
+    for name, start, end in zip(("rollout", "reward", "score", "update"), clock, clock[1:], strict=False):
         means[f"perf/{name}_seconds"] = end - start
     means["perf/samples_per_second"] = args.batch_size * run.world.size / (clock[-1] - clock[0])
     return means, sample_rows(batch, texts, parts)
@@ -358,7 +348,8 @@ def evaluate_actor(run, prompts):
 
     def answer(batch, temperature):
         keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in batch])
-        return roll_out(run, run.actor, batch, keys, temperature)
+        rollout, texts = roll_out(run, run.actor, batch, keys, temperature)
+        return rollout, texts, judge(run, batch, rollout, texts)
 
     return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
 
