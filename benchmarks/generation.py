@@ -94,7 +94,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     }
 
 
-def run(device, sizes):
+def run(device, sizes=("512x8",)):
     fixed, varying = make_prompts(64, 32, 32), make_prompts(256, 16, 48)
     results = []
     for size in sizes:

@@ -156,7 +156,8 @@ def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
     run, prompts = make_run(files)
     rollout, std, _ = filled_rollout(run, prompts)
     whole, _ = gradients(run, rollout.rows(range(8)), std)
-    monkeypatch.setattr("trainer.logprobs.CHUNK", 7 * 10)  # seven tokens at a time
+    monkeypatch.setattr("trainer.logprobs.CHUNK", {"cpu": 7 * 10})  # seven tokens at a time
+    monkeypatch.setattr("trainer.logprobs.LEAST", 1)
     assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
 
 

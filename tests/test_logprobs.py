@@ -47,7 +47,8 @@ def test_fp32_under_autocast():
 @pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])
 def sizes(request, monkeypatch):
     if request.param != "one chunk, kept":
-        monkeypatch.setattr(logprobs, "CHUNK", 7 * 50)
+        monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 50})
+        monkeypatch.setattr(logprobs, "LEAST", 1)
     if request.param == "chunks, computed again":
         monkeypatch.setattr(logprobs, "KEPT", 0)
 
@@ -75,7 +76,8 @@ def plain_logprobs(head, states, targets, temperature):
 
 def test_no_logits_of_the_whole_batch_exist(monkeypatch):
     """The largest tensor made on the way, forward and backward, is one chunk of logits."""
-    monkeypatch.setattr(logprobs, "CHUNK", 7 * 5000)
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 5000})
+    monkeypatch.setattr(logprobs, "LEAST", 1)
     monkeypatch.setattr(logprobs, "KEPT", 0)
     head, states = torch.nn.Linear(4, 5000, bias=False), torch.randn(100, 4, requires_grad=True)
     with Largest() as largest:

@@ -174,6 +174,16 @@ def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
     assert sample(model, PROMPTS, keys, [0], 10, 1.0, slots).responses() == draw(model, range(24)).responses()
 
 
+def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
+    """Two layers of one head of 16: 2 * 2 * 16 * 4 bytes a token, 16 tokens a sequence."""
+    monkeypatch.setattr("trainer.rollout.CACHE_BYTES", 5 * 16 * 2 * 2 * 16 * 4)
+    sampler = Sampler(model)
+    rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    assert sampler.engine.slots == 5
+    assert sampler.engine.cache.layers[1].keys.shape == (5, 1, 16, 16)
+    assert rollout.responses() == draw(model, range(24)).responses()
+
+
 def test_every_token_is_computed_once(model):
     """Continuous batching: no slot computes a token that nobody wants, but for those that wait to leave."""
     rows, forward = [], model.model.__class__.forward
@@ -281,6 +291,18 @@ def test_the_behaviour_copy_in_bf16_stays_close():
     gap = (scored - rollout.sampler_logprobs).abs()
     assert 0 < gap.sum() / rollout.mask.sum() < 0.02
     assert policy.dtype == torch.float32
+
+
+def test_positions_stay_exact_in_bf16():
+    """Frequencies of rotary positions are no weights: rounded to bf16, they turn far tokens by radians."""
+    policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+    sampler = Sampler(policy, torch.bfloat16)
+    assert sampler.copy.model.model.rotary_emb.inv_freq.equal(policy.model.rotary_emb.inv_freq)
+    assert sampler.copy.model.model.norm.weight.dtype == torch.bfloat16
+    far = [[2 + i * 7 % 9 for i in range(230)]] * 8
+    rollout = sampler.sample(far, noise_keys(7, 3, range(8)), [0], 10, 1.0)
+    scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+    assert (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum() < 0.02
 
 
 def test_bf16_is_chosen_where_it_is_native_and_pays(monkeypatch):

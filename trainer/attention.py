@@ -52,7 +52,10 @@ def by_products(query, key, value, mask, scaling):
     batch, heads, width, dim = query.shape
     groups = key.shape[1]
     packed = (query * scaling).reshape(batch, groups, heads // groups * width, dim)
-    scores = torch.matmul(packed, key.transpose(2, 3)).view(batch, groups, heads // groups, width, -1)
+    # The product would copy a slice of a cache as well, but the slow way: transposed.
+    scores = torch.matmul(packed, key.contiguous().transpose(2, 3)).view(
+        batch, groups, heads // groups, width, -1
+    )
     probs = (scores + mask[:, :, None]).softmax(-1)
     out = torch.matmul(probs.view(*packed.shape[:3], -1), value)
     return out.view(batch, heads, width, -1).transpose(1, 2)

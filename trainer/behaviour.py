@@ -8,7 +8,6 @@ two are apart.
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 SMALL = 256  # hidden sizes below gain nothing from bf16 on a CPU: their time goes into calls, not products
@@ -45,7 +44,7 @@ class PackedLinear(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMS norm in one call instead of seven."""
+    """An RMS norm in fewer and cheaper passes: the norm of a row is one, its mean square three."""
 
     def __init__(self, norm):
         super().__init__()
@@ -53,7 +52,9 @@ class FusedRMSNorm(nn.Module):
         self.eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        return (wide * mean_square.add_(self.eps).rsqrt_()).to(x.dtype) * self.weight
 
     @classmethod
     def of(cls, norm):
@@ -74,11 +75,20 @@ class BehaviourCopy:
     def __init__(self, policy, dtype):
         self.model = copy.deepcopy(policy).float().eval().requires_grad_(False)
         self._replace(FusedRMSNorm.of)
-        self.model.to(dtype)
+        self._cast(dtype)
         self.parameters = list(self.model.parameters())
         self.packed = []
         if self.model.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             self.packed = self._replace(lambda x: PackedLinear(x) if type(x) is nn.Linear else None)
+
+    def _cast(self, dtype):
+        """All but the frequencies of rotary positions: in bf16, position 1000 would be off by radians."""
+        for p in self.model.parameters():
+            p.data = p.data.to(dtype)
+        for module in self.model.modules():
+            for name, x in module.named_buffers(recurse=False):
+                if x.is_floating_point() and "inv_freq" not in name:
+                    setattr(module, name, x.to(dtype))
 
     def _replace(self, substitute):
         """Put ``substitute(module)`` in the place of every module for which it is not None. -> those"""

@@ -9,7 +9,9 @@ computed again, chunk by chunk.
 import torch
 import torch.nn.functional as F
 
-CHUNK = 1 << 21  # elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, which caches can hold
+# Elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, for a CPU's cache; 256 MiB, to keep a GPU busy
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+LEAST = 64  # tokens of a chunk: fewer would only read the head's weights again and again
 KEPT = 1 << 24  # probabilities kept from forward to backward at the most: 64 MiB
 
 
@@ -70,16 +72,16 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(states, weight):
-    """Slices over the tokens, none of whose logits are more than CHUNK elements (one token at least)."""
-    size = max(1, CHUNK // len(weight))
-    return [slice(start, start + size) for start in range(0, len(states), size)]
+    """Slices over the tokens, none of whose logits are more than CHUNK elements (or LEAST tokens)."""
+    size = max(LEAST, CHUNK[states.device.type] // len(weight))
+    return [slice(start, min(start + size, len(states))) for start in range(0, len(states), size)]
 
 
 def _chunks_of_logits(states, weight, bias, temperature, dtype):
     """Yields (slice, its logits [n, V] in fp32), all in the same memory: use them before the next."""
     chunks, table = _chunks(states, weight), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    memory = torch.empty(min(len(states), CHUNK // len(weight) or 1), len(weight), device=states.device)
+    memory = torch.empty(chunks[0].stop if chunks else 0, len(weight), device=states.device)
     for c in chunks:
         inputs = states[c].to(dtype)
         z = memory[: len(inputs)]

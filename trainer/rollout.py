@@ -12,9 +12,10 @@ from trainer.graphs import Graphs
 from trainer.noise import pick_tokens, uniform
 from trainer.ppo import length_mask
 from trainer.record import Rollout, micro_batches, pad_right, tokens_per_pass
-from trainer.slots import SlotCache
+from trainer.slots import SlotCache, slots_that_fit
 
 SLOTS = 256  # sequences decoded together at the most
+CACHE_BYTES = 4 << 30  # of their keys and values at the most: then there are fewer
 LEAVE = 8  # sequences leave once one in so many has finished: closing ranks has its price
 STEPS = 8  # on a GPU, steps between two looks at what has finished: looking waits for the GPU
 LEAST_ROWS, LEAST_COLUMNS = 8, 128  # of a captured step; more come in powers of two
@@ -70,7 +71,8 @@ class Engine:
     def __init__(self, model, slots, rows, width, limit):
         device = model.device
         self.model, self.head = model, model.get_output_embeddings()
-        self.sizes, self.slots = (rows, width, limit), min(slots, rows)
+        fit = slots_that_fit(model.config, width, model.dtype.itemsize, CACHE_BYTES)
+        self.sizes, self.slots = (rows, width, limit), min(slots, rows, fit)
         self.cache, self.graphs = SlotCache(model.config, self.slots, width, device), Graphs(device)
 
         def zeros(*shape, dtype=torch.int64):

@@ -10,6 +10,13 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 
+def slots_that_fit(config, width, bytes_each, most_bytes):
+    """How many sequences of ``width`` tokens a cache of ``most_bytes`` holds, one at least."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(1, most_bytes // (2 * config.num_hidden_layers * heads * dim * width * bytes_each))
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [slots, heads, width, head_dim]; ``cache`` says where they go."""
 

@@ -83,8 +83,8 @@ def parse_args(argv=None):
     # PPO
     p.add_argument("--epochs", type=int, default=1, help="passes over the prompts")
     p.add_argument("--max_steps", type=int, default=0, help="stop after so many batches; 0: by --epochs")
-    p.add_argument("--ppo_epochs", type=int, default=2, help="passes over each batch")
-    p.add_argument("--mini_batch_size", type=int, default=64, help="sequences an optimizer step, per process")
+    p.add_argument("--ppo_epochs", type=int, default=1, help="passes over each batch")
+    p.add_argument("--mini_batch_size", type=int, default=32, help="sequences an optimizer step, per process")
     p.add_argument("--accumulation_steps", type=int, default=1, help="pieces of a minibatch; same result")
     p.add_argument("--learning_rate", type=float, default=5e-4, help="actor; cosine down to a tenth")
     p.add_argument("--critic_learning_rate", type=float, default=5e-4, help="critic; cosine down to a tenth")
@@ -120,7 +120,7 @@ def parse_args(argv=None):
     p.add_argument("--log_interval", type=int, default=5, help="steps between printed lines and samples")
     p.add_argument("--save_interval", type=int, default=20, help="steps between checkpoints")
     p.add_argument("--keep_checkpoints", type=int, default=1, help="newest checkpoints kept")
-    p.add_argument("--eval_interval", type=int, default=10, help="steps between evaluations; 0: ends only")
+    p.add_argument("--eval_interval", type=int, default=20, help="steps between evaluations; 0: ends only")
     p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
     p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
     args = p.parse_args(argv)
@@ -165,6 +165,8 @@ def build_run(args, world, actor, tokenizer, n_prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
     device, dtype = world.device, autocast_dtype(args.dtype, world.device)
+    if device.type == "cuda" and args.dtype != "float32":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     reward = load_reward(args, device)
     actor.to(device).eval()
     start = reward.model.model if starts_critic(args.critic_init, reward.model, tokenizer) else actor
