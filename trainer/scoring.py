@@ -49,7 +49,9 @@ def prepare(model, gradient_checkpointing):
         raise InputError(
             f"--gradient_checkpointing: {type(model).__name__} does not support it; leave the flag out"
         )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers renamed it in the course of version 5
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
