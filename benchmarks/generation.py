@@ -12,9 +12,9 @@ import time
 import torch
 from common import EOS, PAD, VOCABULARY, in_turns, policy, spread
 
-from trainer.behaviour import behaviour_dtype
 from trainer.noise import noise_keys
 from trainer.packing import pack_sequences
+from trainer.precision import fast_dtype
 from trainer.rollout import Sampler
 
 REPETITIONS = 3
@@ -68,7 +68,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     models = {str(d)[6:]: policy(size, mean_length).to(device, d) for d in (torch.float32, torch.bfloat16)}
     dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)
     pack_sequences(base.base_model)
-    ours = behaviour_dtype("auto", base.device, base.config.hidden_size)
+    ours = fast_dtype("auto", base.device, base.config.hidden_size)
     sampler, tokens = Sampler(base, ours, slots), {"engine": [], "generate": []}
     engine(sampler, prompts, new_tokens)
     seconds = in_turns(
@@ -100,6 +100,9 @@ def run(device, sizes=("512x8",)):
     for size in sizes:
         results.append(measure("fixed", size, fixed, 128, None, [64], 64, device))
         results.append(measure("varying", size, varying, 128, 32, [64, 256], 256, device))
+        if device != "cpu":  # where a GPU shows what it can do
+            prompts = make_prompts(128, 32, 32)
+            results.append(measure("fixed, 512 new tokens", size, prompts, 512, None, [128], 128, device))
     return results
 
 

@@ -14,8 +14,9 @@ from common import VOCABULARY, matrix_rate, policy, spread
 
 from trainer import ppo
 from trainer.packing import Packing, pack_sequences
+from trainer.precision import autocast
 from trainer.record import Rollout, micro_batches, tokens_per_pass
-from trainer.scoring import PolicyScorer, autocast
+from trainer.scoring import PolicyScorer
 
 REPETITIONS = 3
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]

@@ -7,11 +7,11 @@ from tiny import llama_config, tiny_llama, word_tokenizer
 
 from errors import InputError
 from model.model_minimind import MiniMindConfig
-from trainer.behaviour import behaviour_dtype
 from trainer.graphs import Graphs
 from trainer.inputs import check_sampling
 from trainer.noise import noise_keys, pick_tokens, uniform
 from trainer.packing import pack_sequences
+from trainer.precision import fast_dtype
 from trainer.rollout import Sampler, response_texts, sample
 from trainer.scoring import PolicyScorer, score_all
 from trainer.slots import SlotCache
@@ -307,8 +307,8 @@ def test_positions_stay_exact_in_bf16():
 
 def test_bf16_is_chosen_where_it_is_native_and_pays(monkeypatch):
     cpu = torch.device("cpu")
-    assert behaviour_dtype("float32", cpu, 512) == torch.float32
-    assert behaviour_dtype("bfloat16", cpu, 64) == torch.bfloat16
+    assert fast_dtype("float32", cpu, 512) == torch.float32
+    assert fast_dtype("bfloat16", cpu, 64) == torch.bfloat16
     for able, size, expected in (
         ({"avx512_bf16": True}, 512, torch.bfloat16),
         ({"amx_bf16": True}, 512, torch.bfloat16),
@@ -316,7 +316,7 @@ def test_bf16_is_chosen_where_it_is_native_and_pays(monkeypatch):
         ({"avx2": True, "avx512_bf16": False}, 512, torch.float32),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        assert behaviour_dtype("auto", cpu, size) == expected
+        assert fast_dtype("auto", cpu, size) == expected
 
 
 # ----------------------------------------------------------------------------------------- model families

@@ -10,20 +10,6 @@ import copy
 import torch
 from torch import nn
 
-SMALL = 256  # hidden sizes below gain nothing from bf16 on a CPU: their time goes into calls, not products
-
-
-def behaviour_dtype(name, device, hidden_size):
-    """``--dtype`` -> the type that samples; "auto": bf16 where the device computes in it and it pays."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        native = hidden_size >= SMALL and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.bfloat16 if native else torch.float32
-
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight has been put into oneDNN's blocked layout, once a rollout instead of once a

@@ -20,6 +20,7 @@ from model.checks import check_tokenizer
 from model.loading import as_input_error, load_tokenizer, quiet
 from trainer.packing import pack_sequences, packed_states
 from trainer.ppo import length_mask
+from trainer.precision import autocast
 from trainer.record import micro_batches, pad_right, tokens_per_pass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -53,7 +54,8 @@ def is_correct(response, answer, reasoning):
 class ClassifierRewardModel:
     """An ``AutoModelForSequenceClassification`` with one label, its own tokenizer and chat template."""
 
-    def __init__(self, path, device, trust_remote_code):
+    def __init__(self, path, device, trust_remote_code, dtype):
+        self.dtype = dtype  # of mixed precision
         self.tokenizer = load_tokenizer(path, trust_remote_code)
         self.model, report = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -80,7 +82,8 @@ class ClassifierRewardModel:
         for index in micro_batches([len(x) for x in ids], tokens_per_pass(self.model.device)):
             tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
             score = self._packed_scores if self.packs else self._padded_scores
-            scores[index] = score(tokens, lengths).float().cpu()
+            with autocast(self.model.device, self.dtype):
+                scores[index] = score(tokens, lengths).float().cpu()
         return scores
 
     def _packed_scores(self, tokens, lengths):
@@ -127,13 +130,13 @@ class RemoteRewardModel:
         )
 
 
-def load_reward_model(path, device, trust_remote_code=False):
+def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
     """A directory or hub name -> callable [(prompt, response)] -> scores [N]. InputError if it is none."""
     with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
-            return ClassifierRewardModel(path, device, trust_remote_code)
+            return ClassifierRewardModel(path, device, trust_remote_code, dtype)
         if "AutoModel" in config.to_dict().get("auto_map", {}):
             if not trust_remote_code:
                 raise InputError("it brings its own code; add --trust_remote_code to run it")
@@ -224,11 +227,11 @@ class Reward:
         return torch.tensor(scores)
 
 
-def load_reward(args, device):
+def load_reward(args, device, dtype):
     """Flags -> the reward of the run."""
     model = function = None
     if args.reward_model:
-        model = load_reward_model(args.reward_model, device, args.trust_remote_code)
+        model = load_reward_model(args.reward_model, device, args.trust_remote_code, dtype)
     if args.reward_fn:
         function = load_reward_function(args.reward_fn)
     return Reward(model, function, args.reasoning, args.missing_eos_penalty)

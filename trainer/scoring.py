@@ -14,25 +14,13 @@ from model.checks import is_moe
 from trainer.logprobs import token_logprobs
 from trainer.packing import pack_sequences, packed_states, take_rows
 from trainer.ppo import length_mask, load_balance_loss
+from trainer.precision import autocast
 from trainer.record import micro_batches, tokens_per_pass
 
 
 def scatter(flat, mask):
     """[N] values of the tokens under mask -> [B, R] with zeros elsewhere. Keeps gradients."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
-
-
-def autocast_dtype(name, device):
-    """``--dtype`` -> torch dtype; "auto": bf16 on GPUs that compute in it, else fp32."""
-    if name == "auto":
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bfloat16" if native else "float32"
-    return getattr(torch, name)
-
-
-def autocast(device, dtype):
-    """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def prepare(model, gradient_checkpointing):

@@ -40,16 +40,16 @@ from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
 from model.saving import save_policy
 from trainer import checkpoints, ppo
-from trainer.behaviour import behaviour_dtype
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
 from trainer.inputs import check_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
 from trainer.noise import noise_keys
+from trainer.precision import fast_dtype
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.rewards import Reward, load_reward, starts_critic
 from trainer.rollout import Sampler, response_texts
-from trainer.scoring import PolicyScorer, ValueScorer, autocast_dtype, prepare, score_all
+from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
 from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
@@ -135,7 +135,7 @@ class Run:
 
     args: argparse.Namespace
     world: World
-    dtype: torch.dtype  # of autocast
+    dtype: torch.dtype  # of mixed precision and sampling
     tokenizer: object
     eos: list  # token ids that end a response
     reward: Reward
@@ -164,10 +164,10 @@ class Run:
 def build_run(args, world, actor, tokenizer, n_prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
-    device, dtype = world.device, autocast_dtype(args.dtype, world.device)
+    device, dtype = world.device, fast_dtype(args.dtype, world.device, actor.config.hidden_size)
     if device.type == "cuda" and args.dtype != "float32":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    reward = load_reward(args, device)
+    reward = load_reward(args, device, dtype)
     actor.to(device).eval()
     start = reward.model.model if starts_critic(args.critic_init, reward.model, tokenizer) else actor
     critic = CriticModel.from_model(start).to(device).eval()
@@ -184,7 +184,7 @@ def build_run(args, world, actor, tokenizer, n_prompts):
         total_steps=count_steps(args, n_prompts, world.size),
         actor=actor,
         old_actor=copy.deepcopy(actor).requires_grad_(False),
-        sampler=Sampler(actor, behaviour_dtype(args.dtype, device, actor.config.hidden_size)),
+        sampler=Sampler(actor, dtype),
         ref=copy.deepcopy(actor).requires_grad_(False),
         critic=critic,
         policy=world.wrap(PolicyScorer(actor, dtype)),

@@ -1,0 +1,23 @@
+"""Which floating-point type a device computes in fastest, and computing in it."""
+
+import torch
+
+SMALL = 256  # on a CPU, hidden sizes below gain nothing from bf16: their time goes into calls, not products
+
+
+def fast_dtype(name, device, hidden_size):
+    """``--dtype`` -> the type of mixed precision and sampling; "auto": bf16 where the device computes in it
+    and it pays, else fp32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        native = hidden_size >= SMALL and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if native else torch.float32
+
+
+def autocast(device, dtype):
+    """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
