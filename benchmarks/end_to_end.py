@@ -4,8 +4,8 @@ The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements
 same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, and start the
 critic from the reward model. TRL trains in fp32, ours in what ``--dtype auto`` chooses. "fixed": no response
 ends early. "varying": an EOS that each token may be with probability 4 / max_gen_len. A step is rollout,
-rewards, log-probs, values and updates; the first is warm-up. Memory: the peak of one such step at a vocabulary
-of 151,936, each trainer in its own process.
+rewards, log-probs, values and updates; the first is warm-up. Memory: the peak of one such step with a
+vocabulary of 151,936, each trainer in its own process.
 """
 
 import json

@@ -47,9 +47,10 @@ class FusedRMSNorm(nn.Module):
         """-> the fused norm, or None unless it computes what ``norm`` does: families differ in details."""
         if not type(norm).__name__.endswith("RMSNorm") or getattr(norm, "weight", None) is None:
             return None
-        fused, x = cls(norm), torch.randn(4, *norm.weight.shape, device=norm.weight.device)
-        weight = norm.weight.data
-        norm.weight.data = torch.rand_like(weight) + 0.5  # ones and zeros would hide a difference
+        fused, weight = cls(norm), norm.weight.data
+        ramp = torch.linspace(-2, 3, 3 * weight.numel(), device=weight.device)
+        x = ramp.view(3, *weight.shape)
+        norm.weight.data = x[1].cos() + 1.5  # ones or zeros, as weights begin, would hide a difference
         fits = fused.eps is not None and torch.allclose(fused(x), norm(x), rtol=1e-5, atol=1e-6)
         norm.weight.data = weight
         return fused if fits else None
