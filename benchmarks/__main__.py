@@ -9,7 +9,7 @@ Each case runs us and the peer in turns, in one process, several times; medians 
 import sys
 
 import torch
-from common import machine, table, write_results
+from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
 
@@ -26,7 +26,7 @@ def run(name, device):
         results = {"limits": phases.rates(device), "settings": phases.run(device)}
         shown = results["settings"]
         if device == "cpu":
-            phases.draw(shown, phases.ROOT / "docs" / "phases.png")
+            phases.draw(shown, ROOT / "docs" / "phases.png")
     else:
         module = __import__(name)
         results = module.run(device)
