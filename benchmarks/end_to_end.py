@@ -209,11 +209,11 @@ def rows(results):
 
 
 def use_memory(who, folder, device):
-    """A step of batch 16 with responses of 64 tokens; prints the peak memory in GiB."""
+    """A step of batch 32 with responses of 64 tokens; prints the peak memory in GiB."""
     if who == "ours":
-        Ours(folder, 1, 16, 64, device).step()
+        Ours(folder, 1, 32, 64, device).step()
     else:
-        trl_trainer(folder, 1, 16, 64, 1, Turns(), device == "cpu").train()
+        trl_trainer(folder, 1, 32, 64, 1, Turns(), device == "cpu").train()
     if device == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
