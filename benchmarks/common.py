@@ -94,6 +94,11 @@ def spread(values, digits=3):
     }
 
 
+def show(value):
+    """A ``spread`` as a table's cell."""
+    return f"{value['median']} ({value['least']} to {value['most']})"
+
+
 def machine():
     """What the figures were measured on."""
     facts = read("/proc/cpuinfo").splitlines()

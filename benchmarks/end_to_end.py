@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import EOS, PAD, VOCABULARY, policy, reward_model, spread
+from common import EOS, PAD, VOCABULARY, policy, reward_model, show, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -200,9 +200,9 @@ def run(device, cases=CASES):
 
 def rows(results):
     for r in results:
+        setting = {k: r[k] for k in ("model", "lengths", "PPO epochs", "mean length")}
         rates = {k: r[k]["median"] for k in ("ours samples/s", "TRL samples/s")}
-        ratio = f"{r['ratio']['median']} ({r['ratio']['least']} to {r['ratio']['most']})"
-        yield {k: r[k] for k in ("model", "lengths", "PPO epochs", "mean length")} | rates | {"ratio": ratio}
+        yield setting | rates | {"ratio": show(r["ratio"])}
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -10,7 +10,7 @@ import random
 import time
 
 import torch
-from common import VOCABULARY, matrix_rate, policy, spread
+from common import VOCABULARY, matrix_rate, policy, show, spread
 
 from trainer import ppo
 from trainer.packing import Packing, pack_sequences
@@ -128,8 +128,4 @@ def run(device):
 
 def rows(results):
     for r in results:
-        cells = {
-            name: f"{r[name]['median']} ({r[name]['least']} to {r[name]['most']})"
-            for name in ("matrix GFLOP/s", "ours", "plain transformers")
-        }
-        yield {k: cells.get(k, r[k]) for k in r}
+        yield {k: show(v) if isinstance(v, dict) else v for k, v in r.items()}

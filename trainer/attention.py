@@ -7,8 +7,8 @@ attention implementation. Ours knows two layouts that plain attention does not:
   (``packing.py``). They are laid side by side by length, which costs padding in attention alone;
 - decode: one query a row over a preallocated cache (``slots.py``).
 
-A CPU has fused kernels too, but for short sequences two batched products and a softmax take half the time in
-fp32 and a fifth in bf16 (docs/performance.md), so those are used there.
+A CPU has fused kernels too, but for short sequences, and in bf16, two batched products and a softmax take
+less time (docs/performance.md), so those are used there.
 """
 
 import torch
@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "small_lm"
-LONG = 192  # sequences from here on are faster through the fused kernel of a CPU in fp32
+LONG = 192  # in fp32 a CPU's fused kernel is slower or equal up to 128 tokens, and faster at 256
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
