@@ -84,8 +84,8 @@ def padding_waste(rollout):
     lengths, outside, inside = rollout.lengths.tolist(), 0, 0
     for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
         packing = Packing([lengths[i] for i in index], rollout.tokens.device)
-        outside += sum(packing.sizes)
-        inside += sum(group.count * group.longest for group in packing.groups)
+        outside += sum(lengths[i] for i in index)
+        inside += sum(packing.sizes)
     return tuple(round(1 - sum(lengths) / computed, 3) for computed in (outside, inside))
 
 

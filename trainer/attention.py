@@ -26,10 +26,17 @@ def attention(module, query, key, value, attention_mask, packing=None, **kwargs)
     if packing is not None:
         return _packed(module, query, key, value, packing, **kwargs), None
     if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
-        return by_products(query, key, value, attention_mask, kwargs["scaling"]), None
+        out = by_products(query.to(key.dtype), key, value, attention_mask, kwargs["scaling"])
+        return out.to(query.dtype), None
     if attention_mask is None and query.shape[2] == key.shape[2] and getattr(module, "is_causal", True):
         return _causal(module, query, key, value, **kwargs), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def cache_dtype(model):
+    """Of the cached keys and values: on a CPU, products of slices of a cache are slower in bf16, and copied."""
+    ours = model.config._attn_implementation == ATTENTION
+    return torch.float32 if ours and model.device.type == "cpu" else model.dtype
 
 
 def _causal(module, query, key, value, **kwargs):
@@ -51,32 +58,32 @@ def by_products(query, key, value, mask, scaling):
     """
     batch, heads, width, dim = query.shape
     groups = key.shape[1]
-    packed = (query * scaling).reshape(batch, groups, heads // groups * width, dim)
-    # The product would copy a slice of a cache as well, but the slow way: transposed.
-    scores = torch.matmul(packed, key.contiguous().transpose(2, 3)).view(
-        batch, groups, heads // groups, width, -1
-    )
-    probs = (scores + mask[:, :, None]).softmax(-1)
+    query = query if scaling == 1 else query * scaling
+    packed = query.reshape(batch, groups, heads // groups * width, dim)
+    scores = torch.matmul(packed, key.transpose(2, 3)).view(batch, groups, heads // groups, width, -1)
+    probs = scores.add_(mask[:, :, None]).softmax(-1)
     out = torch.matmul(probs.view(*packed.shape[:3], -1), value)
     return out.view(batch, heads, width, -1).transpose(1, 2)
 
 
 def _packed(module, query, key, value, packing, **kwargs):
     """Causal attention within each sequence of a packed row [1, heads, N, head_dim] -> [1, N, heads, dim]."""
-    out = []
-    parts = [x[0].transpose(0, 1).split(packing.sizes) for x in (query, key, value)]  # of [n, heads, dim]
-    for group, *qkv in zip(packing.groups, *parts, strict=True):
-        qkv = [group.pad(x).transpose(1, 2) for x in qkv]  # [sequences, heads, longest, dim]
-        attended = _causal(module, *qkv, **kwargs)
-        out.append(group.unpad(attended))
-    return torch.cat(out)[None]
+    parts = [packing.pad(x[0].transpose(0, 1)) for x in (query, key, value)]
+    out = [_causal(module, *qkv, **kwargs).transpose(1, 2) for qkv in zip(*parts, strict=True)]
+    return packing.unpad(out)[None]
+
+
+_MASKS = {}  # the largest made so far of each kind: the smaller ones are its corners
 
 
 def causal_mask(length, window, dtype, device):
     """Additive [1, 1, length, length]: a token sees itself and what came before, within the window if any."""
-    behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    hidden = ((behind < 0) | (behind >= (window or length)))[None, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    kind = (window, dtype, device)
+    if kind not in _MASKS or len(_MASKS[kind]) < length:
+        behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        _MASKS[kind] = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return _MASKS[kind][None, None, :length, :length]
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -9,6 +9,8 @@ computed again, chunk by chunk.
 import torch
 import torch.nn.functional as F
 
+from trainer.precision import compute_dtype
+
 # Elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, for a CPU's cache; 256 MiB, to keep a GPU busy
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
 LEAST = 64  # tokens of a chunk: fewer would only read the head's weights again and again
@@ -21,8 +23,7 @@ def token_logprobs(head, states, targets, temperature):
     head: an nn.Linear [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (for
     logging, no gradient). Under autocast the products run in its dtype.
     """
-    device = states.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    dtype = compute_dtype(head.weight)
     return _TokenLogprobs.apply(states, head.weight, head.bias, targets, temperature, dtype)
 
 
@@ -40,7 +41,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # log sum e^z, from the largest logit and its probability: two cheap passes instead of a dear one
             total = z.amax(-1) - p.amax(-1).log()
             logprobs[c] = z.gather(1, targets[c, None]).squeeze(1) - total
-            entropy[c] = total - torch.linalg.vecdot(p, z)
+            entropy[c] = total - z.mul_(p).sum(-1)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 

@@ -8,25 +8,27 @@ import torch
 
 from model.loading import quiet
 from trainer.attention import ATTENTION
+from trainer.layers import quicken
 from trainer.ppo import length_mask
 
 WASTE = 1.1  # padded over real tokens of one attention call, at the most
 
 
 class _Pad(torch.autograd.Function):
-    """[n, ...] -> [size, ...] with row i at place[i] (all different) and zeros elsewhere."""
+    """Rows x [n, ...] -> [size, ...] with row i at place[i] (all different). ``source`` [size] says which row
+    stands where; in the places left over any row does: whatever stands there, nobody reads its results."""
 
     @staticmethod
-    def forward(ctx, x, place, size):
+    def forward(ctx, x, place, source):
         ctx.save_for_backward(place)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, place, x)
+        return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, grad):
         return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class _Take(torch.autograd.Function):
     """The other way: [size, ...] -> the rows at place."""
 
     @staticmethod
@@ -40,46 +42,63 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
-def take_rows(x, index):
-    """x [n, ...] -> x[index], for an index without repetitions, whose gradient is then a copy and no sum."""
-    return _Unpad.apply(x, index)
-
-
-class Group:
-    """Neighbouring sequences of similar length, which attention treats as one padded batch."""
-
-    def __init__(self, lengths, device):
-        self.count, self.longest = len(lengths), max(lengths)
-        self.place = None  # of each token in the padded batch; None where nothing is padded
-        if self.count * self.longest != sum(lengths):
-            real = length_mask(torch.tensor(lengths, device=device), self.longest)
-            self.place = real.view(-1).nonzero().squeeze(1)
-
-    def pad(self, x):
-        """[tokens, ...] -> [count, longest, ...]"""
-        if self.place is not None:
-            x = _Pad.apply(x, self.place, self.count * self.longest)
-        return x.view(self.count, self.longest, *x.shape[1:])
-
-    def unpad(self, x):
-        """[count, longest, ...] -> [tokens, ...]"""
-        x = x.reshape(self.count * self.longest, *x.shape[2:])
-        return x if self.place is None else _Unpad.apply(x, self.place)
+def take_rows(x, place):
+    """x [n, ...] -> x[place], for an index without repetitions, whose gradient is then a copy and no sum."""
+    return _Take.apply(x, place)
 
 
 class Packing:
-    """Where the sequences of a packed row stand. lengths: list of B ints; sorted, less is padded."""
+    """Where the sequences of a packed row stand. Attention treats neighbours of similar length as one padded
+    batch, a group. lengths: list of B ints; sorted, less is padded."""
 
     def __init__(self, lengths, device):
-        cuts, longest, total = [0], 0, 0
-        for i, length in enumerate(lengths):
-            longest, total = max(longest, length), total + length
-            if longest * (i + 1 - cuts[-1]) > WASTE * total:
-                cuts.append(i)
-                longest = total = length
-        parts = [lengths[a:b] for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
-        self.groups = [Group(part, device) for part in parts]
-        self.sizes = [sum(part) for part in parts]
+        self.groups, self.lengths, self.device = [], lengths, device  # (sequences, longest of them)
+        total = 0
+        for length in lengths:
+            count, longest = self.groups[-1] if self.groups else (0, 0)
+            count, longest, total = count + 1, max(longest, length), total + length
+            if count > 1 and count * longest <= WASTE * total:
+                self.groups[-1] = (count, longest)
+            else:
+                self.groups.append((1, length))
+                total = length
+        self.indices = {}  # by number of heads
+
+    @property
+    def sizes(self):
+        """Tokens of each group, padded."""
+        return [count * longest for count, longest in self.groups]
+
+    def index(self, heads):
+        """Rows are single heads of tokens. -> (padded row of each row, row that stands in each padded row)."""
+        if heads not in self.indices:
+            places, sources, first, start, base = [], [], 0, 0, 0
+            head = torch.arange(heads)
+            for count, longest in self.groups:
+                lengths = torch.tensor(self.lengths[first : first + count])
+                column = torch.arange(longest).minimum(lengths[:, None] - 1)  # [count, longest]
+                token = start + (lengths.cumsum(0) - lengths)[:, None] + column
+                sources.append((token[:, None] * heads + head[:, None]).flatten())  # [count, heads, longest]
+                row = torch.arange(count)[:, None, None] * heads + head  # [count, 1, heads]
+                row = base + row * longest + torch.arange(longest)[:, None]  # [count, longest, heads]
+                places.append(row[length_mask(lengths, longest)].flatten())
+                first, start, base = first + count, start + int(lengths.sum()), base + len(sources[-1])
+            self.indices[heads] = torch.cat(places).to(self.device), torch.cat(sources).to(self.device)
+        return self.indices[heads]
+
+    def pad(self, x):
+        """[tokens, heads, dim] -> one [sequences, heads, longest, dim] a group"""
+        heads = x.shape[1]
+        x = _Pad.apply(x.reshape(-1, x.shape[2]), *self.index(heads))
+        parts = x.split([size * heads for size in self.sizes])
+        shapes = [(count, heads, longest, -1) for count, longest in self.groups]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def unpad(self, parts):
+        """One [sequences, heads, longest, dim] a group -> [tokens, heads, dim]"""
+        heads, dim = parts[0].shape[1], parts[0].shape[3]
+        x = torch.cat([part.reshape(-1, dim) for part in parts])
+        return _Take.apply(x, self.index(heads)[0]).view(-1, heads, dim)
 
 
 @torch.no_grad()
@@ -96,6 +115,7 @@ def pack_sequences(backbone):
     try:
         with quiet():
             backbone.set_attn_implementation(ATTENTION)
+        quicken(backbone)
         packed = packed_states(backbone, *arguments).last_hidden_state
         fits = torch.allclose(packed, padded, rtol=1e-4, atol=1e-4 * padded.abs().max().item())
     except (ValueError, TypeError, RuntimeError):

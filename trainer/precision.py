@@ -21,3 +21,9 @@ def fast_dtype(name, device, hidden_size):
 def autocast(device, dtype):
     """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def compute_dtype(x):
+    """The type in which a product of this tensor would be computed here: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -66,18 +66,22 @@ def tokens_per_pass(device):
 
 
 def micro_batches(lengths, token_budget):
-    """Row numbers cut into micro-batches of at most ``token_budget`` padded tokens (one row at least).
+    """Row numbers cut into micro-batches of at most ``token_budget`` tokens (one row at least), and of twice
+    as many with the padding that models need whose rows cannot be packed.
 
     Rows are sorted by length first, longest first, so that little of a micro-batch is padding and running out
     of memory happens at once or never. lengths: list of B ints -> list of lists, each row in exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches = []
+    batches, tokens = [], 0
     for row in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
+        tokens += lengths[row]
+        if batches and tokens <= token_budget:
+            if (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= 2 * token_budget:
+                batches[-1].append(row)
+                continue
+        batches.append([row])
+        tokens = lengths[row]
     return batches
 
 

@@ -7,6 +7,7 @@ What is sampled depends on none of that: see ``noise.py``.
 
 import torch
 
+from trainer.attention import cache_dtype
 from trainer.behaviour import BehaviourCopy
 from trainer.graphs import Graphs
 from trainer.noise import pick_tokens, uniform
@@ -71,9 +72,11 @@ class Engine:
     def __init__(self, model, slots, rows, width, limit):
         device = model.device
         self.model, self.head = model, model.get_output_embeddings()
-        fit = slots_that_fit(model.config, width, model.dtype.itemsize, CACHE_BYTES)
+        dtype = cache_dtype(model)
+        fit = slots_that_fit(model.config, width, dtype.itemsize, CACHE_BYTES)
         self.sizes, self.slots = (rows, width, limit), min(slots, rows, fit)
-        self.cache, self.graphs = SlotCache(model.config, self.slots, width, device), Graphs(device)
+        self.cache = SlotCache(model.config, self.slots, width, device, dtype)
+        self.graphs = Graphs(device)
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(*shape, dtype=dtype, device=device)

@@ -28,9 +28,9 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states, value_states):
         # Zeros: what a row has not reached is masked, but 0 times a stray NaN would still be NaN.
-        slots, width = self.cache.slots, self.cache.width
+        slots, width, dtype = self.cache.slots, self.cache.width, self.cache.dtype
         self.keys, self.values = (
-            x.new_zeros(slots, x.shape[1], width, x.shape[3]) for x in (key_states, value_states)
+            x.new_zeros(slots, x.shape[1], width, x.shape[3], dtype=dtype) for x in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -44,8 +44,8 @@ class SlotLayer(CacheLayerMixin):
             self.values[cache.first : cache.first + rows, :, :columns] = value_states
             return key_states, value_states
         place = (cache.numbers[:rows], slice(None), cache.positions)
-        self.keys[place] = key_states[:, :, 0]
-        self.values[place] = value_states[:, :, 0]
+        self.keys[place] = key_states[:, :, 0].to(self.keys.dtype)
+        self.values[place] = value_states[:, :, 0].to(self.values.dtype)
         return self.keys[:rows, :, : cache.longest], self.values[:rows, :, : cache.longest]
 
     def get_seq_length(self):
@@ -61,8 +61,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """``slots`` sequences of at most ``width`` tokens. Before a forward, say ``prefill`` or ``decode``."""
 
-    def __init__(self, config, slots, width, device):
-        self.config, self.slots, self.width = config, slots, width
+    def __init__(self, config, slots, width, device, dtype):
+        self.config, self.slots, self.width, self.dtype = config, slots, width, dtype
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         super().__init__(layers=[SlotLayer(self) for _ in range(config.num_hidden_layers)])
@@ -82,7 +82,7 @@ class SlotCache(Cache):
         hidden = {"full_attention": behind < 0}
         if "sliding_attention" in kinds:
             hidden["sliding_attention"] = (behind < 0) | (behind >= window)
-        zero = torch.zeros((), dtype=self.layers[0].keys.dtype, device=behind.device)
+        zero = torch.zeros((), dtype=self.dtype, device=behind.device)
         masks = {kind: zero.masked_fill(hidden[kind], -torch.inf)[:, None, None] for kind in kinds}
         return masks if len(masks) > 1 else masks.popitem()[1]
 
