@@ -68,7 +68,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     models = {str(d)[6:]: policy(size, mean_length).to(device, d) for d in (torch.float32, torch.bfloat16)}
     dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)
     pack_sequences(base.base_model)
-    ours = fast_dtype("auto", base.device, base.config.hidden_size)
+    ours = fast_dtype("auto", base.device)
     sampler, tokens = Sampler(base, ours, slots), {"engine": [], "generate": []}
     engine(sampler, prompts, new_tokens)
     seconds = in_turns(

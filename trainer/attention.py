@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "small_lm"
-LONG = 192  # in fp32 a CPU's fused kernel is slower or equal up to 128 tokens, and faster at 256
+LONG = 128  # in fp32 a CPU's fused kernel is slower below, and faster from here on
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
@@ -54,15 +54,17 @@ def _causal(module, query, key, value, **kwargs):
 def by_products(query, key, value, mask, scaling):
     """Attention as two batched products over the key/value heads; query heads that share one are its rows.
 
-    mask: additive, broadcastable to [B, 1, T, S]. -> [B, T, heads, dim of values].
+    mask: additive, [1, 1, T, S] or, for one query a row, [B, 1, 1, S]. -> [B, T, heads, dim of values].
     """
     batch, heads, width, dim = query.shape
-    groups = key.shape[1]
-    query = query if scaling == 1 else query * scaling
-    packed = query.reshape(batch, groups, heads // groups * width, dim)
-    scores = torch.matmul(packed, key.transpose(2, 3)).view(batch, groups, heads // groups, width, -1)
-    probs = scores.add_(mask[:, :, None]).softmax(-1)
-    out = torch.matmul(probs.view(*packed.shape[:3], -1), value)
+    groups, length = key.shape[1:3]
+    packed = query.reshape(batch * groups, heads // groups * width, dim)
+    if len(mask) == 1:
+        mask = mask[0].expand(heads // groups, -1, -1).reshape(1, -1, length)
+    else:
+        mask = mask[:, 0].repeat_interleave(groups, 0)
+    scores = torch.baddbmm(mask, packed, key.flatten(0, 1).transpose(1, 2), alpha=scaling)
+    out = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
     return out.view(batch, heads, width, -1).transpose(1, 2)
 
 

@@ -87,26 +87,33 @@ def attention_forward(
     layer, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
 ):
     """The attention layer of Llama, Mistral, Qwen2 and Qwen3: hidden states [B, T, H] -> (the same, None)."""
-    shape = (*hidden_states.shape[:-1], -1, layer.head_dim)
-    query, key, value = (x.view(shape) for x in project(layer, hidden_states))
-    if hasattr(layer, "q_norm"):
-        query, key = layer.q_norm(query), layer.k_norm(key)
-    cos, sin = (x.to(query.dtype)[:, :, None] for x in position_embeddings)
-    # Scaling the angles' cosines scales the queries, and saves passes over what is larger.
-    query, key = rotate(query, cos * layer.scaling, sin * layer.scaling), rotate(key, cos, sin)
+    rows = hidden_states.shape[:-1]
+    cos, sin = (x[:, :, None] for x in position_embeddings)
+    query, key, value = _rotated(layer, hidden_states, cos, sin)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, layer.layer_idx)
-    kwargs["scaling"], kwargs["sliding_window"] = 1, getattr(layer, "sliding_window", None)
+    kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, getattr(layer, "sliding_window", None)
     out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
-    return layer.o_proj(out.reshape(hidden_states.shape[:-1] + (-1,))), None
+    return layer.o_proj(out.reshape(*rows, -1)), None
 
 
-def project(layer, x):
-    """Hidden states -> queries, keys, values; the behaviour copy computes the three at once."""
-    if hasattr(layer, "qkv"):
-        return layer.qkv(x).split(layer.qkv.sizes, -1)
-    return layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+def _rotated(layer, x, cos, sin):
+    """Hidden states -> queries and keys with their positions, values, all [B, T, heads, dim]."""
+    shape, normed = (*x.shape[:-1], -1, layer.head_dim), hasattr(layer, "q_norm")
+    if hasattr(layer, "qkv"):  # the behaviour copy computes the three at once
+        groups = layer.qkv.sizes[1] // layer.head_dim
+        joint = layer.qkv(x).view(shape)
+        heads = joint.shape[2] - 2 * groups
+        if normed:
+            query, key, value = joint.split([heads, groups, groups], 2)
+            return rotate(layer.q_norm(query), cos, sin), rotate(layer.k_norm(key), cos, sin), value
+        return *rotate(joint[:, :, : heads + groups], cos, sin).split([heads, groups], 2), joint[:, :, -groups:]
+    query, key = layer.q_proj(x).view(shape), layer.k_proj(x).view(shape)
+    if normed:
+        query, key = layer.q_norm(query), layer.k_norm(key)
+    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+    return rotate(query, cos, sin), rotate(key, cos, sin), layer.v_proj(x).view(shape)
 
 
 FORWARDS = {"RMSNorm": rms_norm_forward, "Attention": attention_forward}

@@ -5,13 +5,16 @@ attention (``attention.py``) has to know where a sequence ends.
 """
 
 import torch
+import torch.nn.functional as F
 
 from model.loading import quiet
 from trainer.attention import ATTENTION
 from trainer.layers import quicken
 from trainer.ppo import length_mask
+from trainer.precision import compute_dtype
 
 WASTE = 1.1  # padded over real tokens of one attention call, at the most
+SHAPES = 64  # packed rows are filled up to multiples of this where it pays to meet the same shapes again
 
 
 class _Pad(torch.autograd.Function):
@@ -136,14 +139,25 @@ def packed_states(backbone, tokens, lengths, **extra):
             output.router_logits = tuple(x[real.view(-1)] for x in output.router_logits)
         return output
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    count, lengths = int(lengths.sum()), lengths.tolist()
+    filler = -count % SHAPES if slow_to_start(backbone) else 0
     output = backbone(
-        input_ids=tokens[real][None],
-        position_ids=positions[real][None],
+        input_ids=F.pad(tokens[real], (0, filler))[None],
+        position_ids=F.pad(positions[real], (0, filler))[None],
         # Four dimensions mean "made already": transformers builds no mask of [N, N], ours comes from packing.
         attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
-        packing=Packing(lengths.tolist(), tokens.device),
+        packing=Packing([*lengths, filler] if filler else lengths, tokens.device),
         use_cache=False,
         **extra,
     )
-    output.last_hidden_state = output.last_hidden_state[0]
+    output.last_hidden_state = output.last_hidden_state[0, :count]
+    if extra.get("output_router_logits"):
+        output.router_logits = tuple(x[:count] for x in output.router_logits)
     return output
+
+
+def slow_to_start(model):
+    """Whether products of a shape not seen before are slow: oneDNN, which computes in bf16 on CPUs, compiles
+    code for each (one to two milliseconds, where the product takes a tenth of one)."""
+    weight = model.get_input_embeddings().weight
+    return weight.device.type == "cpu" and compute_dtype(weight) == torch.bfloat16

@@ -2,19 +2,17 @@
 
 import torch
 
-SMALL = 256  # on a CPU, hidden sizes below gain nothing from bf16: their time goes into calls, not products
 
-
-def fast_dtype(name, device, hidden_size):
-    """``--dtype`` -> the type of mixed precision and sampling; "auto": bf16 where the device computes in it
-    and it pays, else fp32."""
+def fast_dtype(name, device):
+    """``--dtype`` -> the type of mixed precision and sampling; "auto": bf16 where the device computes in it,
+    else fp32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        native = hidden_size >= SMALL and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
+        native = any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.bfloat16 if native else torch.float32
 
 

@@ -20,6 +20,7 @@ CACHE_BYTES = 4 << 30  # of their keys and values at the most: then there are fe
 LEAVE = 8  # sequences leave once one in so many has finished: closing ranks has its price
 STEPS = 8  # on a GPU, steps between two looks at what has finished: looking waits for the GPU
 LEAST_ROWS, LEAST_COLUMNS = 8, 128  # of a captured step; more come in powers of two
+ROWS = 8  # a CPU decodes multiples of so many rows: where it compiles code for each shape, they come again
 
 
 class Sampler:
@@ -136,9 +137,9 @@ class Engine:
 
     def advance(self):
         """The next token of every live sequence; on a GPU the next few, without waiting for it."""
-        steps, rows = 1, self.live
+        steps, rows = 1, min(self.slots, self.live + -self.live % ROWS)
         if self.graphs.possible:
-            steps, rows = STEPS, _bucket(rows, LEAST_ROWS, self.slots)
+            steps, rows = STEPS, _bucket(self.live, LEAST_ROWS, self.slots)
         for _ in range(steps):
             self.longest = columns = min(self.longest + 1, self.cache.width)
             if self.graphs.possible:

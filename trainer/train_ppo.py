@@ -164,7 +164,7 @@ class Run:
 def build_run(args, world, actor, tokenizer, n_prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
-    device, dtype = world.device, fast_dtype(args.dtype, world.device, actor.config.hidden_size)
+    device, dtype = world.device, fast_dtype(args.dtype, world.device)
     if device.type == "cuda" and args.dtype != "float32":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     reward = load_reward(args, device, dtype)
