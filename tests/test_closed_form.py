@@ -115,6 +115,7 @@ def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     ref, actor = trained(
         tmp_path, tokenizer, sizes, steps=60, kl_in="reward", kl_coef=beta, max_gen_len=longest,
         batch_size=1024, mini_batch_size=256, ppo_epochs=4, learning_rate=4e-4, critic_learning_rate=2e-3,
+        dtype="float32",
     )  # fmt: skip
     answers = all_responses(len(tokenizer), longest)
     ref, p = (sequence_logprobs(m, tokenizer(PROMPT).input_ids, answers, longest) for m in (ref, actor))

@@ -57,6 +57,7 @@ def make_run(files, **values):
         "max_gen_len": 8,
         "critic_warmup_steps": 0,
         "max_steps": 4,
+        "dtype": "float32",  # the invariants are exact, or to 1e-6
     }
     args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
     actor, tokenizer, prompts, _ = load_inputs(args)
@@ -350,7 +351,7 @@ def stop_after(step, argv):
 
 def test_two_processes_of_batch_n_equal_one_of_batch_2n(files, tmp_path):
     """The same samples and weights, with PPO epochs, accumulation, whitening and critic warm-up."""
-    more = {**files, **RUN, "max_steps": 5, "accumulation_steps": 2}
+    more = {**files, **RUN, "max_steps": 5, "accumulation_steps": 2, "dtype": "float32"}
     train(**more | {"batch_size": 16, "mini_batch_size": 8}, out_dir=tmp_path / "one")
     argv = flags(**more, out_dir=tmp_path / "two", device="cpu", eval_interval=0)
     torchrun(2, [*argv, "--ddp"])

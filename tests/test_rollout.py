@@ -259,7 +259,7 @@ def test_where_capturing_fails_steps_run_plainly_and_one_line_says_so(model, mon
 
 def test_attention_reads_no_more_than_the_longest_live_row():
     """A long sequence leaves; from then on the columns that only it had are not read."""
-    cache = SlotCache(llama_config(5), slots=3, width=50, device="cpu")
+    cache = SlotCache(llama_config(5), slots=3, width=50, device="cpu", dtype=torch.float32)
     cache.prefill(0)
     x = torch.randn(3, 1, 9, 16)
     cache.update(x, x, 0)

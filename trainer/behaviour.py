@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         y = x.reshape(-1, x.shape[-1])
         y = y @ self.weight if self.bias is None else torch.addmm(self.bias, y, self.weight)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[1])
 
 
 def gated_mlp_forward(mlp, x):

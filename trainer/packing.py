@@ -106,8 +106,8 @@ class Packing:
 
 @torch.no_grad()
 def pack_sequences(backbone):
-    """Have a backbone's attention read packed rows, if that leaves its states what they were; models whose
-    attention is their own are left alone. -> whether it does."""
+    """Have a backbone's attention read packed rows, if that leaves its states what they were, and its layers
+    compute in fewer operations; models whose attention is their own are left alone. -> whether it does."""
     if backbone.config._attn_implementation == ATTENTION:
         return True
     before, device = backbone.config._attn_implementation, backbone.device
@@ -118,14 +118,16 @@ def pack_sequences(backbone):
     try:
         with quiet():
             backbone.set_attn_implementation(ATTENTION)
-        quicken(backbone)
         packed = packed_states(backbone, *arguments).last_hidden_state
         fits = torch.allclose(packed, padded, rtol=1e-4, atol=1e-4 * padded.abs().max().item())
     except (ValueError, TypeError, RuntimeError):
         fits = False
     if not fits:
         backbone.set_attn_implementation(before)
-    return backbone.config._attn_implementation == ATTENTION
+    packs = backbone.config._attn_implementation == ATTENTION  # some models keep theirs without a word
+    if packs:
+        quicken(backbone)
+    return packs
 
 
 def packed_states(backbone, tokens, lengths, **extra):
