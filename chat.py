@@ -32,6 +32,7 @@ from errors import FlagParser, InputError, run_script
 from model.checks import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer.distributed import init_world
+from trainer.interrupt import StopRequest
 
 ROOT = Path(__file__).resolve().parent
 
@@ -83,13 +84,14 @@ class AnswerStreamer(BaseStreamer):
     (transformers' TextStreamer makes words wait, and loses spaces.) Clean-up would change what was shown.
     """
 
-    def __init__(self, tokenizer, eos, show):
-        self.decode, self.eos, self.show = tokenizer.decode, eos, show
+    def __init__(self, tokenizer, eos, show, stop):
+        self.decode, self.eos, self.show, self.stop = tokenizer.decode, eos, show, stop
         self.ids = []  # of the answer, without the EOS
         self.finished = False  # ended by an EOS
         self.text, self.shown = "", 0
 
     def put(self, value):
+        self.stop.obey()  # here, and not somewhere inside generate that might swallow it
         if value.dim() == 2:  # the prompt, which comes first
             return
         self.finished = value.item() in self.eos
@@ -142,8 +144,9 @@ class Speaker:
         """Generate an answer, ``show`` its text piece by piece -> the streamer that has all of it."""
         config = GenerationConfig(max_new_tokens=min(max_gen_len, self.positions - len(ids)))
         tokens = torch.tensor([ids], device=self.model.device)
-        mask, streamer = torch.ones_like(tokens), AnswerStreamer(self.tokenizer, self.eos, show)
-        self.model.generate(tokens, attention_mask=mask, generation_config=config, streamer=streamer)
+        with StopRequest() as stop:
+            mask, streamer = torch.ones_like(tokens), AnswerStreamer(self.tokenizer, self.eos, show, stop)
+            self.model.generate(tokens, attention_mask=mask, generation_config=config, streamer=streamer)
         return streamer
 
 

@@ -18,6 +18,7 @@ import chat
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
+from trainer.interrupt import StopRequest
 from trainer.noise import noise_keys
 from trainer.rollout import response_texts, sample
 
@@ -370,7 +371,7 @@ def test_the_seed_decides(out, capsys):
 @pytest.mark.parametrize("text", ["naïve 你好，世界\n  🙂 e\u0301 <think>\n", "한국어 � \t \n\n x", ""])
 def test_streaming_whole_characters(text):
     tokenizer, pieces = byte_tokenizer(), []
-    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append)
+    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest())
     stream.put(torch.tensor([[3, 4, 5]]))  # the prompt
     for token in [*tokenizer(text)["input_ids"], 0]:
         stream.put(torch.tensor([token]))
@@ -383,7 +384,7 @@ def test_streaming_whole_characters(text):
 
 def test_streaming_an_answer_that_is_cut_inside_a_character():
     tokenizer, pieces = byte_tokenizer(), []
-    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append)
+    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest())
     for token in tokenizer("a界")["input_ids"][:-1]:
         stream.put(torch.tensor([token]))
     assert "".join(pieces) == "a"

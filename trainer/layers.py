@@ -108,7 +108,9 @@ def _rotated(layer, x, cos, sin):
         if normed:
             query, key, value = joint.split([heads, groups, groups], 2)
             return rotate(layer.q_norm(query), cos, sin), rotate(layer.k_norm(key), cos, sin), value
-        return *rotate(joint[:, :, : heads + groups], cos, sin).split([heads, groups], 2), joint[:, :, -groups:]
+        return *rotate(joint[:, :, : heads + groups], cos, sin).split([heads, groups], 2), joint[
+            :, :, -groups:
+        ]
     query, key = layer.q_proj(x).view(shape), layer.k_proj(x).view(shape)
     if normed:
         query, key = layer.q_norm(query), layer.k_norm(key)
