@@ -89,7 +89,6 @@ class Ours:
             "learning_rate": 1e-6,
             "critic_learning_rate": 1e-6,
             "device": device,
-            "dtype": __import__("os").environ.get("DT", "auto"),
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         actor, tokenizer, self.prompts, _ = load_inputs(self.args)

@@ -34,7 +34,7 @@ def attention(module, query, key, value, attention_mask, packing=None, **kwargs)
 
 
 def cache_dtype(model):
-    """Of the cached keys and values: on a CPU, products of slices of a cache are slower in bf16, and copied."""
+    """Of cached keys and values: on a CPU, products of slices of a cache are slower in bf16, and copied."""
     ours = model.config._attn_implementation == ATTENTION
     return torch.float32 if ours and model.device.type == "cpu" else model.dtype
 

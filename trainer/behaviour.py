@@ -73,7 +73,7 @@ class BehaviourCopy:
                     setattr(module, name, x.to(dtype))
 
     def _pack(self):
-        """Put packed layers in the place of linear ones, and one in the place of those with the same input."""
+        """Put packed layers in the place of linear ones, one for all that have the same input."""
         for module in list(self.model.modules()):
             if is_quick_attention(module):
                 module.qkv = PackedLinear(module.q_proj, module.k_proj, module.v_proj)

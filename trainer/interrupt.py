@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, obeyed where it is safe: after a step, between two tokens. A second one goes at once."""
+"""Ctrl-C and SIGTERM, obeyed where it is safe: after a step, between tokens. A second one goes at once."""
 
 import signal
 import sys

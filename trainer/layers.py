@@ -77,6 +77,8 @@ def rotate(x, cos, sin):
 def _turn(x, cos, sin):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), where 1 and 2 are the halves of a head."""
     half = x.shape[-1] // 2
+    if x.dtype == torch.bfloat16 and half < 32:  # where the operations below are slow
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
     out, sin = x * cos, sin[..., :half]
     out[..., :half].addcmul_(x[..., half:], sin, value=-1)
     out[..., half:].addcmul_(x[..., :half], sin)
@@ -124,7 +126,7 @@ KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORW
 
 
 def quicken(backbone):
-    """Replace ``forward`` in the layers named after what the functions above compute, if they do compute it."""
+    """Replace ``forward`` in layers named after what the functions above compute, if they do compute it."""
     for module in backbone.modules():
         forward = KNOWN.get(type(module).__name__)
         if forward is not None and "forward" not in vars(module):

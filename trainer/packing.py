@@ -73,7 +73,7 @@ class Packing:
         return [count * longest for count, longest in self.groups]
 
     def index(self, heads):
-        """Rows are single heads of tokens. -> (padded row of each row, row that stands in each padded row)."""
+        """Rows are heads of tokens. -> (padded row of each row, row that stands in each padded row)."""
         if heads not in self.indices:
             places, sources, first, start, base = [], [], 0, 0, 0
             head = torch.arange(heads)

@@ -76,12 +76,12 @@ def micro_batches(lengths, token_budget):
     batches, tokens = [], 0
     for row in order:
         tokens += lengths[row]
-        if batches and tokens <= token_budget:
-            if (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= 2 * token_budget:
-                batches[-1].append(row)
-                continue
-        batches.append([row])
-        tokens = lengths[row]
+        padded = (len(batches[-1]) + 1) * lengths[batches[-1][0]] if batches else 0
+        if batches and tokens <= token_budget and padded <= 2 * token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            tokens = lengths[row]
     return batches
 
 
