@@ -10,7 +10,6 @@ vocabulary of 151,936, each trainer in its own process.
 
 import json
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import EOS, PAD, VOCABULARY, policy, reward_model, show, spread
+from common import EOS, PAD, VOCABULARY, policy, read, reward_model, show, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -215,7 +214,9 @@ def use_memory(who, folder, device):
     else:
         trl_trainer(folder, 1, 32, 64, 1, Turns(), device == "cpu").train()
     if device == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage: its maximum begins with what the process that started this one held.
+        status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
+        peak = int(status["VmHWM"].split()[0]) * 1024
     else:
         peak = torch.cuda.max_memory_allocated()
     print(f"peak {peak / 2**30:.3f}")

@@ -83,3 +83,20 @@ def test_the_model_computes_real_tokens_only():
     )
     packed_states(net, tokens, lengths)
     assert seen == [sum(LENGTHS)]
+
+
+def test_masks_that_sampling_made_can_be_trained_with():
+    """A mask is made once; tensors made in inference mode cannot take part in a backward pass."""
+    attention._MASKS.clear()
+    with torch.inference_mode():
+        mask = attention.causal_mask(5, 2, torch.float32, torch.device("cpu"))
+    assert not mask.is_inference()
+    assert mask[0, 0].isfinite().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    smaller = attention.causal_mask(3, 2, torch.float32, torch.device("cpu"))
+    assert smaller.equal(mask[:, :, :3, :3])

@@ -82,9 +82,11 @@ def causal_mask(length, window, dtype, device):
     """Additive [1, 1, length, length]: a token sees itself and what came before, within the window if any."""
     kind = (window, dtype, device)
     if kind not in _MASKS or len(_MASKS[kind]) < length:
-        behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        _MASKS[kind] = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        with torch.inference_mode(False):  # sampling may make it, and training needs it
+            behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+            hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            _MASKS[kind] = mask.masked_fill_(hidden, -torch.inf)
     return _MASKS[kind][None, None, :length, :length]
 
 
