@@ -104,20 +104,17 @@ def _rotated(layer, x, cos, sin):
     """Hidden states -> queries and keys with their positions, values, all [B, T, heads, dim]."""
     shape, normed = (*x.shape[:-1], -1, layer.head_dim), hasattr(layer, "q_norm")
     if hasattr(layer, "qkv"):  # the behaviour copy computes the three at once
-        groups = layer.qkv.sizes[1] // layer.head_dim
-        joint = layer.qkv(x).view(shape)
-        heads = joint.shape[2] - 2 * groups
-        if normed:
-            query, key, value = joint.split([heads, groups, groups], 2)
-            return rotate(layer.q_norm(query), cos, sin), rotate(layer.k_norm(key), cos, sin), value
-        return *rotate(joint[:, :, : heads + groups], cos, sin).split([heads, groups], 2), joint[
-            :, :, -groups:
-        ]
-    query, key = layer.q_proj(x).view(shape), layer.k_proj(x).view(shape)
+        joint, sizes = layer.qkv(x).view(shape), [size // layer.head_dim for size in layer.qkv.sizes]
+        if not normed:  # and then turns queries and keys at once
+            turned = rotate(joint[:, :, : sizes[0] + sizes[1]], cos, sin)
+            return *turned.split(sizes[:2], 2), joint[:, :, sizes[0] + sizes[1] :]
+        query, key, value = joint.split(sizes, 2)
+    else:
+        query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     if normed:
         query, key = layer.q_norm(query), layer.k_norm(key)
     cos, sin = cos.to(query.dtype), sin.to(query.dtype)
-    return rotate(query, cos, sin), rotate(key, cos, sin), layer.v_proj(x).view(shape)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 FORWARDS = {"RMSNorm": rms_norm_forward, "Attention": attention_forward}
