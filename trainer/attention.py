@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "small_lm"
-LONG = 128  # in fp32 a CPU's fused kernel is slower below, and faster from here on
+LONG = 128  # in fp32 a CPU's fused kernel is slower or equal below, and faster from here on
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):

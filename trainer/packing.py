@@ -141,7 +141,8 @@ def packed_states(backbone, tokens, lengths, **extra):
             output.router_logits = tuple(x[real.view(-1)] for x in output.router_logits)
         return output
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    count, lengths = int(lengths.sum()), lengths.tolist()
+    lengths = lengths.tolist()
+    count = sum(lengths)
     filler = -count % SHAPES if slow_to_start(backbone) else 0
     output = backbone(
         input_ids=F.pad(tokens[real], (0, filler))[None],

@@ -102,16 +102,9 @@ def parse_args(argv=None):
     p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
     # machine
     p.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
-    p.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16"],
-        help="of mixed precision and sampling",
-    )
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="mixed precision")
     p.add_argument("--ddp", action="store_true", help="insist on having been started by torchrun")
-    p.add_argument(
-        "--gradient_checkpointing", type=int, default=0, choices=[0, 1], help="less memory, slower"
-    )
+    p.add_argument("--gradient_checkpointing", type=int, default=0, choices=[0, 1], help="saves memory")
     p.add_argument("--seed", type=int, default=42, help="of the prompt order and the sampling noise")
     # output
     p.add_argument("--out_dir", default=str(ROOT / "out"), help="where everything is written")
