@@ -127,9 +127,10 @@ class Speaker:
 
         The oldest turns are forgotten until the answer has ``max_gen_len`` or half of the model's positions.
         """
-        turn, plain = for_tokenizer(self.tokenizer, prompt), self.tokenizer.chat_template is None
+        turn = {"role": "user", "content": prompt}
         for start in range(0, len(self.history) + 1, 2):
-            text = turn if plain else render(self.tokenizer, self.history[start:] + turn, generate=True)
+            asked = for_tokenizer(self.tokenizer, [*self.history[start:], turn])
+            text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
             ids = encode(self.tokenizer, [text])[0]
             if len(ids) + min(max_gen_len, self.positions // 2) <= self.positions:
                 break
@@ -191,7 +192,7 @@ def ask(speakers, prompt, number, args):
             say(f"({speaker.name}: cut after {len(answer.ids)} tokens)")
         if speaker.tokenizer.chat_template is not None:
             said = {"role": "assistant", "content": answer.text}
-            speaker.history += [*for_tokenizer(speaker.tokenizer, prompt), said]
+            speaker.history += [{"role": "user", "content": prompt}, said]
             del speaker.history[: -2 * args.history or None]
 
 

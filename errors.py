@@ -13,6 +13,10 @@ class InputError(ValueError):
     """The input is at fault, not the program. The message is one line: what, where, what to do."""
 
 
+class SaidElsewhere(InputError):
+    """The same on the other processes: only the one that raises ``InputError`` itself says it."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """argparse whose complaints are one line as well, without the usage text above them."""
 
@@ -25,7 +29,8 @@ def run_script(main):
     try:
         main()
     except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not isinstance(error, SaidElsewhere):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -92,7 +92,7 @@ class Ours:
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         actor, tokenizer, self.prompts, _ = load_inputs(self.args)
         self.run = train_ppo.build_run(
-            self.args, World(0, 1, torch.device(device)), actor, tokenizer, len(self.prompts)
+            self.args, World(0, 1, torch.device(device)), actor, tokenizer, self.prompts
         )
         self.number, self.metrics = 0, []
 
@@ -100,7 +100,8 @@ class Ours:
         size = self.args.batch_size
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        metrics, _ = train_ppo.train_step(self.run, self.number, batch, local_positions(size, size, 0, 1))
+        collected = train_ppo.collect(self.run, self.number, batch, local_positions(size, size, 0, 1))
+        metrics, _ = train_ppo.learn(self.run, self.number, batch, collected)
         self.number += 1
         self.metrics.append(metrics)
 

@@ -30,6 +30,7 @@ from dataset.conversations import (
     render,
     split_record,
 )
+from dataset.special_tokens import mark_special
 from errors import InputError
 
 __all__ = [
@@ -167,15 +168,19 @@ class SFTDataset(Dataset):
                 raise InputError(
                     f'{where}: no answer to learn from; end it with the assistant\'s turn or "answer"'
                 )
-            prompt = for_tokenizer(tokenizer, prompt)
+            prompt, answer = for_tokenizer(tokenizer, prompt), mark_special(tokenizer, answer)
             if isinstance(prompt, str):
+                if tokenizer.eos_token is None:
+                    raise InputError(
+                        f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with"
+                    )
                 conversations.append([(prompt, False), (answer + tokenizer.eos_token, True)])
             else:
                 messages = [*prompt, {"role": "assistant", "content": answer}]
                 conversations.append(chat_pieces(tokenizer, messages, where))
         first = encode(tokenizer, [pieces[0][0] for pieces in conversations])
         later = [text for pieces in conversations for text, _ in pieces[1:]]
-        later = iter(tokenizer(later, add_special_tokens=False, verbose=False)["input_ids"])
+        later = iter(encode(tokenizer, later, opening=False))
         self.samples = []
         for ids, pieces in zip(first, conversations, strict=True):
             ids, mask = list(ids), [0] * len(ids)

@@ -7,7 +7,9 @@ from errors import InputError
 
 def check_tokenizer(tokenizer, model):
     """Raise ``InputError`` if the tokenizer has an id for which the model has no embedding."""
-    largest = max(tokenizer.get_vocab().values())
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0:
+        raise InputError(f"--tokenizer {tokenizer.name_or_path}: its vocabulary is empty")
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise InputError(
@@ -25,17 +27,21 @@ def is_moe(model):
 def eos_ids(tokenizer, model):
     """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
 
-    Raises ``InputError`` if there is none.
+    Raises ``InputError`` if there is none, or one that is no token id.
     """
     configured = model.generation_config.eos_token_id
-    ids = set(configured) if isinstance(configured, list) else {configured}
-    ids = (ids | {tokenizer.eos_token_id}) - {None}
+    ids = configured if isinstance(configured, list) else [configured]
+    ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(
+            f"the generation config's eos_token_id is {configured!r:.100}: give a token id, or a list"
+        )
     if not ids:
         raise InputError(
             f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "
             "token: responses would never end; set eos_token in tokenizer_config.json"
         )
-    return sorted(ids)
+    return sorted(set(ids))
 
 
 @torch.no_grad()

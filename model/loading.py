@@ -9,6 +9,7 @@ What a user can get wrong raises ``InputError``.
 """
 
 import contextlib
+import os
 import pickle
 import re
 import zipfile
@@ -21,10 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.model_minimind import MiniMindConfig
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MINIMIND_HEADS = 8  # MiniMind 2 has eight heads at every size; its state-dict does not tell
+MOST_PARTS = 4096  # layers, heads, experts: no model has as many, and building them would take for ever
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -38,7 +40,7 @@ def load_tokenizer(path, trust_remote_code=False):
     Raises ``InputError`` if there is none or it cannot be read.
     """
     _check_folder_or_hub_name(path)
-    if Path(path).is_dir() and not _has_tokenizer(Path(path)):
+    if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
@@ -63,8 +65,10 @@ def load_policy(path, trust_remote_code=False):
 
 def _load_pretrained(path, trust_remote_code):
     _check_folder_or_hub_name(path)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise InputError(f"{path} has no config.json: it is not a model directory")
+    if os.path.isdir(path):
+        if not (Path(path) / "config.json").is_file():
+            raise InputError(f"{path} has no config.json: it is not a model directory")
+        _check_size(path, trust_remote_code)
     with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -73,7 +77,7 @@ def _load_pretrained(path, trust_remote_code):
             ignore_mismatched_sizes=True,  # reported below, in one line
             output_loading_info=True,
         )
-    if any(name.endswith("ForSequenceClassification") for name in model.config.architectures or []):
+    if any(str(name).endswith("ForSequenceClassification") for name in model.config.architectures or []):
         raise InputError(f"{path} is a classifier or reward model, not a causal language model")
     # transformers fills what is missing or of another shape with random numbers.
     if report["missing_keys"]:
@@ -84,20 +88,57 @@ def _load_pretrained(path, trust_remote_code):
     return model
 
 
+def _check_size(folder, trust_remote_code):
+    """Raise ``InputError`` if the config of a folder asks for far more numbers than its files hold:
+    transformers would make them up, until the memory is full."""
+    with quiet(), as_input_error(f"no causal language model could be loaded from {folder}"):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        model = _outline(config, trust_remote_code)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(file.stat().st_size for file in Path(folder).iterdir() if file.suffix != ".json")
+    if size and numbers > max(8 * size, 10**8):  # one bit a number; what is small is judged below
+        raise InputError(
+            f"{folder}: config.json asks for {numbers:.1e} numbers, the files beside it hold fewer"
+        )
+
+
+def _outline(config, trust_remote_code):
+    """The model of a config, with shapes but without memory for its weights."""
+    for name, value in config.to_dict().items():
+        if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
+            raise InputError(f"its config has {value:.1e} for {name}, which cannot be meant")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def _load_pth(path, trust_remote_code):
     state = _read_state_dict(path)
     sidecar = path.with_suffix("")
+    generation_config = None
     if (sidecar / "config.json").is_file():
-        with quiet(), as_input_error(f"{sidecar}/config.json does not describe a causal language model"):
+        what = f"{sidecar}/config.json does not describe a causal language model"
+        with quiet(), as_input_error(what):
             config = AutoConfig.from_pretrained(str(sidecar), trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
             if (sidecar / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
+                generation_config = GenerationConfig.from_pretrained(str(sidecar))
     else:
-        model = MiniMindForCausalLM(_infer_minimind_config(state, path))
+        what = f"{path} is not a MiniMind checkpoint"
+        config = _infer_minimind_config(state, path)
 
+    with quiet(), as_input_error(what):
+        outline = _outline(config, trust_remote_code)
+    _check_fit(outline, state, path)
+    with quiet(), as_input_error(what):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        model.load_state_dict(state, strict=True)
+    model.generation_config = generation_config or model.generation_config
+    return model.eval()
+
+
+def _check_fit(model, state, path):
+    """Raise ``InputError`` unless ``state``, what is tied filled in, has the keys and shapes of ``model``."""
     for name, source in model.all_tied_weights_keys.items():
         if source in state and not torch.equal(state.setdefault(name, state[source]), state[source]):
             raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
@@ -112,13 +153,11 @@ def _load_pth(path, trust_remote_code):
                 f"{path}: {name} has shape {list(state[name].shape)}, {type(model).__name__} needs "
                 f"{list(tensor.shape)}"
             )
-    model.load_state_dict(state, strict=True)
-    return model.eval()
 
 
 def _read_state_dict(path):
     """The tensors of a ``.pth`` by name, on the CPU. Code in the file is never run."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, false for what can be no path
         raise InputError(f"{path}: no such file")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -135,6 +174,9 @@ def _read_state_dict(path):
         or not all(isinstance(name, str) and torch.is_tensor(tensor) for name, tensor in state.items())
     ):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
+    odd = [n for n, x in state.items() if x.layout != torch.strided or x.is_meta or x.is_complex()]
+    if odd:
+        raise InputError(f"{path}: {_few(odd)} is sparse, complex or without numbers: save ordinary tensors")
     return dict(state)
 
 
@@ -209,7 +251,7 @@ def tokenizer_source(path):
     otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` where there is none.
     """
     if not str(path).endswith(".pth"):
-        if Path(path).is_dir() and not _has_tokenizer(Path(path)):
+        if os.path.isdir(path) and not _has_tokenizer(Path(path)):
             raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
         return str(path)
     sidecar = Path(path).with_suffix("")
@@ -224,16 +266,16 @@ def tokenizer_source(path):
 
 def _check_folder_or_hub_name(path):
     """Raise ``InputError`` for a file, and for a missing folder that cannot be a hub name."""
-    if Path(path).is_file():
+    if os.path.isfile(path):
         raise InputError(
             f"{path} is a file, where a directory or a hub name is needed (a model may be a .pth)"
         )
-    if not Path(path).exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)):
+    if not os.path.exists(path) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)):
         raise InputError(f"{path}: no such directory")
 
 
 def _described(path):
-    return str(path) if Path(path).is_dir() else f"the hub as {path} (there is no such directory here)"
+    return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
 
 def _has_tokenizer(folder):
@@ -254,8 +296,13 @@ def as_input_error(what):
         yield
     except InputError as error:
         raise InputError(f"{what}: {error}") from error
-    except Exception as error:  # a file or a hub can be wrong in more ways than transformers has exceptions
-        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+    except BaseException as error:  # a file or a hub can be wrong in more ways than there are exceptions
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # Rust's, in tokenizers
+            raise
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        reason = reason if len(reason) <= 250 else f"{reason[:250]}…"
         hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
         raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 

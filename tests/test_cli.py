@@ -2,16 +2,15 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from tiny import (
     ROOT,
     flags,
+    launch,
     read_jsonl,
     save_policy_dir,
     save_reward_dir,
@@ -66,76 +65,6 @@ def test_a_run_writes_what_the_contract_says(files, tmp_path):
     moved = load_policy(str(tmp_path / "ppo_actor_32.pth")), tiny_llama(10, spread=2.0)
     assert not all(a.half().equal(b.half()) for a, b in zip(*(m.parameters() for m in moved), strict=True))
     assert len(load_tokenizer(str(tmp_path / "ppo_actor_32"))) == 10
-
-
-def test_runs_do_not_overwrite_each_other(files, tmp_path):
-    for _ in range(2):
-        train(**files, **SIZES, out_dir=tmp_path)
-    assert sorted(p.name for p in tmp_path.glob("run_*")) == ["run_1", "run_2"]
-    before = (tmp_path / "run_1" / "metrics.jsonl").read_bytes()
-    with pytest.raises(InputError, match="already holds a run"):
-        train(**files, **SIZES, out_dir=tmp_path, run_name="run_1")
-    assert (tmp_path / "run_1" / "metrics.jsonl").read_bytes() == before
-
-
-def test_resume_refuses_a_flag_that_changes_the_result(files, tmp_path):
-    train(**files, **SIZES, out_dir=tmp_path)
-    with pytest.raises(InputError, match=r"--kl_coef was 0\.02 and is now 0\.3"):
-        train(**files, **SIZES, out_dir=tmp_path, resume="auto", kl_coef=0.3)
-    train(**files, **SIZES, out_dir=tmp_path, resume="auto")  # nothing left to do, and nothing to break
-    assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2]
-
-
-def test_resume_of_nothing_starts_anew(files, tmp_path):
-    train(**files, **SIZES, out_dir=tmp_path, resume="auto")
-    assert (tmp_path / "run_1" / "checkpoints" / "step_2").is_dir()
-    with pytest.raises(InputError, match="no checkpoint there"):
-        train(**files, **SIZES, out_dir=tmp_path, resume=str(tmp_path / "nowhere"))
-
-
-def test_a_damaged_checkpoint_is_named(files, tmp_path):
-    train(**files, **SIZES, out_dir=tmp_path)
-    path = tmp_path / "run_1" / "checkpoints" / "step_2" / "actor.safetensors"
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(InputError, match="cannot be loaded"):
-        train(**files, **SIZES, out_dir=tmp_path, resume="auto")
-
-
-def test_old_checkpoints_are_deleted(files, tmp_path):
-    argv = flags(**files, **SIZES | {"max_steps": 4}, out_dir=tmp_path, device="cpu", save_interval=1)
-    train_ppo.main([*argv, "--keep_checkpoints", "2"])
-    assert sorted(p.name for p in (tmp_path / "run_1" / "checkpoints").iterdir()) == ["step_3", "step_4"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path, number):
-    argv = flags(**files, **SIZES | {"max_steps": 500}, epochs=1000, out_dir=tmp_path, device="cpu")
-    process = launch(argv)
-    wait_for(lambda: len(read_if_there(tmp_path / "run_1" / "metrics.jsonl")) > 3, process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
-    assert "Traceback" not in err
-    assert f"--resume {tmp_path / 'run_1'}" in out
-    done = read_jsonl(tmp_path / "run_1" / "metrics.jsonl")[-1]["step"]
-    assert (tmp_path / "run_1" / "checkpoints" / f"step_{done}" / "state.json").is_file()
-
-
-def launch(argv):
-    command = [sys.executable, str(ROOT / "trainer" / "train_ppo.py"), *argv]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
-
-
-def read_if_there(path):
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def wait_for(condition, process, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.1)
 
 
 def test_swanlab_offline_gets_the_metrics(files, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from tiny import load_actor, save_policy_dir, tiny_llama, train, word_tokenizer, write_jsonl
+from tiny import load_weights, save_policy_dir, tiny_llama, train, word_tokenizer, write_jsonl
 
 from trainer import ppo
 
@@ -35,7 +35,7 @@ def trained(folder, tokenizer, sizes, steps, **values):
     common |= {"out_dir": folder / "out", "run_name": "run", "reward_fn": f"{folder / 'reward.py'}:score"}
     train(model=policy, data_path=data, max_steps=steps, **common, **values)
     ref, actor = tiny_llama(len(tokenizer), **sizes), tiny_llama(len(tokenizer), **sizes)
-    report = actor.load_state_dict(load_actor(folder / "out" / "run", steps), strict=False)
+    report = actor.load_state_dict(load_weights(folder / "out" / "run", steps), strict=False)
     assert set(report.missing_keys) <= {"lm_head.weight", "model.embed_tokens.weight"}  # tied: saved once
     return ref, actor
 

@@ -1,7 +1,10 @@
 """Tiny real models, tokenizers and files for tests, and the trainer's command line run in this process."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -94,11 +97,82 @@ def read_jsonl(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def load_actor(run_folder, step):
-    """The fp32 actor of a checkpoint, as a state-dict."""
+def load_weights(run_folder, step, name="actor"):
+    """The fp32 actor (or critic) of a checkpoint, as a state-dict."""
     from safetensors.torch import load_file
 
-    return load_file(Path(run_folder) / "checkpoints" / f"step_{step}" / "actor.safetensors")
+    return load_file(Path(run_folder) / "checkpoints" / f"step_{step}" / f"{name}.safetensors")
 
 
 PYTHON = sys.executable
+
+# A reward function that goes wrong for real: at call $FAULT_AT, on process $FAULT_RANK, it runs $FAULT.
+FAULTY_REWARD = """import os, sys, time
+calls = 0
+def score(prompts, responses, answers):
+    global calls
+    calls += 1
+    scores = [r.split().count("a") - 0.1 * len(r) for r in responses]
+    due = calls == int(os.environ.get("FAULT_AT", 0))
+    if due and os.environ.get("RANK", "0") == os.environ.get("FAULT_RANK", "0"):
+        exec(os.environ["FAULT"])
+    return scores
+"""
+DIE = "os.kill(os.getpid(), 9)"
+
+
+def launch(argv, **environment):
+    """Start train_ppo.py as users do -> the process. ``environment``: more variables."""
+    command = [PYTHON, str(ROOT / "trainer" / "train_ppo.py"), *argv]
+    return _start(command, environment)
+
+
+def launch_torchrun(processes, argv, *options, script=ROOT / "trainer" / "train_ppo.py", **environment):
+    """The same under torchrun, at any free port."""
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += options or rendezvous
+    return _start([*command, str(script), *argv], environment)
+
+
+def _start(command, environment):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        command, **pipes, cwd="/", env={**os.environ, **environment}, start_new_session=True
+    )
+
+
+def finish(process, code=0, seconds=120):
+    """Wait for a process that should exit with ``code`` -> (stdout, stderr)."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        raise AssertionError(f"it hangs; it has said {process.communicate()}") from None
+    assert process.returncode == code, f"{process.returncode} instead of {code}\n{out}\n{err}"
+    return out, err
+
+
+def wait_for(condition, process, seconds=60):
+    """Until ``condition()`` holds, while the process lives."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+
+
+def without_time(records):
+    """What must be the same in two runs: all but how long things took."""
+    return [{k: v for k, v in r.items() if not k.startswith("perf/")} for r in records]
+
+
+def same_run(one, other, step):
+    """AssertionError unless two run folders hold the same weights, bit for bit, and the same lines."""
+    for name in ("actor", "critic"):
+        left, right = (load_weights(folder, step, name) for folder in (one, other))
+        assert left.keys() == right.keys()
+        assert all(left[key].equal(right[key]) for key in left), f"{name} differs"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        left, right = (without_time(read_jsonl(Path(folder) / name)) for folder in (one, other))
+        assert left == right, f"{name} differs"

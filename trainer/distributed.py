@@ -1,19 +1,24 @@
 """One process or many: everything the trainer needs to know about the others.
 
 ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it a run is a world of one, and every function here
-is then the identity. Backend: nccl on GPUs, gloo on CPUs.
+is then the identity. Backend: nccl on GPUs, gloo on CPUs. Gradients are summed in the open, after the last
+micro-batch (``sum_gradients``), so no model is wrapped: a forward that bypasses a wrapper, the way for
+processes to drift apart unnoticed, cannot exist. Their weights are compared all the same (see below).
 """
 
 import os
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from errors import InputError
+from errors import InputError, SaidElsewhere
+from trainer.heartbeat import Heartbeat
+
+BUCKET = 1 << 24  # gradients that travel together
+PATIENCE = timedelta(minutes=30)  # for a process that lives but is late: with its reward function, say
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    _wrapped: list = field(default_factory=list)
+    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self):
@@ -32,7 +37,7 @@ class World:
     def sum(self, tensor):
         """The sum of every process' tensor; all must call it, in the same order."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            self._collective(dist.all_reduce, tensor)
         return tensor
 
     def gather(self, item):
@@ -40,42 +45,70 @@ class World:
         items = [item]
         if self.size > 1:
             items = [None] * self.size
-            dist.all_gather_object(items, item)
+            self._collective(dist.all_gather_object, items, item)
         return items
 
-    def wrap(self, module):
-        """DistributedDataParallel where there is more than one process: gradients become means over them."""
-        if self.size == 1:
-            return module
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        self._wrapped.append(DistributedDataParallel(module, device_ids=ids, broadcast_buffers=False))
-        return self._wrapped[-1]
+    def _collective(self, operation, *args):
+        try:
+            operation(*args)
+        except RuntimeError as error:  # the connection broke: torchrun says which process ended, and why
+            reason = str(error).strip().splitlines()[0][:120]
+            raise SystemExit(
+                f"error: process {self.rank} has lost the others ({reason}); go on with --resume"
+            ) from None
 
-    def accumulate(self, module, last):
-        """Context of one micro-batch's backward: gradients travel only with the last one."""
-        return nullcontext() if self.size == 1 or last else module.no_sync()
+    def sum_gradients(self, module):
+        """Every parameter's gradient becomes the sum over all processes. A parameter that no token of this
+        process reached (an expert, say) counts as zero."""
+        parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
+        while parameters:
+            bucket, count = [], 0
+            while parameters and (not bucket or count + parameters[0].numel() <= BUCKET):
+                bucket.append(parameters.pop(0))
+                count += bucket[-1].numel()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
+            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = grad.view_as(p)
 
-    def assert_identical(self, **modules):
-        """RuntimeError, on every process, where the processes do not hold the very same weights.
+    @contextmanager
+    def all_or_none(self):
+        """An ``InputError`` that one process meets in this block ends all of them; the main one says it."""
+        error = None
+        try:
+            yield
+        except InputError as met:
+            error = met
+        met = [(rank, text) for rank, text in enumerate(self.gather(error and str(error))) if text]
+        if met:
+            rank, text = met[0]
+            kind = InputError if self.is_main else SaidElsewhere
+            raise kind(text if rank == 0 else f"process {rank}: {text}") from error
 
-        A weight is compared through the sum of its bit pattern, which no rounding can blur.
+    def check_identical(self, **modules):
+        """End all processes where they do not hold the very same weights.
+
+        Weights are compared through the sum of their bit patterns, which no rounding can blur.
         """
-        sums = {
-            name: sum(int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in module.parameters())
-            for name, module in modules.items()
-        }
+        if self.size == 1:
+            return
+        sums = {name: sum(map(bit_sum, module.parameters())) for name, module in modules.items()}
         everyone = self.gather(sums)
         if any(other != everyone[0] for other in everyone):
-            raise RuntimeError(f"processes hold different weights; checksums by rank: {everyone}")
-        return sums
+            raise SystemExit(
+                f"error: processes hold different weights, nothing is saved; checksums by rank: {everyone}"
+            )
 
     def close(self):
-        """Leave the other processes. A wrapper's reducer must go first: were it the last owner of the process
-        group, it would join gloo's threads while holding the lock that they wait for, and never end."""
+        """Leave the other processes."""
         if self.size > 1:
-            for module in self._wrapped:
-                module.reducer = module.logger = None
+            self.heartbeat.end()
             dist.destroy_process_group()
+
+
+def bit_sum(tensor):
+    """The sum of a tensor's bit patterns in fp32, as an int: a checksum that sees every last bit."""
+    return int(tensor.detach().float().view(torch.int32).sum(dtype=torch.int64))
 
 
 def init_world(device, require=False):
@@ -95,7 +128,9 @@ def init_world(device, require=False):
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
-    if size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    return World(int(os.environ.get("RANK", "0")) if size > 1 else 0, size, device)
+    if size == 1:
+        return World(0, 1, device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return World(rank, size, device, Heartbeat(store.clone(), rank, size))

@@ -21,8 +21,10 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
         mine = list(prompts)
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
-    for batch in batches:
-        for kind, heat in (("", temperature), ("_greedy", 0.0)):
+    with world.all_or_none():
+        for batch, kind, heat in [
+            (b, *way) for b in batches for way in (("", temperature), ("_greedy", 0.0))
+        ]:
             rollout, texts, parts = roll_out(batch, heat)
             pairs = [(t, p.answer) for t, p in zip(texts, batch, strict=True) if p.answer is not None]
             if answered:

@@ -1,6 +1,8 @@
 """Flags -> inputs that have been checked against each other, before anything is written or trained."""
 
+import errno
 import math
+import os
 from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
@@ -24,24 +26,48 @@ COUNTS += "update_old_actor_freq log_interval save_interval keep_checkpoints"
 POSITIVE = "learning_rate critic_learning_rate grad_clip clip_epsilon cliprange_value temperature"
 NOT_NEGATIVE = "vf_coef kl_coef target_kl missing_eos_penalty critic_warmup_steps max_steps num_workers "
 NOT_NEGATIVE += "eval_interval gamma lam hidden_size num_hidden_layers seed"
+SIZES = "batch_size max_gen_len max_seq_len epochs max_steps ppo_epochs accumulation_steps "
+SIZES += "hidden_size num_hidden_layers"
+WEIGHTS = "grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty"
+PATHS = "model tokenizer data_path eval_data_path reward_model reward_fn out_dir run_name resume"
 
 
 def check_flags(args):
-    """InputError for a value out of range or sizes that do not divide."""
+    """InputError for a value out of range, a path that can be none, or sizes that do not divide."""
+    for name, value in vars(args).items():
+        if isinstance(value, list):  # argparse's way of reading --flag=--
+            raise InputError(f"--{name}: has no value; --help lists all flags")
     for names, rule, accepts in (
         (COUNTS, "at least 1", lambda x: x >= 1),
         (POSITIVE, "above 0", lambda x: 0 < x < math.inf),
         (NOT_NEGATIVE, "0 or more", lambda x: 0 <= x < math.inf),
-        ("gamma lam", "at most 1", lambda x: x <= 1),
+        ("gamma lam learning_rate critic_learning_rate", "at most 1", lambda x: x <= 1),
+        ("temperature", "0.01 to 100", lambda x: 0.01 <= x <= 100),  # or logits / temperature overflow
+        (WEIGHTS, "at most 1000000", lambda x: x <= 1e6),
+        (SIZES, "at most 1048576", lambda x: x <= 2**20),  # more would fill any memory, or take for ever
+        ("num_workers", "at most 64", lambda x: x <= 64),
         ("seed", "below 2**63", lambda x: x < 2**63),
     ):
         for name in names.split():
             if not accepts(getattr(args, name)):
-                raise InputError(f"--{name} {getattr(args, name)}: must be {rule}")
+                raise InputError(f"--{name} {str(getattr(args, name))[:100]}: must be {rule}")
+    for name in PATHS.split():
+        check_path(name, getattr(args, name))
     if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
         raise InputError(
             f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {args.batch_size}"
         )
+
+
+def check_path(flag, path):
+    """InputError for what no file or folder can be called: asking whether it exists would fail."""
+    try:
+        os.stat(path)
+    except ValueError as error:
+        raise InputError(f"--{flag} {path[:100]!r}: is no path ({error}); check it") from error
+    except OSError as error:  # that there is nothing there yet is for others to judge
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"--{flag} {path[:100]}…: is too long for a path; shorten it") from error
 
 
 def fill_paths(args):

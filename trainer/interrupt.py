@@ -1,22 +1,34 @@
-"""Ctrl-C and SIGTERM, obeyed where it is safe: after a step, between tokens. A second one goes at once."""
+"""Ctrl-C and SIGTERM, obeyed where it is safe: after a step, between tokens. A second one ends at once. And a
+limit to the time that someone else's code may take."""
 
+import os
 import signal
 import sys
+import time
+from contextlib import contextmanager
+
+ECHO = 2.0  # seconds in which a further signal is the same request: torchrun passes on what all have got
 
 
 class StopRequest:
-    """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed."""
+    """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed.
 
-    _signal = 0
+    ``reply``: what whoever pressed Ctrl-C is told.
+    """
+
+    def __init__(self, reply=""):
+        self._reply, self._signal, self._time = reply, 0, 0.0
 
     def __enter__(self):
         self._old = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _note(self, number, frame):
-        if self._signal:
-            sys.exit(128 + number)
-        self._signal = number
+        if not self._signal:
+            self._signal, self._time = number, time.monotonic()
+            os.write(2, self._reply.encode())  # print is not safe in a signal handler
+        elif time.monotonic() - self._time > ECHO:
+            os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
 
     def agreed(self, world):
         """The signal that any process got, the same on all of them; 0 when none did."""
@@ -32,3 +44,23 @@ class StopRequest:
     def __exit__(self, *exception):
         for number, handler in self._old.items():
             signal.signal(number, handler)
+
+
+class TimeUp(BaseException):
+    """Not an Exception: code with a limit to its time shall not catch it by accident."""
+
+
+@contextmanager
+def time_limit(seconds):
+    """Raise TimeUp in this block once it has taken so long; 0: never. For the main thread only."""
+
+    def end(number, frame):
+        raise TimeUp
+
+    old = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)

@@ -6,9 +6,9 @@ text, and messages go to the reward model as messages.
 
 import importlib.util
 import json
-import math
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,10 +18,12 @@ from dataset.lm_dataset import conversation_ids
 from errors import InputError
 from model.checks import check_tokenizer
 from model.loading import as_input_error, load_tokenizer, quiet
+from trainer.interrupt import TimeUp, time_limit
+from trainer.memory import each_micro_batch
 from trainer.packing import pack_sequences, packed_states
 from trainer.ppo import length_mask
 from trainer.precision import autocast
-from trainer.record import micro_batches, pad_right, tokens_per_pass
+from trainer.record import pad_right, tokens_per_pass
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
@@ -79,11 +81,14 @@ class ClassifierRewardModel:
         beginning."""
         ids = [conversation_ids(self.tokenizer, *pair)[-self.max_length :] for pair in conversations]
         scores = torch.empty(len(ids))
-        for index in micro_batches([len(x) for x in ids], tokens_per_pass(self.model.device)):
+
+        def fill(index):
             tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
             score = self._packed_scores if self.packs else self._padded_scores
             with autocast(self.model.device, self.dtype):
                 scores[index] = score(tokens, lengths).float().cpu()
+
+        each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), fill)
         return scores
 
     def _packed_scores(self, tokens, lengths):
@@ -125,9 +130,10 @@ class RemoteRewardModel:
 
     def _score(self, prompt, response):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return float(
-            self.model.get_score(self.tokenizer, [*messages, {"role": "assistant", "content": response}])
-        )
+        with as_input_error("--reward_model: its get_score failed"):
+            return float(
+                self.model.get_score(self.tokenizer, [*messages, {"role": "assistant", "content": response}])
+            )
 
 
 def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
@@ -180,12 +186,15 @@ def load_reward_function(spec):
 class Reward:
     """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum."""
 
-    def __init__(self, model=None, function=None, reasoning=True, missing_eos_penalty=0.0):
-        self.model, self.function = model, function
+    def __init__(self, model=None, function=None, reasoning=True, missing_eos_penalty=0.0, timeout=0.0):
+        self.model, self.function, self.timeout = model, function, timeout
         self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
 
     def __call__(self, prompts, responses, answers, finished):
-        """B prompts (text or messages), texts, answers (or None), bools -> {part: [B]}, "score" their sum."""
+        """B prompts (text or messages), texts, answers (or None), bools -> {part: [B]}, "score" their sum.
+
+        Raises InputError where a reward fails: an exception, no answer in time, a score that is no number.
+        """
         parts = {}
         if self.reasoning:
             parts["format"] = torch.tensor([format_reward(r) for r in responses])
@@ -208,23 +217,38 @@ class Reward:
         scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
         whole, alone = scores[: len(responses)], scores[len(responses) :]
         whole[blocks] = 0.4 * whole[blocks] + 0.6 * alone
-        return whole
+        return finite("--reward_model", whole, responses)
 
     def _function_scores(self, prompts, responses, answers):
-        scores = self.function(prompts, responses, answers)
         try:
-            scores = [float(s) for s in scores]
-        except (TypeError, ValueError):
+            copies = [list(x) for x in (prompts, responses, answers)]  # it may change what it is given
+            with time_limit(self.timeout):
+                scores = [float(score) for score in self.function(*copies)]
+        except TimeUp:
             raise InputError(
-                f"--reward_fn: returned {type(scores).__name__}, not a list of numbers"
+                f"--reward_fn: no answer after {self.timeout:g} s; speed it up or raise --reward_timeout"
             ) from None
-        if len(scores) != len(responses) or not all(map(math.isfinite, scores)):
-            example = json.dumps(responses[0])[:80]
+        except (Exception, SystemExit) as error:  # whatever the user's code raises is the user's to see
+            frames = traceback.extract_tb(error.__traceback__)
+            places = [f" at {f.filename}:{f.lineno}" for f in frames if f.filename != __file__]
+            reason = f"{type(error).__name__}: {error}"[:200]
             raise InputError(
-                f"--reward_fn: returned {len(scores)} scores for {len(responses)} responses, or one that is "
-                f"not finite: {scores[:4]}… (first response {example})"
+                f"--reward_fn: {reason}{places[0] if places else ', in what it returned'}; mend it"
+            ) from error
+        if len(scores) != len(responses):
+            raise InputError(
+                f"--reward_fn: returned {len(scores)} scores for {len(responses)} responses; return one each"
             )
-        return torch.tensor(scores)
+        return finite("--reward_fn", torch.tensor(scores), responses)
+
+
+def finite(flag, scores, responses):
+    """The scores [B] as they are. InputError if one is NaN or infinite: it would spoil the whole batch."""
+    wrong = (~scores.isfinite()).nonzero()
+    if len(wrong):
+        score, response = scores[wrong[0]].item(), json.dumps(responses[wrong[0]], ensure_ascii=False)[:80]
+        raise InputError(f"{flag}: the score {score} for the response {response}; scores must be finite")
+    return scores
 
 
 def load_reward(args, device, dtype):
@@ -234,4 +258,4 @@ def load_reward(args, device, dtype):
         model = load_reward_model(args.reward_model, device, args.trust_remote_code, dtype)
     if args.reward_fn:
         function = load_reward_function(args.reward_fn)
-    return Reward(model, function, args.reasoning, args.missing_eos_penalty)
+    return Reward(model, function, args.reasoning, args.missing_eos_penalty, args.reward_timeout)

@@ -10,6 +10,7 @@ import torch
 from trainer.attention import cache_dtype
 from trainer.behaviour import BehaviourCopy
 from trainer.graphs import Graphs
+from trainer.memory import attempt, too_long
 from trainer.noise import pick_tokens, uniform
 from trainer.ppo import length_mask
 from trainer.record import Rollout, micro_batches, pad_right, tokens_per_pass
@@ -42,7 +43,10 @@ class Sampler:
         response; temperature 0 is greedy.
         """
         with torch.inference_mode():
-            self._run(prompt_ids, keys, eos_ids, max_gen_len, temperature)
+            while not attempt(self._run, prompt_ids, keys, eos_ids, max_gen_len, temperature)[0]:
+                self.engine, self.slots = None, min(self.slots, len(prompt_ids)) // 2
+                if not self.slots:
+                    raise too_long(max(map(len, prompt_ids)) + max_gen_len)
         return self.engine.rollout()
 
     def _run(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):

@@ -1,7 +1,6 @@
 """Log-probs and values of sequences: the training forward, used with and without gradients.
 
-The two modules here are what gets wrapped for several processes, so every forward that needs gradients goes
-through the wrapper. Sequences go through a model packed, without padding; logits are computed only where a
+Sequences go through a model packed, without padding; logits are computed only where a
 response token is predicted, and never for a whole batch at a time (``logprobs.py``).
 """
 
@@ -12,10 +11,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from errors import InputError
 from model.checks import is_moe
 from trainer.logprobs import token_logprobs
+from trainer.memory import each_micro_batch
 from trainer.packing import pack_sequences, packed_states, take_rows
 from trainer.ppo import length_mask, load_balance_loss
 from trainer.precision import autocast
-from trainer.record import micro_batches, tokens_per_pass
+from trainer.record import tokens_per_pass
 
 
 def scatter(flat, mask):
@@ -100,7 +100,10 @@ class ValueScorer(nn.Module):
 def score_all(rollout, score):
     """Apply ``score(rows of the rollout) -> [b, r]`` micro-batch by micro-batch -> [B, R], in row order."""
     result = torch.zeros_like(rollout.sampler_logprobs)
-    for index in micro_batches(rollout.lengths.tolist(), tokens_per_pass(result.device)):
+
+    def fill(index):
         part = score(rollout.rows(index))
         result[index, : part.shape[1]] = part
+
+    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(result.device), fill)
     return result

@@ -5,7 +5,9 @@ update), ``samples.jsonl`` (prompt, response, score parts) and ``curves.png``. S
 with ``--use_wandb``. Only the main process has a ``Tracker``; the others have a ``NullTracker``.
 """
 
+import contextlib
 import json
+import math
 import os
 import resource
 import time
@@ -14,6 +16,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from files import write_whole, writing
+from trainer.checkpoints import list_checkpoints
 from trainer.plots import plot_curves
 
 LINE = (  # (metric, how the line shows it)
@@ -70,7 +74,13 @@ class NullTracker:
     def say(self, text):
         pass
 
-    def summary(self, pth_path):
+    def introduce(self, run, held_out):
+        pass
+
+    def summary(self, run):
+        pass
+
+    def stopped(self):
         pass
 
     def finish(self):
@@ -81,22 +91,27 @@ class Tracker:
     """Writes a run folder, the terminal and, if asked, SwanLab. ``first_step`` > 0 continues a run."""
 
     def __init__(self, folder, args, first_step, total_steps):
-        self.folder, self.total_steps, self.log_interval = Path(folder), total_steps, args.log_interval
+        self.folder, self.total_steps, self.log_interval = folder, total_steps, args.log_interval
+        self.saving_seconds = 0.0
+        self._files = []
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines_up_to(self.folder / name, first_step or -1)
-        self._metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._samples = open(self.folder / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            path = folder.path / name
+            with writing(path):
+                keep_lines_up_to(path, first_step or -1)
+                self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
         self._bar = tqdm(total=total_steps, initial=first_step, desc="ppo", unit="step", disable=None)
-        self._swanlab = start_swanlab(args, self.folder) if args.use_wandb else None
+        self._swanlab = start_swanlab(args, folder) if args.use_wandb else None
         self._start = time.perf_counter()
 
     def log(self, step, metrics, rows=()):
         """One step's averaged metrics and sample rows: to files and bar; a line every log_interval."""
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._metrics.flush()
-        for row in rows:
-            self._samples.write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
-        self._samples.flush()
+        # JSON has no NaN: what was not finite, the loss of a step that was skipped, becomes null.
+        numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        for file, records in zip(self._files, ([numbers], rows), strict=True):
+            with writing(file.name):
+                for record in records:
+                    file.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
+                file.flush()
         if self._swanlab:
             self._swanlab.log(metrics, step=step)
         self._bar.set_postfix_str(describe(metrics, ("score", "kl", "len", "samples")), refresh=False)
@@ -113,35 +128,60 @@ class Tracker:
         """Print above the progress bar."""
         tqdm.write(text)
 
-    def summary(self, pth_path):
+    def introduce(self, run, held_out):
+        """What is about to happen, and what the user should know about the run folder."""
+        for note in self.folder.notes:
+            self.say(note)
+        self.say(introduction(run, held_out, self.folder))
+
+    def flush(self):
+        """Force what has been logged to the disk: no checkpoint may know of a step that its files do not."""
+        for file in self._files:
+            with writing(file.name):
+                os.fsync(file.fileno())
+
+    def stopped(self):
+        """Say how to go on with a run that did not reach its end."""
+        self._bar.close()
+        if saved := list_checkpoints(self.folder.path):
+            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
+
+    def summary(self, run):
         """What the run achieved: before and after, time, memory, and where everything is."""
         self._bar.close()
-        records = read_metrics(self.folder)
-        plot_curves(records, self.folder / "curves.png")
+        folder, progress, pth_path = self.folder.path, run.progress, run.pth_path
+        records = read_metrics(folder)
         table = before_after_table(records)
-        (self.folder / "summary.md").write_text(table + "\n", encoding="utf-8")
+        with writing(folder):
+            plot_curves(records, folder / "curves.png")
+            write_whole(folder / "summary.md", table + "\n")
         seconds, host = time.perf_counter() - self._start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
         memory = f"{host / 2**20:.1f} GiB of memory"
         if torch.cuda.is_available():
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
-            f"\n{table}\n\n{seconds:.0f} s, {rates[len(rates) // 2]:.0f} samples/s, at most {memory}"
-            f"\ncurves   {self.folder / 'curves.png'}\nmodel    {pth_path}"
+            f"\n{table}\n\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
+            f"{rates[len(rates) // 2]:.0f} samples/s, at most {memory}"
+            + (f"\nbest     score {progress.best_score:.3f} at step {progress.best_step}" if table else "")
+            + (f"\nskipped  {progress.skipped_steps} updates, not finite" if progress.skipped_steps else "")
+            + f"\ncurves   {folder / 'curves.png'}\nmodel    {pth_path}"
             f"\ntalk     python chat.py --model {pth_path}"
         )
 
     def finish(self):
         self._bar.close()
-        self._metrics.close()
-        self._samples.close()
         if self._swanlab:
             self._swanlab.finish()
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk has been reported, and leaves nothing to save
+                file.close()
+        self.folder.close()
 
 
-def introduction(run, prompts, held_out, folder):
+def introduction(run, held_out, folder):
     """What is about to happen, in a few lines."""
-    args, actor = run.args, run.actor
+    args, actor, prompts = run.args, run.actor, run.prompts
     size = sum(p.numel() for p in actor.parameters()) / 1e6
     dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
     tested = f", {len(held_out)} held out" if held_out else ""
@@ -151,7 +191,8 @@ def introduction(run, prompts, held_out, folder):
         f"reward   {' + '.join(p for p in parts if p)}\n"
         f"prompts  {len(prompts)}{dropped}{tested}\n"
         f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts, {run.world.size} x "
-        f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder}"
+        f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder.path}"
+        + (f"\nresumed  after step {run.progress.step}" if folder.checkpoint else "")
     )
 
 
@@ -199,15 +240,14 @@ def keep_lines_up_to(path, last_step):
                 break
             if step <= last_step:
                 kept.append(line + b"\n")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, b"".join(kept))
 
 
 def read_metrics(folder):
     """The run's metrics.jsonl as a list of dicts."""
     lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
+    return [{name: math.nan if x is None else x for name, x in r.items()} for r in records]
 
 
 def before_after_table(records):
@@ -226,13 +266,18 @@ def before_after_table(records):
 
 
 def start_swanlab(args, folder):
-    """The SwanLab run: online when logged in, else offline in the run folder (send with ``swanlab sync``)."""
+    """The SwanLab run: online when logged in, else offline in the run folder, for ``swanlab sync --id ID``.
+
+    A resumed run has the same id (config.json has it): it goes on in the same place.
+    """
     import swanlab  # only needed with --use_wandb
 
     return swanlab.init(
         project=args.wandb_project,
-        name=folder.name,
+        name=folder.path.name,
+        id=folder.config["swanlab_id"],
+        resume="allow",
         config=vars(args),
-        log_dir=str(folder / "swanlog"),
+        log_dir=str(folder.path / "swanlog"),
         mode="online" if swanlab.Settings().api_key else "offline",
     )

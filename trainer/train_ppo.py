@@ -34,23 +34,27 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from dataset.lm_dataset import PromptBatches, epoch_order, local_positions
+from dataset.lm_dataset import PromptBatches, RLAIFDataset, epoch_order, local_positions
 from errors import FlagParser, InputError, run_script
+from files import writing
 from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
 from model.saving import save_policy
 from trainer import checkpoints, ppo
+from trainer.checkpoints import Progress
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
 from trainer.inputs import check_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
+from trainer.memory import attempt, too_long
 from trainer.noise import noise_keys
 from trainer.precision import fast_dtype
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.rewards import Reward, load_reward, starts_critic
 from trainer.rollout import Sampler, response_texts
+from trainer.run_folder import RunFolder
 from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
-from trainer.tracking import Metrics, NullTracker, Tracker, introduction, sample_rows
+from trainer.tracking import Metrics, NullTracker, Tracker, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
 MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
@@ -76,6 +80,7 @@ def parse_args(argv=None):
     p.add_argument("--reward_model", default="", help="classifier with one label, or code with get_score")
     p.add_argument("--reward_fn", default="", help="path.py:function of (prompts, responses, answers)")
     p.add_argument("--missing_eos_penalty", type=float, default=1.0, help="off the score of a cut answer")
+    p.add_argument("--reward_timeout", type=float, default=600, help="seconds for --reward_fn; 0: no limit")
     # rollout
     p.add_argument("--batch_size", type=int, default=128, help="prompts a step, per process")
     p.add_argument("--max_gen_len", type=int, default=64, help="longest response in tokens")
@@ -112,7 +117,7 @@ def parse_args(argv=None):
     p.add_argument("--resume", default="", help="auto, or a run or checkpoint folder")
     p.add_argument("--log_interval", type=int, default=5, help="steps between printed lines and samples")
     p.add_argument("--save_interval", type=int, default=20, help="steps between checkpoints")
-    p.add_argument("--keep_checkpoints", type=int, default=1, help="newest checkpoints kept")
+    p.add_argument("--keep_checkpoints", type=int, default=2, help="newest checkpoints kept")
     p.add_argument("--eval_interval", type=int, default=20, help="steps between evaluations; 0: ends only")
     p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
     p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
@@ -130,6 +135,7 @@ class Run:
     world: World
     dtype: torch.dtype  # of mixed precision and sampling
     tokenizer: object
+    prompts: RLAIFDataset
     eos: list  # token ids that end a response
     reward: Reward
     total_steps: int
@@ -138,11 +144,11 @@ class Run:
     sampler: Sampler  # samples from a copy of the old actor (or of the actor, to evaluate it)
     ref: torch.nn.Module  # the actor's start, frozen
     critic: torch.nn.Module  # trained
-    policy: torch.nn.Module  # PolicyScorer of the actor, wrapped for several processes
-    value: torch.nn.Module  # ValueScorer of the critic, wrapped for several processes
+    policy: PolicyScorer  # of the actor
+    value: ValueScorer  # of the critic
     actor_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
-    bad_steps: int = 0  # optimizer steps in a row that were not finite
+    progress: Progress
 
     @property
     def minibatches(self):
@@ -154,7 +160,7 @@ class Run:
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
 
-def build_run(args, world, actor, tokenizer, n_prompts):
+def build_run(args, world, actor, tokenizer, prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
     device, dtype = world.device, fast_dtype(args.dtype, world.device)
@@ -174,16 +180,18 @@ def build_run(args, world, actor, tokenizer, n_prompts):
         tokenizer=tokenizer,
         eos=eos_ids(tokenizer, actor),
         reward=reward,
-        total_steps=count_steps(args, n_prompts, world.size),
+        prompts=prompts,
+        total_steps=count_steps(args, len(prompts), world.size),
         actor=actor,
         old_actor=copy.deepcopy(actor).requires_grad_(False),
         sampler=Sampler(actor, dtype),
         ref=copy.deepcopy(actor).requires_grad_(False),
         critic=critic,
-        policy=world.wrap(PolicyScorer(actor, dtype)),
-        value=world.wrap(ValueScorer(critic, dtype)),
+        policy=PolicyScorer(actor, dtype),
+        value=ValueScorer(critic, dtype),
         actor_optimizer=AdamW(actor.parameters(), args.learning_rate, **options),
         critic_optimizer=AdamW(critic.parameters(), args.critic_learning_rate, **options),
+        progress=Progress(token_budget=tokens_per_pass(device)),
     )
     if Path(args.model).resolve() == run.pth_path.resolve():
         raise InputError(f"--model {args.model}: this run would write its result there; copy it elsewhere")
@@ -234,56 +242,77 @@ def fill_rollout(run, rollout, scores, metrics):
 def backward(run, minibatch, tokens, std, train_actor):
     """Gradients of one minibatch, micro-batch by micro-batch -> metrics, as sums over this process' tokens.
 
-    ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it.
-    DDP takes the mean of gradients over processes, hence the factor ``world.size``. All of the critic comes
-    before all of the actor: processes may differ in their number of micro-batches, and must still meet in the
-    same order.
+    ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it,
+    and the sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    args, world, sums = run.args, run.world, Metrics()
-    lengths = minibatch.lengths.tolist()
-    budget = min(tokens_per_pass(world.device), math.ceil(sum(lengths) / args.accumulation_steps))
-    pieces = [minibatch.rows(index) for index in micro_batches(lengths, budget)]
+    args, sums, lengths = run.args, Metrics(), minibatch.lengths.tolist()
+    sequences = args.mini_batch_size * run.world.size
+    pieces = [minibatch.rows(index) for index in micro_batches(lengths, token_budget(run, lengths))]
     for mb in pieces:
-        with world.accumulate(run.value, last=mb is pieces[-1]):
-            values = run.value(*mb.sequences)
-            loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, args.cliprange_value)
-            (args.vf_coef * loss / tokens * world.size).backward()
+        values = run.value(*mb.sequences)
+        loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, args.cliprange_value)
+        (args.vf_coef * loss / tokens).backward()
         sums.add_all({"value/loss": loss, **info}, mb.response_len.sum())
     for mb in pieces if train_actor else ():
-        with world.accumulate(run.policy, last=mb is pieces[-1]):
-            logprobs, entropy, balance = run.policy(*mb.sequences, args.temperature)
-            loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_epsilon)
-            total = loss
-            if args.kl_in == "loss":  # divided by the advantages' std, as the advantages were
-                k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
-                total = total + args.kl_coef / std * ppo.masked_sum(k2, mb.mask)
-            total = total / tokens + balance / (args.mini_batch_size * world.size)
-            (total * world.size).backward()
+        logprobs, entropy, balance = run.policy(*mb.sequences, args.temperature)
+        loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_epsilon)
+        total = loss
+        if args.kl_in == "loss":  # divided by the advantages' std, as the advantages were
+            k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
+            total = total + args.kl_coef / std * ppo.masked_sum(k2, mb.mask)
+        (total / tokens + balance / sequences).backward()
         info |= {"policy/loss": loss, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}
         sums.add_all(info, mb.response_len.sum())
         sums.add("policy/balance_loss", balance, len(mb.tokens))
     return sums
 
 
+def token_budget(run, lengths):
+    """Tokens of one micro-batch: at most --accumulation_steps pieces' worth, and what has fitted so far."""
+    return min(run.progress.token_budget, math.ceil(sum(lengths) / run.args.accumulation_steps))
+
+
+def backward_that_fits(run, minibatch, *more):
+    """``backward``, from the start again with half the tokens at a time wherever memory runs out."""
+    lengths = minibatch.lengths.tolist()
+    while True:
+        fits, sums = attempt(backward, run, minibatch, *more)
+        if fits:
+            return sums
+        forget_gradients(run)
+        if token_budget(run, lengths) <= max(lengths):  # every sequence was alone already
+            raise too_long(max(lengths))
+        run.progress.token_budget = token_budget(run, lengths) // 2
+
+
+def forget_gradients(run):
+    run.actor_optimizer.zero_grad()
+    run.critic_optimizer.zero_grad()
+
+
 def optimizer_step(run, number, loss, train_actor):
-    """Clip and step actor and critic, optimizer step ``number`` of the run. A loss or gradient that is not
-    finite makes it no step at all: no weight, momentum or decay moves. -> False then."""
-    args = run.args
+    """Sum gradients over processes, clip and step actor and critic, optimizer step ``number`` of the run. A
+    loss or gradient that is not finite makes it no step at all: no weight, momentum or decay moves. -> False
+    then."""
+    args, progress = run.args, run.progress
     per_batch = args.ppo_epochs * run.minibatches
     start, total = args.critic_warmup_steps * per_batch, run.total_steps * per_batch
     both = [(run.critic, run.critic_optimizer, ppo.cosine_lr(args.critic_learning_rate, number, total))]
     if train_actor:
         lr = ppo.cosine_lr(args.learning_rate, number - start, total - start)
         both.append((run.actor, run.actor_optimizer, lr))
+    for model, _, _ in both:
+        run.world.sum_gradients(model)
     norms = [clip_grad_norm_(model.parameters(), args.grad_clip).item() for model, _, _ in both]
     finite = math.isfinite(loss + sum(norms))
     for _, optimizer, lr in both:
         optimizer.param_groups[0]["lr"] = lr
         if finite:
             optimizer.step()
-        optimizer.zero_grad()
-    run.bad_steps = 0 if finite else run.bad_steps + 1
-    if run.bad_steps >= MAX_BAD_STEPS:
+    forget_gradients(run)
+    progress.bad_steps = 0 if finite else progress.bad_steps + 1
+    progress.skipped_steps += not finite
+    if progress.bad_steps >= MAX_BAD_STEPS:
         raise SystemExit(f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the rates")
     return finite
 
@@ -296,7 +325,7 @@ def update(run, rollout, step, std, metrics):
     tokens = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     for epoch in range(step * args.ppo_epochs, (step + 1) * args.ppo_epochs):
         for place, k in enumerate(epoch_order(run.minibatches, args.seed, epoch)):
-            sums = backward(run, minibatches[k], tokens[k], std, train_actor)
+            sums = backward_that_fits(run, minibatches[k], tokens[k], std, train_actor)
             metrics.merge(sums)
             totals = [sums.total(name) for name in ("policy/approx_kl", "policy/loss", "value/loss")]
             totals = torch.tensor(totals, dtype=torch.float64, device=world.device)
@@ -304,21 +333,30 @@ def update(run, rollout, step, std, metrics):
             stop = 0 < args.target_kl < approx_kl
             metrics.add("policy/early_stop", stop, 1)
             if stop:  # before the step, not after: momentum must not move the weights either
-                run.actor_optimizer.zero_grad()
-                run.critic_optimizer.zero_grad()
+                forget_gradients(run)
                 return
             stepped = optimizer_step(run, epoch * run.minibatches + place, sum(losses), train_actor)
             metrics.add("policy/skipped_steps", not stepped, 1)
 
 
-def train_step(run, step, batch, positions):
-    """One batch of prompts: roll out, score, fill, update -> (metrics, rows for samples.jsonl)."""
+def collect(run, step, batch, positions):
+    """The old actor answers the prompts, the rewards judge -> (rollout, texts, score parts, seconds).
+
+    Nothing has been learned yet. Raises InputError on all processes where one's reward fails.
+    """
+    start = time.perf_counter()
+    with run.world.all_or_none():
+        keys = noise_keys(run.args.seed, step, positions)
+        rollout, texts = roll_out(run, run.old_actor, batch, keys, run.args.temperature)
+        sampled = time.perf_counter()
+        parts = judge(run, batch, rollout, texts)
+    return rollout, texts, parts, {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
+
+
+def learn(run, step, batch, collected):
+    """Fill the rollout, update the models -> (metrics, rows for samples.jsonl)."""
     args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
-    keys = noise_keys(args.seed, step, positions)
-    rollout, texts = roll_out(run, run.old_actor, batch, keys, args.temperature)
-    clock.append(time.perf_counter())
-    parts = judge(run, batch, rollout, texts)
-    clock.append(time.perf_counter())
+    rollout, texts, parts, seconds = collected
     std = fill_rollout(run, rollout, parts["score"], metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, std, metrics)
@@ -330,9 +368,9 @@ def train_step(run, step, batch, positions):
     metrics.add("rollout/length", rollout.response_len.sum(), len(batch))
     metrics.add("rollout/finished", rollout.finished.sum(), len(batch))
     means = metrics.means(run.world)
-    for name, start, end in zip(("rollout", "reward", "score", "update"), clock, clock[1:], strict=False):
-        means[f"perf/{name}_seconds"] = end - start
-    means["perf/samples_per_second"] = args.batch_size * run.world.size / (clock[-1] - clock[0])
+    seconds = {**seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
+    means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
     return means, sample_rows(batch, texts, parts)
 
 
@@ -349,53 +387,86 @@ def evaluate_actor(run, prompts):
     return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
 
 
-def save(run, folder, step):
+def save(run, tracker):
     """A checkpoint to resume from, and the actor as the .pth that users load."""
-    run.world.assert_identical(actor=run.actor, critic=run.critic)
-    if run.world.is_main:
-        checkpoints.save(folder, step, run, keep=run.args.keep_checkpoints)
-        save_policy(run.actor, run.tokenizer, run.pth_path)
+    with run.world.all_or_none():
+        if run.world.is_main:
+            start, folder = time.perf_counter(), tracker.folder
+            tracker.flush()
+            checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
+            with writing(run.pth_path):
+                save_policy(run.actor, run.tokenizer, run.pth_path)
+            tracker.saving_seconds += time.perf_counter() - start
 
 
-def train(run, folder, first_step, prompts, held_out, tracker):
-    """The loop, from batch ``first_step`` to the end or until someone asks it to stop."""
-    args, world = run.args, run.world
+def train(run, held_out, tracker):
+    """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
+    args, world, progress = run.args, run.world, run.progress
     share = (args.batch_size, args.mini_batch_size, world.rank, world.size)
-    order = PromptBatches(len(prompts), args.seed, first_step, run.total_steps, *share)
-    loader = DataLoader(prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
-    with StopRequest() as stop:
-        if first_step == 0:
-            tracker.log(0, evaluate_actor(run, held_out))
-        for step, batch in enumerate(loader, start=first_step):
-            metrics, rows = train_step(run, step, batch, local_positions(*share))
-            done, last = step + 1, step + 1 == run.total_steps
-            signal = stop.agreed(world)
+    order = PromptBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *share)
+    loader = DataLoader(run.prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
+    with StopRequest("\nstopping after this step; once more: at once\n") as stop:
+        if progress.step == 0:
+            record(run, tracker, 0, evaluate_actor(run, held_out))
+        for step, batch in enumerate(loader, start=progress.step):
+            try:
+                collected = collect(run, step, batch, local_positions(*share))
+            except InputError:
+                save(run, tracker)
+                raise
+            metrics, rows = learn(run, step, batch, collected)
+            world.check_identical(actor=run.actor, critic=run.critic)
+            progress.step = done = step + 1
+            last, signal = done == run.total_steps, stop.agreed(world)
             if last or (args.eval_interval and done % args.eval_interval == 0):
                 metrics |= evaluate_actor(run, held_out)
-            tracker.log(done, metrics, rows)
+            record(run, tracker, done, metrics, rows)
             if last or signal or done % args.save_interval == 0:
-                save(run, folder, done)
+                save(run, tracker)
             if signal and not last:
-                tracker.say(f"stopped after step {done}; go on with the same command and --resume {folder}")
                 raise SystemExit(128 + signal)
+
+
+def record(run, tracker, step, metrics, rows=()):
+    """Write a step down, and remember the best evaluation."""
+    score = metrics.get("eval/score")
+    if score is not None and (run.progress.best_score is None or score > run.progress.best_score):
+        run.progress.best_score, run.progress.best_step = score, step
+    metrics["perf/tokens_at_a_time"] = run.progress.token_budget
+    with run.world.all_or_none():
+        tracker.log(step, metrics, rows)
+
+
+def start(run, held_out, argv):
+    """Take a folder, fill the run from its checkpoint if it has one -> what writes the run down."""
+    args, world = run.args, run.world
+    with world.all_or_none():
+        folder = RunFolder(args.out_dir, args.run_name, args.resume) if world.is_main else None
+        if folder:
+            folder.begin(run, argv)
+    checkpoint = world.gather(folder and folder.checkpoint)[0]
+    with world.all_or_none():
+        if checkpoint:
+            checkpoints.load(checkpoint, run)
+        tracker = Tracker(folder, args, run.progress.step, run.total_steps) if folder else NullTracker()
+    tracker.introduce(run, held_out)
+    return tracker
 
 
 def main(argv=None):
     args = parse_args(argv)
     world = init_world(args.device, args.ddp)
     try:
-        actor, tokenizer, prompts, held_out = load_inputs(args)
-        run = build_run(args, world, actor, tokenizer, len(prompts))
-        folder, checkpoint = world.gather(checkpoints.find_run(args.out_dir, args.run_name, args.resume))[0]
-        first_step = checkpoints.resume(checkpoint, run) if checkpoint else 0
-        tracker = NullTracker()
-        if world.is_main:
-            checkpoints.start_run(folder, run, resumed=bool(checkpoint))
-            tracker = Tracker(folder, args, first_step, run.total_steps)
-        tracker.say(introduction(run, prompts, held_out, folder))
+        with world.all_or_none():
+            actor, tokenizer, prompts, held_out = load_inputs(args)
+            run = build_run(args, world, actor, tokenizer, prompts)
+        tracker = start(run, held_out, sys.argv[1:] if argv is None else argv)
         try:
-            train(run, folder, first_step, prompts, held_out, tracker)
-            tracker.summary(run.pth_path)
+            train(run, held_out, tracker)
+            tracker.summary(run)
+        except (InputError, SystemExit):
+            tracker.stopped()
+            raise
         finally:
             tracker.finish()
     finally:

@@ -1,0 +1,117 @@
+"""Special tokens that a text spells out stay text.
+
+A prompt may hold the characters ``<|im_end|>``, and a policy may write them: neither may end a turn, or a
+reward model could be told anything. So ``mark_special`` puts a mark in the place of each before a chat
+template writes its own special tokens around the text, and ``encode_marked`` reads the marks as ordinary
+characters. A text that spells no special token stays as it is.
+"""
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+MARK = "\ufdd0"  # opens a mark: a code point that Unicode reserves for use inside programs
+FIRST, LAST = (
+    0xF0000,
+    0xFFFFD,
+)  # the character after it says which string it stands for: the first, MARK itself
+MARKS = re.compile(f"({MARK}[{chr(FIRST)}-{chr(LAST)}])")
+SPECIAL_MARK = re.compile(f"{MARK}[{chr(FIRST + 1)}-{chr(LAST)}]")
+
+
+class Spellings(NamedTuple):
+    """How a tokenizer's special tokens are written, and the ids that no text of a user may get."""
+
+    names: list  # longest first, for one may begin another
+    pattern: re.Pattern  # any of them
+    ids: frozenset
+
+
+@lru_cache(maxsize=8)  # asked for every text; some tokenizers have thousands of added tokens
+def spellings(tokenizer):
+    added = tokenizer.added_tokens_decoder
+    names = {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
+    names = sorted(names - {""}, key=lambda name: (-len(name), name))
+    ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    # Text of unknown characters has the unknown token's id, unless that says something else as well.
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    ids -= {tokenizer.unk_token_id} - ends
+    return Spellings(names, re.compile("|".join(map(re.escape, names)) or "(?!)"), frozenset(ids))
+
+
+def mark_special(tokenizer, text):
+    """``text`` with a mark in the place of each special token that it spells, or would once normalised."""
+    special = spellings(tokenizer)
+
+    def marked(text):
+        def mark(match):
+            return MARK + chr(FIRST + 1 + special.names.index(match[0]))
+
+        return special.pattern.sub(mark, text.replace(MARK, MARK + chr(FIRST)))
+
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    if normalizer is not None and special.pattern.search(normalizer.normalize_str(marked(text))):
+        text = normalizer.normalize_str(text)  # full-width letters, say, that become a special token's
+    return marked(text)
+
+
+def unmark(tokenizer, text):
+    """The text that ``mark_special`` was given."""
+    strings = [MARK, *spellings(tokenizer).names]
+    return MARKS.sub(lambda mark: strings[ord(mark[0][1]) - FIRST], text)
+
+
+def encode_marked(tokenizer, text, add_special_tokens):
+    """The token ids of a text with marks in it; special tokens beside the marks are special.
+
+    The text is cut only at those, so that words and prefix spaces are what they would be in any text.
+    """
+    if not SPECIAL_MARK.search(text):
+        return _ids(tokenizer, unmark(tokenizer, text), add_special_tokens=add_special_tokens)
+    parts = [""]  # in turn: nothing spelled, something spelled
+    for part in re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text):
+        if SPECIAL_MARK.search(part):
+            parts += [part, ""]
+        else:
+            parts[-1] += part
+    ids = []
+    for i, part in enumerate(parts):
+        if part:
+            ids += _as_text(tokenizer, part) if i % 2 else _ids(tokenizer, unmark(tokenizer, part))
+    if add_special_tokens:  # a BOS, say: what the tokenizer puts around any text
+        whole = tokenizer(
+            unmark(tokenizer, text), split_special_tokens=True, return_special_tokens_mask=True, verbose=False
+        )
+        around = whole["special_tokens_mask"]
+        before = around.index(0) if 0 in around else len(around)
+        after = len(around) if before == len(around) else len(around) - around[::-1].index(0)
+        ids = whole["input_ids"][:before] + ids + whole["input_ids"][after:]
+    return ids
+
+
+def _as_text(tokenizer, text):
+    """Ids without a special one among them, of a text between two special tokens.
+
+    Vocabularies of words may have the special token as a word: then its characters are read one by one.
+    """
+    special = spellings(tokenizer).ids
+    ids = _ids(tokenizer, unmark(tokenizer, text), split_special_tokens=True)
+    if special.isdisjoint(ids):
+        return ids
+    ids = []
+    for part in filter(None, MARKS.split(text)):
+        if SPECIAL_MARK.fullmatch(part):
+            rows = _ids(tokenizer, list(unmark(tokenizer, part)), split_special_tokens=True)
+            ids += [i for row in rows for i in row if i not in special]
+        else:
+            ids += _ids(tokenizer, unmark(tokenizer, part))
+    return ids
+
+
+def _ids(tokenizer, text, add_special_tokens=False, split_special_tokens=False):
+    return tokenizer(
+        text,
+        add_special_tokens=add_special_tokens,
+        split_special_tokens=split_special_tokens,
+        verbose=False,
+    )["input_ids"]

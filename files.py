@@ -1,0 +1,65 @@
+"""Files that appear whole or not at all, and locks that end with the process that holds them."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from errors import InputError
+
+
+def sync(path):
+    """Force a file's or folder's content to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move(source, target):
+    """Rename ``source`` to ``target``, flushed to disk before and after: a crash leaves one of them."""
+    sync(source)
+    os.replace(source, target)
+    sync(Path(target).parent)
+
+
+def write_whole(path, data):
+    """Write text or bytes to a file that has either its old content or all of the new, whatever happens."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+    move(temporary, path)
+
+
+@contextlib.contextmanager
+def writing(path):
+    """A full disk or a closed folder, whichever library meets it in this block, is an ``InputError``."""
+    try:
+        yield
+    except Exception as error:  # safetensors and tokenizers have exceptions of their own, which end in …
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise InputError(
+            f"{path}: cannot be written ({reason}); make room or choose another place"
+        ) from error
+
+
+def lock(path, wait):
+    """Hold the lock file ``path`` until the returned file is closed or the process ends, however it ends.
+
+    The file says who holds it. ``wait=False``: raises ``BlockingIOError`` where another process does.
+    """
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (open for as long as the lock is held)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        pass  # some file systems of clusters know no locks; then nobody is kept out
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file

@@ -1,0 +1,747 @@
+"""Bad input by the thousand: one line that names what is wrong, or it works; never anything else.
+
+Hypothesis makes the inputs, the same ones in every run. Whatever once ended in another way is in CORPUS, or
+beside the test of its kind, with what was wrong.
+"""
+
+import copy
+import io
+import json
+import pickle
+import shutil
+import struct
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tiny import flags, save_policy_dir, save_reward_dir, tiny_llama, word_tokenizer, write_jsonl
+
+from dataset.demo.make_tokenizer import build_tokenizer
+from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
+from errors import InputError
+from model.checks import check_tokenizer, eos_ids
+from model.loading import load_policy, load_tokenizer
+from trainer import train_ppo
+from trainer.rewards import Reward, load_reward_function
+
+COUNT, SECONDS = Counter(), Counter()  # of inputs that reached the code under test, by test
+
+
+def fuzz(examples, **strategies):
+    """Call the test with ``examples`` inputs, the same in every run."""
+    rules = settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # an input that fails is shown as it is: making it smaller takes minutes
+    )
+    return lambda test: rules(given(**strategies)(test))
+
+
+@contextmanager
+def one_line_or_fine(name, *named):
+    """Nothing but an InputError of one short line, with one of ``named`` in it, leaves this block."""
+    COUNT[name] += 1
+    start = time.perf_counter()
+    try:
+        yield
+    except InputError as error:
+        check_line(str(error), *named)
+    finally:
+        SECONDS[name] += time.perf_counter() - start
+
+
+def check_line(line, *named):
+    assert "\n" not in line and "\r" not in line
+    assert len(line) < 500
+    assert not named or any(part in line for part in named), line
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Values
+
+
+json_scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(["<|im_end|>", "</s>", "<unk>", "\ufdd0\U000f0001", "\ud800", "空", "user", "assistant"]),
+)
+json_values = st.recursive(
+    json_scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "prompt", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+turns = st.fixed_dictionaries(
+    {},
+    optional={"role": st.sampled_from(["user", "assistant", "system"]) | json_values, "content": json_values},
+)
+good_turns = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "system", "bad", "<|im_end|>"]),
+        "content": st.text(max_size=20),
+    }
+)
+conversations = st.lists(turns | good_turns, max_size=4) | json_values
+records = st.fixed_dictionaries(
+    {},
+    optional={
+        "conversations": conversations,
+        "prompt": st.text(max_size=20) | conversations,
+        "answer": st.text(max_size=20) | json_values,
+        "chosen": st.text(max_size=20) | conversations,
+        "rejected": st.text(max_size=20) | conversations,
+    },
+)
+
+GOOD_LINES = [
+    '{"prompt": "What is two plus three?", "answer": "5", "chosen": "5", "rejected": "6"}',
+    '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}',
+    '{"prompt": [{"content": "naïve 你好"}], "answer": "\\u00e9 <|im_end|>"}',
+    '{"chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
+]
+# Where to cut, what to put there and how much of the old to leave out; in fractions of the length.
+edits = st.lists(
+    st.tuples(
+        st.floats(0, 1),
+        st.integers(0, 40),
+        st.binary(max_size=4)
+        | st.sampled_from(
+            [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"']
+        )
+        | st.sampled_from([b"NaN", b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edited(data, changes):
+    """``data`` with pieces put in, left out and doubled."""
+    for where, length, new in changes:
+        at = int(where * len(data))
+        data = data[:at] + new + (data[max(0, at - length) :] if length % 3 == 0 else data[at + length :])
+    return data
+
+
+def truncated(data, where):
+    return data[: int(where * len(data))]
+
+
+def flipped(data, bits):
+    data = bytearray(data)
+    for where in bits:
+        data[int(where * (len(data) - 1))] ^= 1 << int(where * 7919) % 8
+    return bytes(data)
+
+
+mutations = st.one_of(
+    st.tuples(st.just(edited), edits),
+    st.tuples(st.just(truncated), st.floats(0, 1)),
+    st.tuples(st.just(flipped), st.lists(st.floats(0, 1), min_size=1, max_size=8)),
+)
+
+# ---------------------------------------------------------------------------------------------------------
+# Data files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    demo = build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
+    picky = word_tokenizer(["user", "assistant", "hi"], chat=True)
+    picky.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+        "{{ raise_exception('no ' + m.role + ' here\\nplease') }}{% endif %}{{ m.content + 1 if m.content == 'a' "
+        "else m.content + '</s>' }}{% endfor %}"
+    )
+    return demo, word_tokenizer(["user", "assistant", "hi"]), picky
+
+
+def read_all(name, path, tokenizers):
+    """Every dataset with every tokenizer: a dataset of token ids, or one line; the file is as it was."""
+    before = path.read_bytes()
+    for tokenizer in tokenizers:
+        for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
+            with one_line_or_fine(name, str(path)):
+                for item in dataset(path, tokenizer, 10**7):
+                    ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
+                    assert ids and all(type(i) is int for i in ids)
+                COUNT[name + ": read"] += 1
+    assert path.read_bytes() == before
+
+
+@fuzz(300, data=st.binary(max_size=60))
+def test_random_bytes(data, folder, tokenizers):
+    path = folder / "random.jsonl"
+    path.write_bytes(data)
+    read_all("data: random bytes", path, tokenizers[:1])
+
+
+@fuzz(300, lines=st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3), mutation=mutations)
+def test_mutated_lines(lines, mutation, folder, tokenizers):
+    path = folder / "mutated.jsonl"
+    mutate, how = mutation
+    path.write_bytes(mutate("\n".join(lines).encode(), how))
+    read_all("data: mutated lines", path, tokenizers[:1])
+
+
+@fuzz(
+    80,
+    lines=st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3),
+    encoding=st.sampled_from(
+        ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gb18030", "utf-7"]
+    ),
+    end=st.sampled_from(["\n", "\r\n", "\r", "\n\n\n", "\n \t\n", "\u2028", "\0\n", "\n\ufeff"]),
+)
+def test_encodings_and_line_ends(lines, encoding, end, folder, tokenizers):
+    path = folder / "encoded.jsonl"
+    path.write_bytes((end.join(lines) + end).encode(encoding, "replace"))
+    read_all("data: encodings", path, tokenizers[:1])
+
+
+@fuzz(300, rows=st.lists(records, min_size=1, max_size=2))
+def test_wrong_types(rows, folder, tokenizers):
+    path = folder / "types.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    read_all("data: wrong types", path, tokenizers)
+
+
+CORPUS = [  # what was wrong, and a line that shows it
+    ("RecursionError", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
+    ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
+    ("TypeError from the template", '{"prompt": "a", "answer": "a"}'),
+    ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 500_000 + '", "answer": "x"}'),
+    ("fine: a few MB of special tokens", '{"prompt": "' + "<|im_end|> " * 30_000 + '", "answer": "x"}'),
+    ("fine: numbers that JSON does not have", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
+    ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
+]
+
+
+@pytest.mark.parametrize(("what", "line"), CORPUS, ids=[f"{i}" for i in range(len(CORPUS))])
+def test_corpus_of_lines(what, line, tmp_path, tokenizers):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(line + "\n", "utf-8")
+    read_all("data: corpus", path, tokenizers)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "", "."])
+def test_paths_that_are_none(path, tokenizers):
+    for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
+        with pytest.raises(InputError):
+            dataset(path, tokenizers[0], 10)
+    for load in (load_policy, load_tokenizer):
+        with pytest.raises(InputError):
+            load(path)
+
+
+def test_a_tokenizer_without_an_end(tmp_path):
+    """It was a TypeError: text + None."""
+    tokenizer = word_tokenizer(["a"])
+    tokenizer.eos_token = None
+    path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])
+    with pytest.raises(InputError, match="EOS"):
+        SFTDataset(path, tokenizer, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Flags
+
+FLAGS = sorted(vars(train_ppo.parse_args([])))
+VALUES = st.one_of(
+    st.integers(-(10**30), 10**30).map(str),
+    st.integers(-3, 300).map(str),
+    st.floats().map(str),
+    st.floats(0, 2).map(str),
+    st.sampled_from(
+        ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
+    ),
+    st.sampled_from(["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]),
+    st.text(max_size=10),
+)
+
+
+@fuzz(
+    600,
+    chosen=st.lists(st.tuples(st.sampled_from(FLAGS), VALUES), min_size=1, max_size=3),
+    together=st.booleans(),
+)
+def test_flags(chosen, together):
+    argv = [f"--{name}={value}" for name, value in chosen]
+    if not together:
+        argv = [text for name, value in chosen for text in (f"--{name}", value)]
+    if any(text in ("-h", "--help") for text in argv):
+        return
+    with one_line_or_fine("flags"):
+        args = train_ppo.parse_args(argv)
+        assert 1 <= args.batch_size <= 2**20 and args.num_workers <= 64
+        COUNT["flags: accepted"] += 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch_size", str(10**12)],
+        ["--num_workers", "10000"],
+        ["--max_gen_len", str(2**40)],
+        ["--epochs", "9" * 400],  # was an OverflowError
+        ["--hidden_size", "9" * 4000],  # was an OSError: file name too long
+        ["--temperature", "1e-45"],  # would divide the logits into infinities
+        ["--learning_rate", "1e30"],
+        ["--model", "x" * 5000],
+        ["--out_dir", "a\0b"],
+    ],
+)
+def test_values_that_would_take_all_memory_or_time(argv):
+    with pytest.raises(InputError, match=argv[0]) as error:
+        train_ppo.parse_args(argv)
+    check_line(str(error.value))
+
+
+@pytest.fixture(scope="module")
+def run_files(folder):
+    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
+    function = folder / "reward.py"
+    function.write_text(
+        "def f(prompts, responses, answers):\n    return [float(len(r)) for r in responses]\n"
+    )
+    return {
+        "model": save_policy_dir(folder / "policy", tokenizer, spread=2.0),
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "reward_fn": f"{function}:f",
+        "data_path": write_jsonl(folder / "prompts.jsonl", [{"prompt": a, "answer": a} for a in "abcdefgh"]),
+    }
+
+
+SMALL = ["-1", "0", "1", "2", "3", "4"]
+NUMBERS = [
+    "-1",
+    "0",
+    "1e-300",
+    "1e-8",
+    "0.5",
+    "1",
+    "50",
+    "1e5",
+    "1e6",
+    "1e38",
+    "1e300",
+    "nan",
+    "inf",
+    "1e400",
+]
+BOUNDED = {  # the values with which a tiny run stays tiny
+    **dict.fromkeys("batch_size mini_batch_size max_gen_len max_seq_len ppo_epochs".split(), SMALL),
+    **dict.fromkeys("accumulation_steps update_old_actor_freq log_interval save_interval".split(), SMALL),
+    **dict.fromkeys(
+        "keep_checkpoints eval_interval critic_warmup_steps hidden_size".split(), [*SMALL, "9" * 30]
+    ),
+    **dict.fromkeys("learning_rate critic_learning_rate grad_clip clip_epsilon vf_coef".split(), NUMBERS),
+    **dict.fromkeys("cliprange_value kl_coef target_kl gamma lam temperature".split(), NUMBERS),
+    "missing_eos_penalty": NUMBERS,
+    "seed": ["-1", "0", str(2**63 - 1), str(2**63), "9" * 30],
+    "kl_in": ["loss", "reward", "both"],
+    "reasoning": ["0", "1", "2"],
+    "critic_init": ["auto", "actor", "reward"],
+    "gradient_checkpointing": ["0", "1"],
+    "dtype": ["float32", "bfloat16", "float64"],
+    "run_name": ["", "é", "a/b", "..", "x" * 300, "a\0b", " "],
+    "resume": ["auto", "nowhere", "\0"],
+    "device": ["cpu", "gpu", "cpu:3", "meta", "\0"],
+    "tokenizer": ["", "nowhere", "a/b/c"],
+    "reward_model": ["", "nowhere"],
+    "reward_fn": ["", "nowhere:f", ":", "f"],
+    "eval_data_path": ["", "nowhere"],
+    "use_moe": ["0", "1"],
+}
+
+
+@fuzz(
+    60,
+    chosen=st.dictionaries(st.sampled_from(sorted(BOUNDED)), st.integers(0, 999), min_size=1, max_size=3),
+    steps=st.integers(1, 2),
+)
+def test_runs(chosen, steps, run_files, folder):
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    sizes = {
+        "batch_size": 4,
+        "mini_batch_size": 2,
+        "max_gen_len": 4,
+        "critic_warmup_steps": 0,
+        "max_seq_len": 32,
+    }
+    more = {"device": "cpu", "eval_interval": 0, "out_dir": out, "max_steps": steps}
+    values = {name: BOUNDED[name][place % len(BOUNDED[name])] for name, place in chosen.items()}
+    with one_line_or_fine("runs"):
+        try:
+            train_ppo.main(flags(**{**run_files, **sizes, **more, **values}))
+        except SystemExit as error:
+            check_line(str(error))
+        COUNT["runs: finished"] += 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Models
+
+
+class Evil:
+    """Unpickling it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def minimind_state():
+    policy = tiny_llama(10, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2)
+    return dict(policy.state_dict())
+
+
+def saved(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pth_bytes():
+    return saved(minimind_state())
+
+
+def load_and_look(path):
+    model = load_policy(path)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    eos_ids(word_tokenizer(["a"]), model)
+
+
+@fuzz(250, mutation=mutations, start=st.booleans())
+def test_mutated_pth(mutation, start, folder, pth_bytes):
+    mutate, how = mutation
+    if start:  # most of the file is numbers, in which a change is not seen
+        data = mutate(pth_bytes[:2500], how) + pth_bytes[2500:]
+    else:
+        data = mutate(pth_bytes, how)
+    path = folder / "mutated.pth"
+    path.write_bytes(data)
+    with one_line_or_fine("pth: mutated", str(path)):
+        load_and_look(path)
+        COUNT["pth: read"] += 1
+    assert path.read_bytes() == data
+
+
+tensors = st.one_of(
+    st.lists(st.integers(0, 70), max_size=3).map(lambda shape: torch.zeros(shape)),
+    st.sampled_from([torch.zeros(32, 32, dtype=torch.int64), torch.zeros(8, 32, dtype=torch.complex64)]),
+    st.sampled_from([torch.zeros(10, 32).to_sparse(), torch.full((10, 32), torch.nan), torch.tensor(1.0)]),
+    st.sampled_from([torch.zeros(10, 32, device="meta"), torch.zeros(64, 32, dtype=torch.float64)]),
+    st.sampled_from([torch.zeros(1).expand(50_000, 32), torch.zeros(10**9, device="meta")]),
+    st.none() | st.integers() | st.text(max_size=3),
+)
+
+
+@fuzz(
+    200,
+    changes=st.dictionaries(
+        st.sampled_from([*minimind_state(), "model.layers.1.x", "model.layers.0.mlp.gate.weight", "x"]),
+        tensors,
+        min_size=1,
+        max_size=3,
+    ),
+    drop=st.booleans(),
+)
+def test_state_dicts_of_wrong_things(changes, drop, folder):
+    state = {**minimind_state(), **changes}
+    if drop:
+        state = {name: x for name, x in state.items() if x is not None}
+    path = folder / "wrong.pth"
+    torch.save(state, path)
+    with one_line_or_fine("pth: wrong tensors", str(path)):
+        load_and_look(path)
+        COUNT["pth: read"] += 1
+
+
+@fuzz(100, thing=json_values, form=st.sampled_from(["pickle", "torch", "json", "protocol 0"]))
+def test_pickles_of_other_things(thing, form, folder):
+    path = folder / "other.pth"
+    if form == "torch":
+        torch.save(thing, path)
+    elif form == "json":
+        path.write_text(json.dumps(thing))
+    else:
+        path.write_bytes(pickle.dumps(thing, protocol=0 if form == "protocol 0" else None))
+    with one_line_or_fine("pth: other pickles", str(path)):
+        load_and_look(path)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
+    evil = Evil(tmp_path / "it ran")
+    save({**minimind_state(), "x": evil} if inside else evil, tmp_path / "evil.pth")
+    with pytest.raises(InputError) as error:
+        load_policy(tmp_path / "evil.pth")
+    check_line(str(error.value), str(tmp_path / "evil.pth"))
+    assert not (tmp_path / "it ran").exists()
+
+
+@pytest.fixture(scope="module")
+def model_folder(folder):
+    path = folder / "model"
+    save_policy_dir(path, word_tokenizer(list("abcdefgh"), chat=True))
+    return path
+
+
+def json_mutation(data, changes):
+    """A JSON object with some of its values, at any depth, replaced; ``None`` as a place: a new key."""
+    data = json.loads(data)
+    for place, value in changes:
+        holder = data
+        while True:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            key = keys[place % len(keys)]
+            place //= len(keys)
+            if isinstance(holder[key], dict | list) and holder[key] and place % 3:
+                holder = holder[key]
+                continue
+            if value == "delete":
+                del holder[key]
+            else:
+                holder[key] = copy.deepcopy(value)
+            break
+        if not data:
+            break
+    return json.dumps(data).encode()
+
+
+json_changes = st.lists(
+    st.tuples(
+        st.integers(0, 10**6),
+        json_values | st.sampled_from(["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@contextmanager
+def changed(path, data):
+    """The file holds ``data`` in this block."""
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+        assert path.read_bytes() == data
+    finally:
+        path.write_bytes(before)
+
+
+def read_model(name, folder):
+    with one_line_or_fine(name, str(folder), "eos_token_id", "--tokenizer"):
+        load_and_look(folder)
+        COUNT[name + ": read"] += 1
+
+
+@fuzz(200, changes=json_changes)
+def test_changed_configs(changes, model_folder):
+    path = model_folder / "config.json"
+    with changed(path, json_mutation(path.read_bytes(), changes)):
+        read_model("model: config.json", model_folder)
+
+
+@fuzz(60, changes=json_changes)
+def test_changed_generation_configs(changes, model_folder):
+    path = model_folder / "generation_config.json"
+    with changed(path, json_mutation(path.read_bytes(), changes)):
+        read_model("model: generation_config.json", model_folder)
+
+
+@fuzz(
+    150,
+    mutation=mutations,
+    file=st.sampled_from(["config.json", "generation_config.json", "model.safetensors"]),
+)
+def test_mutated_model_files(mutation, file, model_folder):
+    path, (mutate, how) = model_folder / file, mutation
+    data = path.read_bytes()
+    head = 900 if file == "model.safetensors" else len(data)  # the names and shapes
+    with changed(path, mutate(data[:head], how) + data[head:]):
+        read_model("model: mutated files", model_folder)
+
+
+def safetensors_of(header, body=b""):
+    header = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    return struct.pack("<Q", len(header)) + header + body
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(folder):
+    path = folder / "tokenizer"
+    tokenizer = build_tokenizer(["user assistant", "What is two plus three?", "hello"], vocab_size=280)
+    tokenizer.save_pretrained(path)
+    (path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}')
+    write_jsonl(
+        path / "data.jsonl", [{"prompt": "hello two", "answer": "<|im_end|>"}, {"prompt": "naïve 你好"}]
+    )
+    return path
+
+
+def read_tokenizer(name, folder):
+    data = folder / "data.jsonl"
+    with one_line_or_fine(name, str(folder)):
+        tokenizer = load_tokenizer(folder)
+        check_tokenizer(tokenizer, tiny_llama(400))
+        for dataset in (RLAIFDataset, SFTDataset):
+            with one_line_or_fine(name, str(folder)):
+                dataset(data, tokenizer, 10**6)
+                COUNT[name + ": read"] += 1
+
+
+@fuzz(
+    150,
+    changes=json_changes,
+    file=st.sampled_from(
+        ["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+    ),
+)
+def test_changed_tokenizers(changes, file, tokenizer_folder):
+    path = tokenizer_folder / file
+    with changed(path, json_mutation(path.read_bytes(), changes)):
+        read_tokenizer("tokenizer: values", tokenizer_folder)
+
+
+@fuzz(
+    150,
+    mutation=mutations,
+    file=st.sampled_from(
+        ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    ),
+)
+def test_mutated_tokenizers(mutation, file, tokenizer_folder):
+    path, (mutate, how) = tokenizer_folder / file, mutation
+    with changed(path, mutate(path.read_bytes(), how)):
+        read_tokenizer("tokenizer: bytes", tokenizer_folder)
+
+
+TEMPLATES = [
+    "{% for m in messages %}",
+    "{{ nothing.there }}",
+    "{{ messages[7].content }}",
+    "{{ messages + 1 }}",
+    "{{ 1 / 0 }}",
+    "{{ raise_exception('no\nlines') }}",
+    "{{ raise_exception(messages[0].content * 1000) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 'a' * 10**12 }}",
+    "{{ messages[0].content.encode('ascii') }}",
+    "{{ [].pop() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages[0].content[1:] }}<|im_end|>",
+    "{{ messages | tojson }}",
+    "{{ messages[0].content | upper }}",
+    "",
+    " ",
+    "{{",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates(template, tokenizer_folder):
+    with changed(tokenizer_folder / "chat_template.jinja", template.encode()):
+        read_tokenizer("tokenizer: templates", tokenizer_folder)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Reward functions
+
+RETURNS = [
+    "None", "3", "[]", "[1.0]", "[1, 'x']", "[None, None]", "['1', '2']", "(1, 2)", "{1: 2, 3: 4}", "'12'",
+    "[float('nan'), 1]", "[1, float('inf')]", "[1e300, 1]", "[10**400, 1]", "[True, False]", "range(2)",
+    "iter([1, 2])", "(x for x in (1, 1 / 0))", "[[1], [2]]", "[1j, 2]", "torch.ones(2)", "torch.ones(2, 1)",
+    "torch.ones(2, requires_grad=True)", "1 / 0", "responses", "object()", "[object(), 1]", "f", "exit()",
+    "prompts.clear()", "responses.append('x') or [1, 2]", "[1, 2] * 100", "undefined", "itertools.count()",
+]  # fmt: skip
+
+
+def reward_of(folder, text, number=[0]):  # noqa: B006  (a name of its own for each file)
+    number[0] += 1
+    path = folder / f"reward_{number[0]}.py"
+    path.write_text(text, "utf-8", errors="surrogateescape")
+    with one_line_or_fine("reward functions", "--reward_fn"):
+        function = load_reward_function(f"{path}:f")
+        parts = Reward(function=function, reasoning=False)(["p", "q"], ["r", "s"], [None, "a"], [True, False])
+        assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
+        COUNT["reward functions: scores"] += 1
+
+
+@pytest.mark.parametrize("value", RETURNS)
+def test_what_reward_functions_return(value, folder):
+    reward_of(folder, f"import torch\ndef f(prompts, responses, answers):\n    return {value}\n")
+
+
+@fuzz(
+    150,
+    lines=st.lists(
+        st.sampled_from(
+            [
+                "def f(p, r, a):",
+                "    return [1.0, 2.0]",
+                "import nothing_like_this",
+                "f = 3",
+                "raise ValueError('x\\ny')",
+            ]
+            + [
+                "    return r[9]",
+                "class f: pass",
+                "f = print",
+                "def f(): pass",
+                "x = (",
+                "1/0",
+                "f = lambda *a: [0, 0]",
+            ]
+        )
+        | st.text(max_size=15),
+        max_size=4,
+    ),
+)
+def test_reward_files(lines, folder):
+    reward_of(folder, "\n".join(lines))
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_there_were_enough(request):
+    """Says how many inputs there were; with -s one sees it."""
+    inputs = {
+        name: n for name, n in COUNT.items() if not name.endswith((": read", ": accepted", ": finished"))
+    }
+    total, seconds = sum(inputs.values()), sum(SECONDS.values())
+    print(f"\n{total:,} inputs in {seconds:.1f} s of the code under test")
+    for name, n in sorted(COUNT.items()):
+        print(f"{n:6,}  {name}")
+    if request.session.testscollected > 60:  # not only some of the tests
+        assert total >= 2000

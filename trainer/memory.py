@@ -1,0 +1,41 @@
+"""Where memory runs out: cut finer and do it again. No result depends on the cut."""
+
+import torch
+
+from errors import InputError
+from trainer.record import micro_batches
+
+
+def attempt(work, *args):
+    """-> (did it fit into memory?, what ``work(*args)`` returned)."""
+    try:
+        return True, work(*args)
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+    # Here and not above: until the exception is gone, its frames hold the tensors that fill the memory.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False, None
+
+
+def each_micro_batch(lengths, token_budget, work):
+    """Call ``work(rows)`` for every micro-batch of sequences of these lengths. Rows for which memory runs out
+    are halved, and each half is done again. Raises InputError where a single sequence does not fit."""
+    waiting = micro_batches(lengths, token_budget)[::-1]
+    while waiting:
+        rows = waiting.pop()
+        if not attempt(work, rows)[0]:
+            if len(rows) == 1:
+                raise too_long(lengths[rows[0]])
+            half = len(rows) // 2
+            waiting += [rows[half:], rows[:half]]
+
+
+def too_long(length):
+    """The InputError for a sequence that does not fit on its own."""
+    return InputError(
+        f"out of memory for a single sequence of {length} tokens; lower --max_gen_len or --max_seq_len, or "
+        "add --gradient_checkpointing 1"
+    )
