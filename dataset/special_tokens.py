@@ -10,6 +10,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from model.loading import as_input_error
+
 MARK = "\ufdd0"  # opens a mark: a code point that Unicode reserves for use inside programs
 FIRST, LAST = (
     0xF0000,
@@ -50,8 +52,12 @@ def mark_special(tokenizer, text):
         return special.pattern.sub(mark, text.replace(MARK, MARK + chr(FIRST)))
 
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
-    if normalizer is not None and special.pattern.search(normalizer.normalize_str(marked(text))):
-        text = normalizer.normalize_str(text)  # full-width letters, say, that become a special token's
+    if normalizer is not None:
+        with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot normalise a text"):
+            if special.pattern.search(normalizer.normalize_str(marked(text))):
+                text = normalizer.normalize_str(
+                    text
+                )  # full-width letters, say, that become a special token's
     return marked(text)
 
 

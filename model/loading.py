@@ -77,7 +77,7 @@ def _load_pretrained(path, trust_remote_code):
             ignore_mismatched_sizes=True,  # reported below, in one line
             output_loading_info=True,
         )
-    if any(str(name).endswith("ForSequenceClassification") for name in model.config.architectures or []):
+    if "ForSequenceClassification" in str(model.config.architectures):
         raise InputError(f"{path} is a classifier or reward model, not a causal language model")
     # transformers fills what is missing or of another shape with random numbers.
     if report["missing_keys"]:
@@ -279,7 +279,7 @@ def _described(path):
 
 
 def _has_tokenizer(folder):
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
 
 
 def _few(names, limit=3):

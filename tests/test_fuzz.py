@@ -9,10 +9,9 @@ import io
 import json
 import pickle
 import shutil
-import struct
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,9 @@ from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.checks import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer
+from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer import train_ppo
+from trainer.inputs import load_inputs
 from trainer.rewards import Reward, load_reward_function
 
 COUNT, SECONDS = Counter(), Counter()  # of inputs that reached the code under test, by test
@@ -46,16 +46,23 @@ def fuzz(examples, **strategies):
 
 
 @contextmanager
-def one_line_or_fine(name, *named):
-    """Nothing but an InputError of one short line, with one of ``named`` in it, leaves this block."""
+def counted(name):
+    """One input, of the kind ``name``, goes through the code under test in this block."""
     COUNT[name] += 1
     start = time.perf_counter()
     try:
         yield
-    except InputError as error:
-        check_line(str(error), *named)
     finally:
         SECONDS[name] += time.perf_counter() - start
+
+
+@contextmanager
+def one_line_or_fine(*named):
+    """Nothing but an InputError of one short line, with one of ``named`` in it, leaves this block."""
+    try:
+        yield
+    except InputError as error:
+        check_line(str(error), *named)
 
 
 def check_line(line, *named):
@@ -106,11 +113,11 @@ records = st.fixed_dictionaries(
     },
 )
 
-GOOD_LINES = [
+GOOD_LINES = [  # good for every dataset
     '{"prompt": "What is two plus three?", "answer": "5", "chosen": "5", "rejected": "6"}',
-    '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}',
-    '{"prompt": [{"content": "naïve 你好"}], "answer": "\\u00e9 <|im_end|>"}',
-    '{"chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
+    '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],'
+    ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
+    '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
 ]
 # Where to cut, what to put there and how much of the old to leave out; in fractions of the length.
 edits = st.lists(
@@ -168,8 +175,8 @@ def tokenizers():
     picky = word_tokenizer(["user", "assistant", "hi"], chat=True)
     picky.chat_template = (
         "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
-        "{{ raise_exception('no ' + m.role + ' here\\nplease') }}{% endif %}{{ m.content + 1 if m.content == 'a' "
-        "else m.content + '</s>' }}{% endfor %}"
+        "{{ raise_exception('no ' + m.role + ' here\\nplease') }}{% endif %}"
+        "{{ m.content + 1 if m.content == 'a' else m.content + '</s>' }}{% endfor %}"
     )
     return demo, word_tokenizer(["user", "assistant", "hi"]), picky
 
@@ -177,13 +184,14 @@ def tokenizers():
 def read_all(name, path, tokenizers):
     """Every dataset with every tokenizer: a dataset of token ids, or one line; the file is as it was."""
     before = path.read_bytes()
-    for tokenizer in tokenizers:
-        for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
-            with one_line_or_fine(name, str(path)):
-                for item in dataset(path, tokenizer, 10**7):
-                    ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
-                    assert ids and all(type(i) is int for i in ids)
-                COUNT[name + ": read"] += 1
+    with counted(name):
+        for tokenizer in tokenizers:
+            for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
+                with one_line_or_fine(str(path)):
+                    for item in dataset(path, tokenizer, 10**7):
+                        ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
+                        assert ids and all(type(i) is int for i in ids)
+                    COUNT[name + ": read"] += 1
     assert path.read_bytes() == before
 
 
@@ -228,7 +236,7 @@ CORPUS = [  # what was wrong, and a line that shows it
     ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
     ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
     ("TypeError from the template", '{"prompt": "a", "answer": "a"}'),
-    ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 500_000 + '", "answer": "x"}'),
+    ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 300_000 + '", "answer": "x"}'),
     ("fine: a few MB of special tokens", '{"prompt": "' + "<|im_end|> " * 30_000 + '", "answer": "x"}'),
     ("fine: numbers that JSON does not have", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
     ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
@@ -239,7 +247,7 @@ CORPUS = [  # what was wrong, and a line that shows it
 def test_corpus_of_lines(what, line, tmp_path, tokenizers):
     path = tmp_path / "corpus.jsonl"
     path.write_text(line + "\n", "utf-8")
-    read_all("data: corpus", path, tokenizers)
+    read_all("data: corpus", path, tokenizers if len(line) < 10**6 else tokenizers[:1])
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "", "."])
@@ -250,6 +258,8 @@ def test_paths_that_are_none(path, tokenizers):
     for load in (load_policy, load_tokenizer):
         with pytest.raises(InputError):
             load(path)
+    with suppress(InputError):  # there may be a tokenizer in model/
+        tokenizer_source(f"{path}.pth")
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
@@ -289,10 +299,14 @@ def test_flags(chosen, together):
         argv = [text for name, value in chosen for text in (f"--{name}", value)]
     if any(text in ("-h", "--help") for text in argv):
         return
-    with one_line_or_fine("flags"):
-        args = train_ppo.parse_args(argv)
-        assert 1 <= args.batch_size <= 2**20 and args.num_workers <= 64
-        COUNT["flags: accepted"] += 1
+    with counted("flags"):
+        try:
+            args = train_ppo.parse_args(argv)
+        except InputError as error:
+            check_line(" ".join(str(error).split()))  # as run_script prints what argparse says
+        else:
+            assert 1 <= args.batch_size <= 2**20 and args.num_workers <= 64
+            COUNT["flags: accepted"] += 1
 
 
 @pytest.mark.parametrize(
@@ -348,14 +362,16 @@ NUMBERS = [
     "1e400",
 ]
 BOUNDED = {  # the values with which a tiny run stays tiny
-    **dict.fromkeys("batch_size mini_batch_size max_gen_len max_seq_len ppo_epochs".split(), SMALL),
-    **dict.fromkeys("accumulation_steps update_old_actor_freq log_interval save_interval".split(), SMALL),
-    **dict.fromkeys(
-        "keep_checkpoints eval_interval critic_warmup_steps hidden_size".split(), [*SMALL, "9" * 30]
-    ),
-    **dict.fromkeys("learning_rate critic_learning_rate grad_clip clip_epsilon vf_coef".split(), NUMBERS),
-    **dict.fromkeys("cliprange_value kl_coef target_kl gamma lam temperature".split(), NUMBERS),
-    "missing_eos_penalty": NUMBERS,
+    name: values
+    for names, values in (
+        ("batch_size mini_batch_size max_gen_len max_seq_len ppo_epochs accumulation_steps", SMALL),
+        ("update_old_actor_freq log_interval save_interval", SMALL),
+        ("keep_checkpoints eval_interval critic_warmup_steps hidden_size", [*SMALL, "9" * 30]),
+        ("learning_rate critic_learning_rate grad_clip clip_epsilon vf_coef cliprange_value", NUMBERS),
+        ("kl_coef target_kl gamma lam temperature missing_eos_penalty", NUMBERS),
+    )
+    for name in names.split()
+} | {
     "seed": ["-1", "0", str(2**63 - 1), str(2**63), "9" * 30],
     "kl_in": ["loss", "reward", "both"],
     "reasoning": ["0", "1", "2"],
@@ -374,7 +390,7 @@ BOUNDED = {  # the values with which a tiny run stays tiny
 
 
 @fuzz(
-    60,
+    40,
     chosen=st.dictionaries(st.sampled_from(sorted(BOUNDED)), st.integers(0, 999), min_size=1, max_size=3),
     steps=st.integers(1, 2),
 )
@@ -390,7 +406,7 @@ def test_runs(chosen, steps, run_files, folder):
     }
     more = {"device": "cpu", "eval_interval": 0, "out_dir": out, "max_steps": steps}
     values = {name: BOUNDED[name][place % len(BOUNDED[name])] for name, place in chosen.items()}
-    with one_line_or_fine("runs"):
+    with counted("runs"), one_line_or_fine():
         try:
             train_ppo.main(flags(**{**run_files, **sizes, **more, **values}))
         except SystemExit as error:
@@ -443,7 +459,7 @@ def test_mutated_pth(mutation, start, folder, pth_bytes):
         data = mutate(pth_bytes, how)
     path = folder / "mutated.pth"
     path.write_bytes(data)
-    with one_line_or_fine("pth: mutated", str(path)):
+    with counted("pth: mutated"), one_line_or_fine(str(path)):
         load_and_look(path)
         COUNT["pth: read"] += 1
     assert path.read_bytes() == data
@@ -475,7 +491,7 @@ def test_state_dicts_of_wrong_things(changes, drop, folder):
         state = {name: x for name, x in state.items() if x is not None}
     path = folder / "wrong.pth"
     torch.save(state, path)
-    with one_line_or_fine("pth: wrong tensors", str(path)):
+    with counted("pth: wrong tensors"), one_line_or_fine(str(path)):
         load_and_look(path)
         COUNT["pth: read"] += 1
 
@@ -489,7 +505,7 @@ def test_pickles_of_other_things(thing, form, folder):
         path.write_text(json.dumps(thing))
     else:
         path.write_bytes(pickle.dumps(thing, protocol=0 if form == "protocol 0" else None))
-    with one_line_or_fine("pth: other pickles", str(path)):
+    with counted("pth: other pickles"), one_line_or_fine(str(path)):
         load_and_look(path)
 
 
@@ -556,7 +572,7 @@ def changed(path, data):
 
 
 def read_model(name, folder):
-    with one_line_or_fine(name, str(folder), "eos_token_id", "--tokenizer"):
+    with counted(name), one_line_or_fine(str(folder), "eos_token_id", "--tokenizer"):
         load_and_look(folder)
         COUNT[name + ": read"] += 1
 
@@ -588,9 +604,60 @@ def test_mutated_model_files(mutation, file, model_folder):
         read_model("model: mutated files", model_folder)
 
 
-def safetensors_of(header, body=b""):
-    header = json.dumps(header).encode() if not isinstance(header, bytes) else header
-    return struct.pack("<Q", len(header)) + header + body
+@fuzz(
+    80,
+    changes=json_changes,
+    file=st.sampled_from(
+        ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+    ),
+)
+def test_everything_that_a_run_loads(changes, file, model_folder, folder):
+    data = write_jsonl(folder / "ab.jsonl", [{"prompt": "a b"}])
+    argv = flags(model=model_folder, data_path=data, reward_fn="f", max_gen_len=4, max_seq_len=64)
+    path = model_folder / file
+    with (
+        changed(path, json_mutation(path.read_bytes(), changes)),
+        counted("run: loading"),
+        one_line_or_fine(),
+    ):
+        actor, tokenizer, _, _ = load_inputs(train_ppo.parse_args(argv))
+        eos_ids(tokenizer, actor)
+        COUNT["run: loading: read"] += 1
+
+
+MODEL_CORPUS = [  # what was wrong, the file, its change
+    ("AttributeError: None has no endswith", "config.json", {"architectures": [None]}),
+    ("TypeError: not iterable", "config.json", {"architectures": 1}),
+    ("it tried to allocate 1.3 TB", "config.json", {"vocab_size": 10**10}),
+    ("it took for ever", "config.json", {"hidden_size": 10**7}),
+    ("it took for ever", "config.json", {"num_hidden_layers": 10**9, "layer_types": None}),
+    ("TypeError: unhashable", "generation_config.json", {"eos_token_id": [[0]]}),
+    ("TypeError: unhashable", "generation_config.json", {"eos_token_id": {}}),
+    ("TypeError: not comparable", "generation_config.json", {"eos_token_id": ["a", 0]}),
+]
+
+
+@pytest.mark.parametrize(("what", "file", "change"), MODEL_CORPUS)
+def test_corpus_of_model_folders(what, file, change, model_folder):
+    path = model_folder / file
+    with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
+        read_model("model: corpus", model_folder)
+
+
+PTH_CORPUS = [  # what was wrong, a tensor
+    ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
+    ("numbers lost with a warning", torch.zeros(10, 32, dtype=torch.complex64)),
+    ("no numbers at all", torch.zeros(10, 32, device="meta")),
+    ("IndexError in MiniMind's model", torch.zeros(0, 32)),
+]
+
+
+@pytest.mark.parametrize(("what", "tensor"), PTH_CORPUS, ids=[case[0] for case in PTH_CORPUS])
+def test_corpus_of_pth(what, tensor, tmp_path):
+    torch.save({**minimind_state(), "model.embed_tokens.weight": tensor}, tmp_path / "odd.pth")
+    with pytest.raises(InputError) as error:
+        load_policy(tmp_path / "odd.pth")
+    check_line(str(error.value), "odd.pth")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -611,11 +678,11 @@ def tokenizer_folder(folder):
 
 def read_tokenizer(name, folder):
     data = folder / "data.jsonl"
-    with one_line_or_fine(name, str(folder)):
+    with counted(name), one_line_or_fine(str(folder)):
         tokenizer = load_tokenizer(folder)
         check_tokenizer(tokenizer, tiny_llama(400))
         for dataset in (RLAIFDataset, SFTDataset):
-            with one_line_or_fine(name, str(folder)):
+            with one_line_or_fine(str(folder)):
                 dataset(data, tokenizer, 10**6)
                 COUNT[name + ": read"] += 1
 
@@ -644,6 +711,32 @@ def test_mutated_tokenizers(mutation, file, tokenizer_folder):
     path, (mutate, how) = tokenizer_folder / file, mutation
     with changed(path, mutate(path.read_bytes(), how)):
         read_tokenizer("tokenizer: bytes", tokenizer_folder)
+
+
+TOKENIZER_CORPUS = [  # each a Rust panic, which is no Exception (and says more on stderr than one line)
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
+    {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "B", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("change", TOKENIZER_CORPUS, ids=[str(i) for i in range(len(TOKENIZER_CORPUS))])
+def test_corpus_of_tokenizers(change, tokenizer_folder):
+    path = tokenizer_folder / "tokenizer.json"
+    with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
+        with pytest.raises(InputError) as error:
+            RLAIFDataset(tokenizer_folder / "data.jsonl", load_tokenizer(tokenizer_folder), 100)
+        check_line(str(error.value), str(tokenizer_folder))
+        read_tokenizer("tokenizer: corpus", tokenizer_folder)
 
 
 TEMPLATES = [
@@ -686,11 +779,18 @@ RETURNS = [
 ]  # fmt: skip
 
 
+PYTHON_LINES = [
+    "def f(p, r, a):", "    return [1.0, 2.0]", "    return r[9]", "import nothing_like_this", "f = 3",
+    "raise ValueError('x\\ny')", "class f: pass", "f = print", "def f(): pass", "1/0", "x = (",
+    "f = lambda *a: [0, 0]",
+]  # fmt: skip
+
+
 def reward_of(folder, text, number=[0]):  # noqa: B006  (a name of its own for each file)
     number[0] += 1
     path = folder / f"reward_{number[0]}.py"
     path.write_text(text, "utf-8", errors="surrogateescape")
-    with one_line_or_fine("reward functions", "--reward_fn"):
+    with counted("reward functions"), one_line_or_fine("--reward_fn"):
         function = load_reward_function(f"{path}:f")
         parts = Reward(function=function, reasoning=False)(["p", "q"], ["r", "s"], [None, "a"], [True, False])
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
@@ -705,25 +805,7 @@ def test_what_reward_functions_return(value, folder):
 @fuzz(
     150,
     lines=st.lists(
-        st.sampled_from(
-            [
-                "def f(p, r, a):",
-                "    return [1.0, 2.0]",
-                "import nothing_like_this",
-                "f = 3",
-                "raise ValueError('x\\ny')",
-            ]
-            + [
-                "    return r[9]",
-                "class f: pass",
-                "f = print",
-                "def f(): pass",
-                "x = (",
-                "1/0",
-                "f = lambda *a: [0, 0]",
-            ]
-        )
-        | st.text(max_size=15),
+        st.sampled_from(PYTHON_LINES) | st.text(max_size=15),
         max_size=4,
     ),
 )

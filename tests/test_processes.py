@@ -36,7 +36,14 @@ RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumu
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
-SAME = {"reward/score", "rollout/length", "rollout/finished", "kl/k1", "policy/approx_kl", "policy/early_stop"}
+SAME = {
+    "reward/score",
+    "rollout/length",
+    "rollout/finished",
+    "kl/k1",
+    "policy/approx_kl",
+    "policy/early_stop",
+}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 

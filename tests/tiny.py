@@ -121,13 +121,15 @@ def score(prompts, responses, answers):
 DIE = "os.kill(os.getpid(), 9)"
 
 
-def launch(argv, **environment):
+SCRIPT = ROOT / "trainer" / "train_ppo.py"
+
+
+def launch(argv, script=SCRIPT, **environment):
     """Start train_ppo.py as users do -> the process. ``environment``: more variables."""
-    command = [PYTHON, str(ROOT / "trainer" / "train_ppo.py"), *argv]
-    return _start(command, environment)
+    return _start([PYTHON, str(script), *argv], environment)
 
 
-def launch_torchrun(processes, argv, *options, script=ROOT / "trainer" / "train_ppo.py", **environment):
+def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
     """The same under torchrun, at any free port."""
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]

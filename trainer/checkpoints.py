@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -106,9 +105,7 @@ def _discard(path):
 
 def _sums(folder):
     """{file name: SHA-256} of a folder's files, all but the list itself."""
-    files = sorted(path for path in folder.iterdir() if path.name != SUMS)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip([path.name for path in files], pool.map(_sha256, files), strict=True))
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != SUMS}
 
 
 def _sha256(path):

@@ -119,6 +119,8 @@ class Tracker:
         last = step == self.total_steps
         if rows and (last or step % self.log_interval == 0):
             self.say(f"step {step}/{self.total_steps} | {describe(metrics)}")
+        if metrics.get("perf/out_of_memory"):
+            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         if held_out := describe_evaluation(metrics):
             self.say(f"  held out at step {step}: {held_out}")
         if rows and (last or step % (4 * self.log_interval) == 0):

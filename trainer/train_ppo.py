@@ -274,11 +274,13 @@ def token_budget(run, lengths):
 
 def backward_that_fits(run, minibatch, *more):
     """``backward``, from the start again with half the tokens at a time wherever memory runs out."""
-    lengths = minibatch.lengths.tolist()
+    lengths, failures = minibatch.lengths.tolist(), 0
     while True:
         fits, sums = attempt(backward, run, minibatch, *more)
         if fits:
+            sums.add("perf/out_of_memory", failures, 1)
             return sums
+        failures += 1
         forget_gradients(run)
         if token_budget(run, lengths) <= max(lengths):  # every sequence was alone already
             raise too_long(max(lengths))
@@ -432,7 +434,6 @@ def record(run, tracker, step, metrics, rows=()):
     score = metrics.get("eval/score")
     if score is not None and (run.progress.best_score is None or score > run.progress.best_score):
         run.progress.best_score, run.progress.best_step = score, step
-    metrics["perf/tokens_at_a_time"] = run.progress.token_budget
     with run.world.all_or_none():
         tracker.log(step, metrics, rows)
 

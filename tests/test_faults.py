@@ -1,0 +1,283 @@
+"""What goes wrong while a run runs: rewards that fail, answers that are odd, memory that runs out."""
+
+import json
+
+import pytest
+import torch
+from tiny import (
+    FAULTY_REWARD,
+    ROOT,
+    finish,
+    flags,
+    launch,
+    load_weights,
+    read_jsonl,
+    save_policy_dir,
+    save_reward_dir,
+    tiny_llama,
+    word_tokenizer,
+    write_jsonl,
+)
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.interrupt import TimeUp, time_limit
+from trainer.memory import attempt, each_micro_batch
+
+WORDS = list("abcdefgh")
+SIZES = {
+    "batch_size": 8,
+    "mini_batch_size": 4,
+    "max_gen_len": 6,
+    "max_steps": 4,
+    "epochs": 9,
+    "device": "cpu",
+}
+SIZES |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    (folder / "reward.py").write_text(FAULTY_REWARD)
+    prompts = [{"prompt": " ".join(WORDS[i % 8] for i in range(1 + n % 7))} for n in range(40)]
+    return {
+        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+    }
+
+
+def argv_of(files, out_dir, **more):
+    return flags(**{**SIZES, **files, "out_dir": out_dir, **more})
+
+
+# --------------------------------------------------------------------------------------- rewards that fail
+
+FAULTS = {
+    "it raises": ("raise ValueError('no')", r"ValueError: no at .*reward.py:\d+"),
+    "it raises many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
+    "it leaves": ("sys.exit(3)", "SystemExit: 3"),
+    "it hangs": ("time.sleep(100)", "no answer after 1 s; speed it up or raise --reward_timeout"),
+    "it hangs and shields itself": (
+        "try:\n        while True: pass\n    except Exception: pass",
+        "no answer after 1 s",
+    ),
+    "one score too few": ("scores.pop()", "returned 7 scores for 8 responses"),
+    "one too many": ("scores.append(0.0)", "returned 9 scores for 8"),
+    "it takes a response away": ("scores.pop(); responses.pop()", "returned 7 scores for 8"),
+    "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
+    "infinity": ("scores[3] = float('-inf')", "the score -inf for the response"),
+    "too large for fp32": ("scores[3] = 1e300", "the score inf for the response"),
+    "text": ("scores[3] = 'good'", "could not convert string to float"),
+    "None": ("scores[3] = None", "NoneType"),
+    "complex numbers": ("scores[3] = 1j", "complex"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_reward_that_fails_saves_and_ends_in_one_line(files, tmp_path, monkeypatch, capsys, what):
+    code, message = FAULTS[what]
+    monkeypatch.setenv("FAULT", code.replace("\n    ", "\n"))
+    monkeypatch.setenv("FAULT_AT", "3")
+    with pytest.raises(InputError, match=message) as error:
+        train_ppo.main(argv_of(files, tmp_path, reward_timeout=1))
+    assert str(error.value).startswith("--reward_fn")
+    assert len(str(error.value)) < 500
+    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_2'}\n" in capsys.readouterr().out
+    if what in ("it raises", "it hangs", "NaN"):
+        monkeypatch.delenv("FAULT_AT")
+        train_ppo.main(argv_of(files, tmp_path, resume="auto"))
+        assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]] == [1, 2, 3, 4]
+
+
+def test_a_reward_that_fails_on_the_real_command_line(files, tmp_path):
+    argv = argv_of(files, tmp_path, reward_timeout=1)
+    _, err = finish(launch(argv, FAULT="time.sleep(100)", FAULT_AT="2"), code=2)
+    assert err == "error: --reward_fn: no answer after 1 s; speed it up or raise --reward_timeout\n"
+
+
+def test_a_reward_model_of_nan_is_one_line(files, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(files["reward_model"])
+    with torch.no_grad():
+        model.score.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / "nan")
+    argv = argv_of(files | {"reward_model": str(tmp_path / "nan")}, tmp_path, critic_init="actor")
+    with pytest.raises(InputError, match="--reward_model: the score nan for the response"):
+        train_ppo.main(argv)
+
+
+def test_time_limit():
+    with pytest.raises(TimeUp), time_limit(0.05):
+        while True:
+            pass
+    with time_limit(0):
+        pass
+    with time_limit(100):  # and it does not fire later
+        pass
+
+
+# ------------------------------------------------------------------------------------------- odd answers
+
+
+def test_empty_responses_are_trained_on(files, tmp_path):
+    """Every token ends the response: all texts are empty."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = tiny_llama(len(tokenizer), layers=2, spread=2.0)
+    model.generation_config.eos_token_id = list(range(len(tokenizer)))
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    train_ppo.main(argv_of(files | {"model": str(tmp_path / "policy")}, tmp_path))
+    assert {s["response"] for s in read_jsonl(tmp_path / "r" / "samples.jsonl")} == {""}
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert {m["rollout/length"] for m in metrics if m["step"]} == {1.0}
+    assert {m["rollout/finished"] for m in metrics if m["step"]} == {1.0}
+    assert sum(m["policy/skipped_steps"] for m in metrics if m["step"]) == 0
+
+
+def test_a_batch_where_no_response_ends(files, tmp_path):
+    """The sampler nearly always finds the EOS's logit of 0 the smallest; the penalty is the same for all."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = tiny_llama(len(tokenizer), layers=2, spread=2.0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    train_ppo.main(argv_of(files | {"model": str(tmp_path / "policy")}, tmp_path, temperature=0.03))
+    metrics = [m for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]]
+    assert {m["rollout/finished"] for m in metrics} == {0.0}
+    assert {m["reward/missing_eos"] for m in metrics} == {-1.0}
+    assert sum(m["policy/skipped_steps"] for m in metrics) == 0
+    assert all(m[name] is not None for m in metrics for name in m)
+
+
+def test_rewards_that_are_all_the_same_teach_nothing_and_break_nothing(files, tmp_path):
+    (tmp_path / "same.py").write_text(
+        "def score(prompts, responses, answers):\n    return [1.0] * len(prompts)\n"
+    )
+    change = {"reward_fn": f"{tmp_path / 'same.py'}:score", "reward_model": ""}
+    train_ppo.main(argv_of(files | change, tmp_path, reasoning=0, missing_eos_penalty=0))
+    metrics = [m for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]]
+    assert all(m[name] is not None for m in metrics for name in m)
+    assert all(p.isfinite().all() for p in load_weights(tmp_path / "r", 4).values())
+
+
+# ---------------------------------------------------------------------------------- memory that runs out
+
+# While it updates, the system gives this process only so much memory more than it has already.
+CRAMPED = """import os, resource, sys
+sys.path.insert(0, sys.argv.pop(1))
+from trainer import train_ppo
+update = train_ppo.update
+def cramped(*args):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + int(os.environ["ROOM"]) * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    update(*args)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+train_ppo.update = cramped
+train_ppo.run_script(train_ppo.main)
+"""
+WIDE = {"hidden": 64, "layers": 8, "intermediate_size": 512}
+
+
+@pytest.fixture(scope="module")
+def wide(files, tmp_path_factory):
+    """A policy whose activations need more memory than all the rest, and long prompts."""
+    folder = tmp_path_factory.mktemp("wide")
+    prompts = [{"prompt": " ".join(WORDS[(i + n) % 8] for i in range(60))} for n in range(64)]
+    model = save_policy_dir(folder / "wide", word_tokenizer(WORDS, chat=True), **WIDE)
+    change = {"model": model, "data_path": write_jsonl(folder / "long.jsonl", prompts), "reward_model": ""}
+    sizes = {"batch_size": 32, "mini_batch_size": 32, "max_gen_len": 20, "dtype": "float32", "reasoning": 0}
+    return files | change | sizes | {"max_steps": 2, "critic_warmup_steps": 0}
+
+
+def run_cramped(wide, folder, room, code=0):
+    script = folder.with_suffix(".py")
+    script.write_text(CRAMPED)
+    argv = [str(ROOT), *argv_of(wide, folder)]
+    at_once = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+    }  # memory is given back
+    return finish(launch(argv, script=script, ROOM=str(room), **at_once), code=code)
+
+
+def test_out_of_memory_in_a_micro_batch_is_done_again_with_less(wide, tmp_path):
+    roomy, cramped = tmp_path / "roomy", tmp_path / "cramped"
+    run_cramped(wide, roomy, 4096)
+    out, _ = run_cramped(wide, cramped, 100)
+    assert "note: memory ran out in step 1; updates take fewer tokens at a time" in out
+    budgets = [
+        json.loads((folder / "r" / "checkpoints" / "step_2" / "state.json").read_text())["token_budget"]
+        for folder in (roomy, cramped)
+    ]
+    assert budgets[1] <= budgets[0] // 2
+    left, right = (load_weights(folder / "r", 2) for folder in (roomy, cramped))
+    assert max((left[k] - right[k]).abs().max().item() for k in left) < 1e-5
+
+
+def test_out_of_memory_for_a_single_sequence_is_one_line(wide, tmp_path):
+    _, err = run_cramped(wide, tmp_path / "tiny", 1, code=2)
+    assert err.startswith("error: out of memory for a single sequence of ")
+    assert err.count("\n") == 1
+
+
+def full(rows, most):
+    """Allocates far more than there is if there are more than so many rows, for real."""
+    torch.empty(1 << 50 if len(rows) > most else 1)
+
+
+def test_micro_batches_are_halved_until_they_fit():
+    done = []
+
+    def work(rows):
+        full(rows, 3)
+        done.append(rows)
+
+    each_micro_batch([10] * 16, 1000, work)
+    assert sorted(row for rows in done for row in rows) == list(range(16))
+    assert max(map(len, done)) <= 3
+    with pytest.raises(InputError, match="out of memory for a single sequence of 12 tokens"):
+        each_micro_batch([12, 5], 100, lambda rows: full(rows, 0))
+
+
+def test_only_a_lack_of_memory_is_tried_again():
+    assert attempt(lambda: 3) == (True, 3)
+    assert attempt(full, [1, 2], 1) == (False, None)
+    with pytest.raises(RuntimeError, match="shape"):
+        attempt(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
+
+
+def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, monkeypatch):
+    """The second micro-batch fails once: what the first has left behind must go."""
+    from test_invariants import filled_rollout, make_run, same
+
+    results = []
+    for fails in (False, True):
+        run, prompts = make_run({k: v for k, v in files.items() if k != "reward_fn"})
+        rollout, std, _ = filled_rollout(run, prompts)
+        minibatch = rollout.rows(range(8))
+        run.progress.token_budget = 64
+        if not fails:
+            run.progress.token_budget = 32
+        value, calls = run.value, []
+
+        def failing(*sequences, value=value, calls=calls, fails=fails):
+            calls.append(1)
+            if fails and len(calls) == 2:
+                torch.empty(1 << 50)
+            return value(*sequences)
+
+        run.value = failing
+        train_ppo.backward_that_fits(run, minibatch, minibatch.response_len.sum().item(), std, True)
+        assert len(calls) > 2
+        results.append([p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()])
+        assert run.progress.token_budget == 32
+    assert same(*results)
