@@ -65,7 +65,7 @@ def gradients(run, minibatch, std):
     run.actor.zero_grad()
     run.critic.zero_grad()
     tokens = minibatch.response_len.sum().item()
-    sums = train_ppo.backward(run, minibatch, tokens, std, train_actor=True)
+    sums = train_ppo.backward_that_fits(run, minibatch, tokens, std, True)
     grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
     return grads, sums
 

@@ -20,6 +20,22 @@ def attempt(work, *args):
     return False, None
 
 
+def halving(work, token_budget, longest, undo):
+    """``work(token_budget)``; where memory runs out ``undo()``, and again with half the budget.
+
+    -> (its result, the budget that fitted). Raises InputError once a single sequence, of ``longest`` tokens
+    at the most, does not fit.
+    """
+    while True:
+        fits, result = attempt(work, token_budget)
+        if fits:
+            return result, token_budget
+        undo()
+        if token_budget <= longest:  # every sequence was alone already
+            raise too_long(longest)
+        token_budget //= 2
+
+
 def each_micro_batch(lengths, token_budget, work):
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. Rows for which memory runs out
     are halved, and each half is done again. Raises InputError where a single sequence does not fit."""

@@ -116,8 +116,9 @@ def _named(resume):
     path = Path(resume).resolve()
     if list_checkpoints(path):
         return path, None
-    if path in list_checkpoints(path.parents[1]):
-        return path.parents[1], step_of(path)
+    run = path.parent.parent
+    if path in list_checkpoints(run):
+        return run, step_of(path)
     raise InputError(f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>")
 
 

@@ -36,25 +36,23 @@ from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PromptBatches, RLAIFDataset, epoch_order, local_positions
 from errors import FlagParser, InputError, run_script
-from files import writing
 from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
-from model.saving import save_policy
-from trainer import checkpoints, ppo
+from trainer import ppo
 from trainer.checkpoints import Progress
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
 from trainer.inputs import check_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
-from trainer.memory import attempt, too_long
+from trainer.keeping import begin, record, save
+from trainer.memory import halving
 from trainer.noise import noise_keys
 from trainer.precision import fast_dtype
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.rewards import Reward, load_reward, starts_critic
 from trainer.rollout import Sampler, response_texts
-from trainer.run_folder import RunFolder
 from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
-from trainer.tracking import Metrics, NullTracker, Tracker, sample_rows
+from trainer.tracking import Metrics, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
 MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
@@ -239,15 +237,14 @@ def fill_rollout(run, rollout, scores, metrics):
     return std
 
 
-def backward(run, minibatch, tokens, std, train_actor):
+def backward(run, minibatch, tokens, std, train_actor, token_budget):
     """Gradients of one minibatch, micro-batch by micro-batch -> metrics, as sums over this process' tokens.
 
     ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it,
     and the sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    args, sums, lengths = run.args, Metrics(), minibatch.lengths.tolist()
-    sequences = args.mini_batch_size * run.world.size
-    pieces = [minibatch.rows(index) for index in micro_batches(lengths, token_budget(run, lengths))]
+    args, sums, sequences = run.args, Metrics(), run.args.mini_batch_size * run.world.size
+    pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths.tolist(), token_budget)]
     for mb in pieces:
         values = run.value(*mb.sequences)
         loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, args.cliprange_value)
@@ -267,24 +264,21 @@ def backward(run, minibatch, tokens, std, train_actor):
     return sums
 
 
-def token_budget(run, lengths):
-    """Tokens of one micro-batch: at most --accumulation_steps pieces' worth, and what has fitted so far."""
-    return min(run.progress.token_budget, math.ceil(sum(lengths) / run.args.accumulation_steps))
-
-
 def backward_that_fits(run, minibatch, *more):
-    """``backward``, from the start again with half the tokens at a time wherever memory runs out."""
-    lengths, failures = minibatch.lengths.tolist(), 0
-    while True:
-        fits, sums = attempt(backward, run, minibatch, *more)
-        if fits:
-            sums.add("perf/out_of_memory", failures, 1)
-            return sums
-        failures += 1
-        forget_gradients(run)
-        if token_budget(run, lengths) <= max(lengths):  # every sequence was alone already
-            raise too_long(max(lengths))
-        run.progress.token_budget = token_budget(run, lengths) // 2
+    """``backward`` with as many tokens at a time as --accumulation_steps wants and as have fitted so far;
+    with half as many, from then on, where memory runs out."""
+    lengths, progress = minibatch.lengths.tolist(), run.progress
+    wanted = min(progress.token_budget, math.ceil(sum(lengths) / run.args.accumulation_steps))
+    sums, fitted = halving(
+        lambda budget: backward(run, minibatch, *more, budget),
+        wanted,
+        max(lengths),
+        undo=lambda: forget_gradients(run),
+    )
+    if fitted < wanted:
+        progress.token_budget = fitted
+    sums.add("perf/out_of_memory", fitted < wanted, 1)
+    return sums
 
 
 def forget_gradients(run):
@@ -389,18 +383,6 @@ def evaluate_actor(run, prompts):
     return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
 
 
-def save(run, tracker):
-    """A checkpoint to resume from, and the actor as the .pth that users load."""
-    with run.world.all_or_none():
-        if run.world.is_main:
-            start, folder = time.perf_counter(), tracker.folder
-            tracker.flush()
-            checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
-            with writing(run.pth_path):
-                save_policy(run.actor, run.tokenizer, run.pth_path)
-            tracker.saving_seconds += time.perf_counter() - start
-
-
 def train(run, held_out, tracker):
     """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args, world, progress = run.args, run.world, run.progress
@@ -429,31 +411,6 @@ def train(run, held_out, tracker):
                 raise SystemExit(128 + signal)
 
 
-def record(run, tracker, step, metrics, rows=()):
-    """Write a step down, and remember the best evaluation."""
-    score = metrics.get("eval/score")
-    if score is not None and (run.progress.best_score is None or score > run.progress.best_score):
-        run.progress.best_score, run.progress.best_step = score, step
-    with run.world.all_or_none():
-        tracker.log(step, metrics, rows)
-
-
-def start(run, held_out, argv):
-    """Take a folder, fill the run from its checkpoint if it has one -> what writes the run down."""
-    args, world = run.args, run.world
-    with world.all_or_none():
-        folder = RunFolder(args.out_dir, args.run_name, args.resume) if world.is_main else None
-        if folder:
-            folder.begin(run, argv)
-    checkpoint = world.gather(folder and folder.checkpoint)[0]
-    with world.all_or_none():
-        if checkpoint:
-            checkpoints.load(checkpoint, run)
-        tracker = Tracker(folder, args, run.progress.step, run.total_steps) if folder else NullTracker()
-    tracker.introduce(run, held_out)
-    return tracker
-
-
 def main(argv=None):
     args = parse_args(argv)
     world = init_world(args.device, args.ddp)
@@ -461,7 +418,7 @@ def main(argv=None):
         with world.all_or_none():
             actor, tokenizer, prompts, held_out = load_inputs(args)
             run = build_run(args, world, actor, tokenizer, prompts)
-        tracker = start(run, held_out, sys.argv[1:] if argv is None else argv)
+        tracker = begin(run, held_out, sys.argv[1:] if argv is None else argv)
         try:
             train(run, held_out, tracker)
             tracker.summary(run)

@@ -1,0 +1,186 @@
+"""A run that is killed again and again, beside one that nobody disturbs: do they end in the same place?
+
+    python benchmarks/chaos.py --kills 50                     # the demo, about fifteen minutes on two cores
+    python benchmarks/chaos.py --kills 5 -- --model … --reward_model … --data_path …
+
+The disturbed run saves after every step and is resumed until it ends. Each life ends by kill -9: every
+other one at a random moment (loading included), every other one while a checkpoint or the .pth is being
+written. Before some lives the newest checkpoint is damaged (a flipped bit, a truncated file), if there is one
+before it; some lives have a disk that refuses to write more. At the end weights must be equal bit for bit,
+and metrics.jsonl and samples.jsonl line for line, but for the times. Prints a table, writes
+benchmarks/results/chaos.json, and exits with 1 where something differs.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import ROOT, read, table, write_results
+from safetensors.torch import load_file
+
+RESULTS = ("metrics.jsonl", "samples.jsonl")
+
+
+def command(flags, out, *more):
+    script = str(ROOT / "trainer" / "train_ppo.py")
+    return [sys.executable, script, *flags, "--out_dir", str(out), "--run_name", "run", *more]
+
+
+def begin(argv, log, file_limit=None):
+    """Start a run -> the process. ``file_limit``: bytes beyond which the system lets no file grow."""
+
+    def limit():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+    return subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=limit if file_limit else None)
+
+
+def being_written(out):
+    """Is something that has to appear whole half there?"""
+    folders = (out, out / "run" / "checkpoints")
+    return any(name.endswith(".tmp") for f in folders if f.is_dir() for name in os.listdir(f))
+
+
+def kill_at(process, seconds):
+    """kill -9 after so long -> was it still running?"""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+def kill_in_a_save(process, out, rng):
+    """kill -9 up to 30 ms after a save has begun, the first or the second of this life."""
+    for _ in range(rng.choice((1, 2))):
+        while process.poll() is None and not being_written(out):
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.03))
+    process.kill()
+    return process.wait() == -signal.SIGKILL
+
+
+def damage(out, rng):
+    """Flip a bit of the newest checkpoint, or truncate one of its files -> what was done, '' if nothing."""
+    root = out / "run" / "checkpoints"
+    saved = sorted(root.glob("step_*"), key=lambda p: int(p.name[5:])) if root.is_dir() else []
+    if len(saved) < 2:
+        return ""
+    path = rng.choice([f for f in sorted(saved[-1].iterdir()) if f.stat().st_size])
+    if rng.random() < 0.5:
+        os.truncate(path, rng.randrange(path.stat().st_size))
+        return "truncated"
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return "bit flipped"
+
+
+def undisturbed(flags, out, log):
+    """The run as it should be -> seconds until its loop began, seconds of a step, seconds of it all."""
+    start, metrics = time.perf_counter(), out / "run" / "metrics.jsonl"
+    process = begin(command(flags, out), log)
+    while not metrics.exists() and process.poll() is None:
+        time.sleep(0.01)
+    loading = time.perf_counter() - start
+    if process.wait():
+        raise SystemExit(f"error: the undisturbed run failed; see {log.name}")
+    total = time.perf_counter() - start
+    return loading, (total - loading) / len(records(metrics)), total
+
+
+def disturbed(flags, out, kills, window, rng, log):
+    """The run with all its lives -> {fault: how often}. ``window``: seconds in which random kills come."""
+    counts = {"killed at random": 0, "killed in a save": 0, "bit flipped": 0, "truncated": 0, "disk full": 0}
+    argv = command(flags, out, "--resume", "auto", "--save_interval", "1")
+    while sum(counts[name] for name in ("killed at random", "killed in a save")) < kills:
+        if rng.random() < 0.2 and (what := damage(out, rng)):
+            counts[what] += 1
+        if rng.random() < 0.1:
+            process = begin(argv, log, file_limit=200_000)
+            counts["disk full"] += process.wait() == 2
+            continue
+        process = begin(argv, log)
+        if counts["killed in a save"] < counts["killed at random"]:
+            killed, name = kill_in_a_save(process, out, rng), "killed in a save"
+        else:
+            killed, name = kill_at(process, rng.uniform(0, window)), "killed at random"
+        counts[name] += killed
+        print(f"\r{counts}", end="", file=sys.stderr, flush=True)
+        if not killed:
+            if process.returncode:
+                raise SystemExit(
+                    f"error: a life ended by itself with code {process.returncode}; see {log.name}"
+                )
+            raise SystemExit(f"error: the run ended after {counts}; ask for fewer kills or a longer run")
+    print(file=sys.stderr)
+    if begin(argv, log).wait():
+        raise SystemExit(f"error: the last life failed; see {log.name}")
+    return counts
+
+
+def differences(calm, storm):
+    """-> what differs between two run folders, a list of texts."""
+    found = []
+    last = max(int(p.name[5:]) for p in (calm / "checkpoints").glob("step_*"))
+    for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
+        left, right = (
+            load_file(r / "checkpoints" / f"step_{last}" / f"{name}.safetensors") for r in (calm, storm)
+        )
+        if left.keys() != right.keys() or any(not left[k].equal(right[k]) for k in left):
+            found.append(f"{name} at step {last}")
+    for name in RESULTS:
+        left, right = (records(run / name) for run in (calm, storm))
+        if left != right:
+            found.append(name)
+    steps = [record["step"] for record in records(storm / "metrics.jsonl")]
+    if steps != list(range(last + 1)):
+        found.append(f"steps in metrics.jsonl: {steps}")
+    leftovers = [str(p) for p in storm.parent.rglob("*.tmp")]
+    return found + [f"left behind: {p}" for p in leftovers]
+
+
+def records(path):
+    """The lines of a JSONL file without the times in them."""
+    lines = map(json.loads, read(path).rstrip("\n").split("\n"))
+    return [{name: x for name, x in line.items() if not name.startswith("perf/")} for line in lines]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where to run, kept; default: a temporary one")
+    parser.add_argument("flags", nargs="*", help="of train_ppo.py, after --; default: the demo")
+    args = parser.parse_args()
+    folder = Path(args.folder or tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with open(folder / "log.txt", "w") as log:
+        loading, step, calm_seconds = undisturbed(args.flags, folder / "calm", log)
+        window = loading + 2 * step
+        counts = disturbed(args.flags, folder / "storm", args.kills, window, random.Random(args.seed), log)
+    found = differences(folder / "calm" / "run", folder / "storm" / "run")
+    seconds = {"undisturbed seconds": round(calm_seconds), "all seconds": round(time.perf_counter() - start)}
+    result = {**counts, **seconds, "differences": ", ".join(found) or "none"}
+    print(table([result]))
+    if not args.flags:
+        write_results("chaos", {"seed": args.seed, **result})
+    if found:
+        raise SystemExit(f"error: the runs differ; see {folder}")
+    if not args.folder:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
