@@ -21,7 +21,7 @@ class FlagParser(argparse.ArgumentParser):
     """argparse whose complaints are one line as well, without the usage text above them."""
 
     def error(self, message):
-        raise InputError(f"{message}; --help lists all flags")
+        raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")
 
 
 def run_script(main):
@@ -32,6 +32,11 @@ def run_script(main):
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, for a GPU
+            raise
+        print(f"error: {str(error).splitlines()[0]} Lower the sizes, or --device cpu", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -46,14 +46,14 @@ def writing(path):
         ) from error
 
 
-def lock(path, wait):
+def lock(path):
     """Hold the lock file ``path`` until the returned file is closed or the process ends, however it ends.
 
-    The file says who holds it. ``wait=False``: raises ``BlockingIOError`` where another process does.
+    The file says who holds it. Raises ``BlockingIOError`` where another process does.
     """
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (open for as long as the lock is held)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise
@@ -63,3 +63,15 @@ def lock(path, wait):
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()
     return file
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder):
+    """Wait until no other process is in such a block for this folder, which has to be there."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # as above
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

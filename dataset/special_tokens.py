@@ -13,10 +13,7 @@ from typing import NamedTuple
 from model.loading import as_input_error
 
 MARK = "\ufdd0"  # opens a mark: a code point that Unicode reserves for use inside programs
-FIRST, LAST = (
-    0xF0000,
-    0xFFFFD,
-)  # the character after it says which string it stands for: the first, MARK itself
+FIRST, LAST = 0xF0000, 0xFFFFD  # of what follows it: which string it stands for, MARK itself being the first
 MARKS = re.compile(f"({MARK}[{chr(FIRST)}-{chr(LAST)}])")
 SPECIAL_MARK = re.compile(f"{MARK}[{chr(FIRST + 1)}-{chr(LAST)}]")
 

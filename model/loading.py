@@ -299,7 +299,7 @@ def as_input_error(what):
     except BaseException as error:  # a file or a hub can be wrong in more ways than there are exceptions
         if (
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # Rust's, in tokenizers
+        ):  # of tokenizers' Rust
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         reason = reason if len(reason) <= 250 else f"{reason[:250]}…"

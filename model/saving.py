@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from errors import InputError
-from files import lock, move
+from files import move, one_at_a_time
 
 
 def save_policy(model, tokenizer, path_pth):
@@ -22,16 +22,16 @@ def save_policy(model, tokenizer, path_pth):
     """
     path = Path(path_pth)
     state = _half_state_dict(model, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = path.with_name(f".{path.stem}.tmp")
-    with lock(path.with_name(f".{path.stem}.lock"), wait=True):  # two runs may write to the same name
+    beside, folder = path.with_suffix(""), path.with_name(f".{path.stem}.tmp")
+    beside.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(beside):  # two runs may write to the same name
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed here
         try:
             folder.mkdir()
             _write_files(folder, model, tokenizer, state, path.name)
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and file.name != path.name:
-                    target = path.with_suffix("") / file.relative_to(folder)
+                    target = beside / file.relative_to(folder)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     move(file, target)
             move(folder / path.name, path)

@@ -20,9 +20,10 @@ from tiny import (
 )
 
 from errors import InputError
-from trainer import train_ppo
+from trainer import rollout, train_ppo
 from trainer.interrupt import TimeUp, time_limit
 from trainer.memory import attempt, each_micro_batch
+from trainer.noise import noise_keys
 
 WORDS = list("abcdefgh")
 SIZES = {
@@ -255,6 +256,24 @@ def test_only_a_lack_of_memory_is_tried_again():
         attempt(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
 
 
+def test_out_of_memory_while_sampling_takes_fewer_slots_and_the_same_tokens(monkeypatch):
+    policy = tiny_llama(10, layers=2, spread=2.0)
+    prompts, keys = [[2 + i % 7] * (1 + i % 5) for i in range(24)], noise_keys(1, 2, list(range(24)))
+    wanted = rollout.Sampler(policy).sample(prompts, keys, [0], 12, 1.0)
+
+    class Cramped(rollout.SlotCache):
+        def __init__(self, config, slots, *more):
+            torch.empty(1 << 50 if slots > 7 else 1)  # fails for real
+            super().__init__(config, slots, *more)
+
+    monkeypatch.setattr(rollout, "SlotCache", Cramped)
+    sampler = rollout.Sampler(policy)
+    got = sampler.sample(prompts, keys, [0], 12, 1.0)
+    assert sampler.slots == 6
+    assert got.tokens.equal(wanted.tokens)
+    assert got.response_len.equal(wanted.response_len)
+
+
 def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, monkeypatch):
     """The second micro-batch fails once: what the first has left behind must go."""
     from test_invariants import filled_rollout, make_run, same
@@ -262,8 +281,8 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, 
     results = []
     for fails in (False, True):
         run, prompts = make_run({k: v for k, v in files.items() if k != "reward_fn"})
-        rollout, std, _ = filled_rollout(run, prompts)
-        minibatch = rollout.rows(range(8))
+        batch, std, _ = filled_rollout(run, prompts)
+        minibatch = batch.rows(range(8))
         run.progress.token_budget = 64
         if not fails:
             run.progress.token_budget = 32

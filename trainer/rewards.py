@@ -170,13 +170,14 @@ def load_reward_function(spec):
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise InputError(f"--reward_fn {spec}: no such file; write it as path.py:function")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # Not the bare stem: a file called json.py must not become the module of that name for everybody.
+    module_spec = importlib.util.spec_from_file_location(f"reward_fn_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises is the user's to see
-        raise InputError(f"--reward_fn {path}: importing it failed: {error!r}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is the user's to see
+        raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
@@ -231,7 +232,7 @@ class Reward:
         except (Exception, SystemExit) as error:  # whatever the user's code raises is the user's to see
             frames = traceback.extract_tb(error.__traceback__)
             places = [f" at {f.filename}:{f.lineno}" for f in frames if f.filename != __file__]
-            reason = f"{type(error).__name__}: {error}"[:200]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise InputError(
                 f"--reward_fn: {reason}{places[0] if places else ', in what it returned'}; mend it"
             ) from error

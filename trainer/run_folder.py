@@ -64,7 +64,7 @@ class RunFolder:
                     self.path = Path(out_dir) / f"run_{max(_numbered(out_dir)) + 1}"
             self.path.mkdir(exist_ok=True)
             try:
-                return lock(self.path / "lock", wait=False)
+                return lock(self.path / "lock")
             except BlockingIOError:
                 holder = (self.path / "lock").read_text(encoding="utf-8")
                 raise InputError(

@@ -1,0 +1,48 @@
+"""benchmarks/chaos.py in short: a real run, killed and damaged a few times, beside one that is not."""
+
+import subprocess
+
+from tiny import (
+    PYTHON,
+    ROOT,
+    flags,
+    read_jsonl,
+    save_policy_dir,
+    save_reward_dir,
+    word_tokenizer,
+    write_jsonl,
+)
+
+KILLS = 4
+
+
+def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
+    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
+    prompts = [{"prompt": " ".join("abcdefgh"[i % 8] for i in range(1 + n % 7))} for n in range(40)]
+    values = {
+        "model": save_policy_dir(tmp_path / "policy", tokenizer, layers=2, spread=2.0),
+        "reward_model": save_reward_dir(tmp_path / "reward", tokenizer),
+        "data_path": write_jsonl(tmp_path / "prompts.jsonl", prompts),
+        "eval_data_path": write_jsonl(tmp_path / "eval.jsonl", prompts[:5]),
+        "batch_size": 8,
+        "mini_batch_size": 4,
+        "max_gen_len": 6,
+        "max_steps": 16,
+        "epochs": 9,
+        "update_old_actor_freq": 3,
+        "eval_interval": 5,
+        "device": "cpu",
+    }
+    command = [PYTHON, str(ROOT / "benchmarks" / "chaos.py"), "--kills", str(KILLS), "--seed", "1"]
+    folder = tmp_path / "chaos"
+    done = subprocess.run(
+        [*command, "--folder", str(folder), "--", *flags(**values)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + (folder / "log.txt").read_text()[-2000:]
+    assert "differences |" in done.stdout
+    assert "| none |" in done.stdout
+    steps = [m["step"] for m in read_jsonl(folder / "storm" / "run" / "metrics.jsonl")]
+    assert steps == list(range(17))
