@@ -2,28 +2,16 @@
 
 import subprocess
 
-from tiny import (
-    PYTHON,
-    ROOT,
-    flags,
-    read_jsonl,
-    save_policy_dir,
-    save_reward_dir,
-    word_tokenizer,
-    write_jsonl,
-)
+from tiny import PYTHON, ROOT, flags, read_jsonl, run_files
 
 KILLS = 4
 
 
 def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
-    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
-    prompts = [{"prompt": " ".join("abcdefgh"[i % 8] for i in range(1 + n % 7))} for n in range(40)]
+    files = run_files(tmp_path)
     values = {
-        "model": save_policy_dir(tmp_path / "policy", tokenizer, layers=2, spread=2.0),
-        "reward_model": save_reward_dir(tmp_path / "reward", tokenizer),
-        "data_path": write_jsonl(tmp_path / "prompts.jsonl", prompts),
-        "eval_data_path": write_jsonl(tmp_path / "eval.jsonl", prompts[:5]),
+        **files,
+        "eval_data_path": files["data_path"],
         "batch_size": 8,
         "mini_batch_size": 4,
         "max_gen_len": 6,

@@ -14,10 +14,12 @@ from tiny import (
     FAULTY_REWARD,
     PYTHON,
     ROOT,
+    WORDS,
     finish,
     flags,
     launch,
     read_jsonl,
+    run_files,
     same_run,
     save_policy_dir,
     save_reward_dir,
@@ -33,7 +35,6 @@ from model.loading import load_policy
 from trainer import checkpoints, train_ppo
 from trainer.distributed import World
 
-WORDS = list("abcdefgh")
 SIZES = {
     "batch_size": 8,
     "mini_batch_size": 4,
@@ -49,16 +50,8 @@ QUIET = {"device": "cpu", "log_interval": 1000}
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    (folder / "reward.py").write_text(FAULTY_REWARD)
-    prompts = [{"prompt": " ".join(WORDS[i % 8] for i in range(1 + n % 7)), "answer": "a"} for n in range(40)]
-    return {
-        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{folder / 'reward.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-        "eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[:5]),
-    }
+    held_out = [{"prompt": f"{a} b", "answer": "a"} for a in WORDS[:5]]
+    return run_files(folder) | {"eval_data_path": write_jsonl(folder / "eval.jsonl", held_out)}
 
 
 def argv_of(files, out_dir, **more):

@@ -97,6 +97,10 @@ def bad(tmp_path_factory):
     (folder / "surrogate.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
     write_jsonl(folder / "long.jsonl", [{"prompt": "a " * 100}])
     torch.save({"model.embed_tokens.weight": torch.zeros(10, 32)}, paths["full_sft_32.pth"])
+    broken = tiny_llama(10)
+    broken.model.norm.weight.data[3] = torch.nan
+    broken.save_pretrained(folder / "nan")
+    word_tokenizer(WORDS, chat=True).save_pretrained(folder / "nan")
     word_tokenizer("abcdefghijklmnopqrstuvwxyz", chat=True).save_pretrained(paths["big"])
     paths["fn.py"].write_text("def f(prompts, responses, answers):\n    return [1.0]\n")
     return str(folder)
@@ -113,6 +117,7 @@ BAD = [  # what is wrong, the flags ({} is the folder above), what the line must
     ("held-out data missing", {"eval_data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ("pth of another shape", {"model": "{}/full_sft_32.pth"}, "full_sft_32.pth"),
     ("model missing", {"model": "/nowhere"}, "/nowhere"),
+    ("weights that are not numbers", {"model": "{}/nan"}, "not finite"),
     ("MiniMind's name missing", {"model": "", "hidden_size": 512}, "reason_512.pth"),
     ("another hidden size", {"hidden_size": 64}, "--hidden_size 64"),
     ("tokenizer too big", {"tokenizer": "{}/big"}, "tokenizer"),

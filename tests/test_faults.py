@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 from tiny import (
-    FAULTY_REWARD,
     ROOT,
+    WORDS,
     finish,
     flags,
     launch,
     load_weights,
     read_jsonl,
+    run_files,
     save_policy_dir,
-    save_reward_dir,
     tiny_llama,
     word_tokenizer,
     write_jsonl,
@@ -25,7 +25,6 @@ from trainer.interrupt import TimeUp, time_limit
 from trainer.memory import attempt, each_micro_batch
 from trainer.noise import noise_keys
 
-WORDS = list("abcdefgh")
 SIZES = {
     "batch_size": 8,
     "mini_batch_size": 4,
@@ -39,16 +38,7 @@ SIZES |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    (folder / "reward.py").write_text(FAULTY_REWARD)
-    prompts = [{"prompt": " ".join(WORDS[i % 8] for i in range(1 + n % 7))} for n in range(40)]
-    return {
-        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{folder / 'reward.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-    }
+    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def argv_of(files, out_dir, **more):

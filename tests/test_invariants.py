@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny import flags, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
@@ -14,26 +14,12 @@ from trainer.noise import noise_keys
 from trainer.ppo import length_mask
 from trainer.tracking import Metrics
 
-WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
-COUNT_A = """def score(prompts, responses, answers):
-    return [r.split().count("a") - 0.1 * len(r) for r in responses]
-"""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A policy, a reward model, a reward function and prompts of different lengths, as flags."""
-    folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    (folder / "reward.py").write_text(COUNT_A)
-    prompts = [{"prompt": " ".join(WORDS[i % 8] for i in range(1 + n % 7))} for n in range(40)]
-    return {
-        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{folder / 'reward.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-    }
+    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def make_run(files, **values):

@@ -11,17 +11,14 @@ import pytest
 import torch
 from tiny import (
     DIE,
-    FAULTY_REWARD,
     ROOT,
     finish,
     flags,
     launch_torchrun,
     load_weights,
     read_jsonl,
-    save_policy_dir,
-    save_reward_dir,
+    run_files,
     wait_for,
-    word_tokenizer,
     write_jsonl,
 )
 
@@ -30,7 +27,6 @@ from trainer import train_ppo
 from trainer.distributed import World
 from trainer.heartbeat import Heartbeat
 
-WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
@@ -57,18 +53,12 @@ OVERFLOW = """def score(prompts, responses, answers):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    (folder / "faulty.py").write_text(FAULTY_REWARD)
     (folder / "overflow.py").write_text(OVERFLOW)
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(185)]
+    found = run_files(folder, count=185)
+    prompts = read_jsonl(found["data_path"])
     prompts[0]["answer"] = "overflow"
-    return {
-        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
-        "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{folder / 'faulty.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-        "eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10]),  # uneven shares
-    }
+    write_jsonl(folder / "prompts.jsonl", prompts)
+    return found | {"eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
 
 
 def argv_of(files, out_dir, sizes, **more):
@@ -79,7 +69,7 @@ def argv_of(files, out_dir, sizes, **more):
 def one(files, tmp_path_factory):
     """12 updates by one process -> its run folder."""
     out = tmp_path_factory.mktemp("one")
-    overflow = files["reward_fn"].replace("faulty", "overflow")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     train_ppo.main(argv_of(files, out, ONE, reward_fn=overflow, keep_checkpoints=9))
     return out / "r"
 
@@ -88,7 +78,7 @@ def one(files, tmp_path_factory):
 def two(files, tmp_path_factory):
     """The same by two processes."""
     out = tmp_path_factory.mktemp("two")
-    overflow = files["reward_fn"].replace("faulty", "overflow")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     argv = argv_of(files, out, TWO, reward_fn=overflow, keep_checkpoints=9)
     finish(launch_torchrun(2, [*argv, "--ddp"]))
     return out / "r"
@@ -128,7 +118,7 @@ def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, pr
     """From 2 to 1 and from 1 to 2. What counts is the global batch."""
     start = {1: two, 2: one}[processes]
     shutil.copytree(start, tmp_path / "r")
-    overflow = files["reward_fn"].replace("faulty", "overflow")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     more = {"reward_fn": overflow, "resume": tmp_path / "r" / "checkpoints" / "step_5", "keep_checkpoints": 9}
     if processes == 1:
         train_ppo.main(argv_of(files, tmp_path, ONE, **more))
@@ -143,7 +133,7 @@ def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, pr
 
 
 def test_another_global_batch_is_another_run(files, two):
-    overflow = files["reward_fn"].replace("faulty", "overflow")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
         train_ppo.main(argv_of(files, two.parent, TWO, reward_fn=overflow, resume="auto"))
 
@@ -251,41 +241,21 @@ def test_bad_input_is_said_once(files, tmp_path):
 # --------------------------------------------------------------------------------------------- two machines
 
 
-def test_two_nodes(files, one, tmp_path):
+def launch_two_nodes(argv):
     """Two agents with a rendezvous, as on two machines, a process each."""
-    overflow = files["reward_fn"].replace("faulty", "overflow")
-    port = free_port()
-    options = [
-        "--nnodes",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"localhost:{port}",
-        "--rdzv_id",
-        "7",
-    ]
-    argv = argv_of(files, tmp_path, TWO, reward_fn=overflow)
-    nodes = [launch_torchrun(1, argv, *options) for _ in range(2)]
-    for node in nodes:
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "7"]
+    return [launch_torchrun(1, argv, "--nnodes", "2", *rendezvous) for _ in range(2)]
+
+
+def test_two_nodes(files, one, tmp_path):
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    for node in launch_two_nodes(argv_of(files, tmp_path, TWO, reward_fn=overflow)):
         finish(node)
     assert furthest(one, tmp_path / "r") < TOLERANCE
 
 
 def test_a_node_that_dies_ends_the_other(files, tmp_path):
-    port = free_port()
-    options = [
-        "--nnodes",
-        "2",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"localhost:{port}",
-        "--rdzv_id",
-        "8",
-    ]
-    argv = argv_of(files, tmp_path, TWO, max_steps=900)
-    nodes = [launch_torchrun(1, argv, *options) for _ in range(2)]
+    nodes = launch_two_nodes(argv_of(files, tmp_path, TWO, max_steps=900))
     wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), nodes[0])
     nodes[1].kill()  # the agent: its process notices, and then the other node's
     start = time.monotonic()

@@ -118,6 +118,22 @@ def score(prompts, responses, answers):
         exec(os.environ["FAULT"])
     return scores
 """
+WORDS = list("abcdefgh")
+
+
+def run_files(folder, count=40):
+    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    (folder / "reward.py").write_text(FAULTY_REWARD)
+    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
+    return {
+        "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+    }
+
+
 DIE = "os.kill(os.getpid(), 9)"
 
 

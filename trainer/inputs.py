@@ -122,6 +122,9 @@ def load_inputs(args):
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     actor = load_policy(args.model, args.trust_remote_code)
     check_tokenizer(tokenizer, actor)
+    for name, p in actor.named_parameters():
+        if not p.isfinite().all():
+            raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(actor)
     check_sampling(actor)
     for flag in ("hidden_size", "num_hidden_layers"):
