@@ -239,10 +239,10 @@ def test_where_every_checkpoint_is_damaged_nothing_is_touched(half):
     run, argv = half
     for name in ("step_2", "step_4"):
         os.truncate(run / "checkpoints" / name / "actor.safetensors", 0)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(InputError, match=r"every checkpoint in .* is damaged"):
         train_ppo.main([*argv, "--resume", "auto"])
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 def test_the_checksums_are_those_of_sha256sum(whole):

@@ -99,9 +99,12 @@ class World:
                 f"error: processes hold different weights, nothing is saved; checksums by rank: {everyone}"
             )
 
-    def close(self):
-        """Leave the other processes."""
-        if self.size > 1:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Leave the other processes; after an error of this one's own without a farewell: they miss it."""
+        if self.size > 1 and (kind is None or issubclass(kind, (InputError, SystemExit))):
             self.heartbeat.end()
             dist.destroy_process_group()
 

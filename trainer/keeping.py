@@ -38,12 +38,13 @@ def record(run, tracker, step, metrics, rows=()):
 
 
 def save(run, tracker):
-    """A checkpoint to resume from, and the actor as the .pth that users load."""
+    """A checkpoint to resume from, and the actor as the .pth that users load; once a step is enough."""
     with run.world.all_or_none():
-        if run.world.is_main:
+        if run.world.is_main and tracker.saved_step != run.progress.step:
             start, folder = time.perf_counter(), tracker.folder
             tracker.flush()
             checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             with writing(run.pth_path):
                 save_policy(run.actor, run.tokenizer, run.pth_path)
+            tracker.saved_step = run.progress.step
             tracker.saving_seconds += time.perf_counter() - start

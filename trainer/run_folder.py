@@ -64,9 +64,9 @@ class RunFolder:
                     self.path = Path(out_dir) / f"run_{max(_numbered(out_dir)) + 1}"
             self.path.mkdir(exist_ok=True)
             try:
-                return lock(self.path / "lock")
+                return lock(self.path / ".lock")
             except BlockingIOError:
-                holder = (self.path / "lock").read_text(encoding="utf-8")
+                holder = (self.path / ".lock").read_text(encoding="utf-8")
                 raise InputError(
                     f"{self.path} is in use by {holder}; stop that or name another run"
                 ) from None

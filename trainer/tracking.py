@@ -92,7 +92,7 @@ class Tracker:
 
     def __init__(self, folder, args, first_step, total_steps):
         self.folder, self.total_steps, self.log_interval = folder, total_steps, args.log_interval
-        self.saving_seconds = 0.0
+        self.saved_step, self.saving_seconds = first_step, 0.0
         self._files = []
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = folder.path / name

@@ -413,8 +413,7 @@ def train(run, held_out, tracker):
 
 def main(argv=None):
     args = parse_args(argv)
-    world = init_world(args.device, args.ddp)
-    try:
+    with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
             actor, tokenizer, prompts, held_out = load_inputs(args)
             run = build_run(args, world, actor, tokenizer, prompts)
@@ -427,8 +426,6 @@ def main(argv=None):
             raise
         finally:
             tracker.finish()
-    finally:
-        world.close()
 
 
 if __name__ == "__main__":
