@@ -12,6 +12,8 @@ import sys
 class InputError(ValueError):
     """The input is at fault, not the program. The message is one line: what, where, what to do."""
 
+    agreed = False  # by all processes, where there are several
+
 
 class SaidElsewhere(InputError):
     """The same on the other processes: only the one that raises ``InputError`` itself says it."""

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from errors import InputError
@@ -28,8 +29,11 @@ def write_whole(path, data):
     """Write text or bytes to a file that has either its old content or all of the new, whatever happens."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-    move(temporary, path)
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        move(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -59,6 +63,8 @@ def lock(path):
         raise
     except OSError:
         pass  # some file systems of clusters know no locks; then nobody is kept out
+    held = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: held() and held().close())  # a worker that outlives us lets go
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()

@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from common import ROOT, read, table, write_results
 from safetensors.torch import load_file
 
@@ -99,16 +100,18 @@ def undisturbed(flags, out, log):
     return loading, (total - loading) / len(records(metrics)), total
 
 
-def disturbed(flags, out, kills, window, rng, log):
-    """The run with all its lives -> {fault: how often}. ``window``: seconds in which random kills come."""
+def disturbed(flags, out, kills, window, file_limit, rng, log):
+    """The run with all its lives -> {fault: how often}. ``window``: seconds in which random kills come;
+    ``file_limit``: bytes that a file may have while the disk is full."""
     counts = {"killed at random": 0, "killed in a save": 0, "bit flipped": 0, "truncated": 0, "disk full": 0}
     argv = command(flags, out, "--resume", "auto", "--save_interval", "1")
     while sum(counts[name] for name in ("killed at random", "killed in a save")) < kills:
         if rng.random() < 0.2 and (what := damage(out, rng)):
             counts[what] += 1
         if rng.random() < 0.1:
-            process = begin(argv, log, file_limit=200_000)
-            counts["disk full"] += process.wait() == 2
+            if begin(argv, log, file_limit).wait() != 2:
+                raise SystemExit(f"error: a full disk did not end a life with code 2; see {log.name}")
+            counts["disk full"] += 1
             continue
         process = begin(argv, log)
         if counts["killed in a save"] < counts["killed at random"]:
@@ -139,6 +142,13 @@ def differences(calm, storm):
         )
         if left.keys() != right.keys() or any(not left[k].equal(right[k]) for k in left):
             found.append(f"{name} at step {last}")
+    left, right = (
+        [torch.load(p, weights_only=True) for p in run.parent.glob("*.pth")] for run in (calm, storm)
+    )
+    if len(left) != len(right) or any(
+        not a[k].equal(b[k]) for a, b in zip(left, right, strict=True) for k in a
+    ):
+        found.append("the .pth")
     for name in RESULTS:
         left, right = (records(run / name) for run in (calm, storm))
         if left != right:
@@ -169,7 +179,9 @@ def main():
     with open(folder / "log.txt", "w") as log:
         loading, step, calm_seconds = undisturbed(args.flags, folder / "calm", log)
         window = loading + 2 * step
-        counts = disturbed(args.flags, folder / "storm", args.kills, window, random.Random(args.seed), log)
+        largest = max(p.stat().st_size for p in (folder / "calm").rglob("*.safetensors"))
+        rng, storm = random.Random(args.seed), folder / "storm"
+        counts = disturbed(args.flags, storm, args.kills, window, largest // 2, rng, log)
     found = differences(folder / "calm" / "run", folder / "storm" / "run")
     seconds = {"undisturbed seconds": round(calm_seconds), "all seconds": round(time.perf_counter() - start)}
     result = {**counts, **seconds, "differences": ", ".join(found) or "none"}

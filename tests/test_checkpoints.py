@@ -2,10 +2,10 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tiny import (
     finish,
     flags,
     launch,
+    load_weights,
     read_jsonl,
     run_files,
     same_run,
@@ -34,6 +35,7 @@ from errors import InputError
 from model.loading import load_policy
 from trainer import checkpoints, train_ppo
 from trainer.distributed import World
+from trainer.run_folder import RunFolder
 
 SIZES = {
     "batch_size": 8,
@@ -156,11 +158,11 @@ def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path, number):
     done = read_jsonl(metrics)[-1]["step"]
     assert (tmp_path / "r" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
     command = out.split("to go on: ")[1].splitlines()[0]
-    assert command.startswith("python trainer/train_ppo.py --model")
+    assert f"{ROOT}/trainer/train_ppo.py --model" in command
     process = subprocess.Popen(
-        f"exec {PYTHON} {command.removeprefix('python ')}",
+        f"exec {command}",
         shell=True,
-        cwd=ROOT,
+        cwd="/",
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -193,6 +195,10 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
+def remove_line(path, word):
+    path.write_text("".join(line for line in path.open() if word not in line))
+
+
 DAMAGE = {
     "a flipped bit in the weights": lambda p: flip_a_bit(p / "actor.safetensors"),
     "a flipped bit in the moments": lambda p: flip_a_bit(p / "critic_optimizer.safetensors"),
@@ -201,7 +207,8 @@ DAMAGE = {
     "a file missing": lambda p: (p / "old_actor.safetensors").unlink(),
     "no checksums": lambda p: (p / "SHA256SUMS").unlink(),
     "checksums of noise": lambda p: (p / "SHA256SUMS").write_bytes(os.urandom(999)),
-    "a file too many": lambda p: (p / "more.bin").write_bytes(b"x"),
+    "an empty list of checksums": lambda p: (p / "SHA256SUMS").write_bytes(b""),
+    "not the state's checksum": lambda p: remove_line(p / "SHA256SUMS", "state.json"),
     "empty": lambda p: [file.unlink() for file in p.iterdir()],
 }
 
@@ -211,6 +218,7 @@ def test_damage_is_noticed(whole, tmp_path, what):
     path = tmp_path / "checkpoints" / "step_4"
     for step in (2, 4):
         shutil.copytree(whole / "checkpoints" / f"step_{step}", path.with_name(f"step_{step}"))
+    (path / ".DS_Store").write_bytes(b"x")  # what others put there is no damage
     assert checkpoints.newest_intact(tmp_path) == (path, [])
     DAMAGE[what](path)
     assert checkpoints.damage(path)
@@ -248,6 +256,47 @@ def test_where_every_checkpoint_is_damaged_nothing_is_touched(half):
 def test_the_checksums_are_those_of_sha256sum(whole):
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=whole / "checkpoints" / "step_6")
     assert done.returncode == 0
+
+
+def test_a_kill_before_the_last_pth_is_made_good(whole, files, tmp_path):
+    """The last checkpoint is there, the .pth is not: there is no batch left to train, and still it comes."""
+    shutil.copytree(whole, tmp_path / "r")
+    (tmp_path / "r" / "checkpoints" / ".step_6.tmp").mkdir()
+    train_ppo.main(argv_of(files, tmp_path, update_old_actor_freq=3, resume="auto"))
+    state = torch.load(tmp_path / "ppo_actor_32.pth", weights_only=True)
+    actor = load_weights(tmp_path / "r", 6)
+    assert all(state[name].equal(x.half()) for name, x in actor.items())
+    assert not list((tmp_path / "r" / "checkpoints").glob(".*"))
+
+
+def test_an_earlier_checkpoint_that_is_named_begins_another_branch(whole, half):
+    """Killed before its first save, it must not go on with what the branch before has saved later."""
+    run, argv = half
+    step_2 = str(run / "checkpoints" / "step_2")
+    finish(launch([*argv, "--resume", step_2], FAULT=DIE, FAULT_AT="2"), code=-signal.SIGKILL)
+    assert names(run) == ["step_2"]
+    train_ppo.main([*argv, "--resume", "auto"])
+    same_run(whole, run, step=6)
+
+
+def test_metrics_that_are_missing_are_said(half, capsys):
+    run, argv = half
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], "[1]\n", "noise\n", *lines[3:]]))
+    train_ppo.main([*argv, "--resume", "auto"])
+    assert "metrics.jsonl does not have every step up to 4" in capsys.readouterr().out
+    assert [m["step"] for m in read_jsonl(run / "metrics.jsonl")] == [0, 1, 3, 4, 5, 6]
+    (run / "metrics.jsonl").unlink()
+    train_ppo.main([*argv, "--resume", "auto"])  # done already: nothing to train, nothing to fail on
+
+
+def test_a_folder_whose_config_was_deleted_is_not_overwritten_unasked(half):
+    run, argv = half
+    (run / "config.json").unlink()
+    with pytest.raises(InputError, match="holds a run"):
+        train_ppo.main(argv)
+    assert names(run) == ["step_2", "step_4"]
+    train_ppo.main([*argv, "--resume", "auto"])
 
 
 def test_resuming_from_an_older_checkpoint_leaves_the_later_branch(whole, files, tmp_path):
@@ -298,7 +347,7 @@ def test_a_disk_that_refuses_is_one_line_and_the_last_checkpoint_stays(whole, fi
     assert err.count("\n") == 1
     assert "cannot be written" in err
     assert "File too large" in err
-    assert "to go on: python trainer/train_ppo.py" in out
+    assert "to go on: " in out
     assert names(tmp_path / "r") == ["step_2"]  # no temporary folder either
     train_ppo.main([*argv, "--resume", "auto"])
     same_run(whole, tmp_path / "r", step=6)
@@ -372,6 +421,27 @@ def test_a_folder_in_use_is_refused(files, tmp_path):
     finish(launch([*argv, "--resume", "auto"], FAULT="raise OSError('stop')", FAULT_AT="2"), code=2)
 
 
+def test_a_worker_that_outlives_the_run_does_not_hold_its_lock(files, tmp_path):
+    argv = argv_of(files, tmp_path, max_steps=500, epochs=1000, num_workers=2, save_interval=1)
+    process = launch(argv)
+    wait_for(lambda: (tmp_path / "r" / "checkpoints" / "step_2").exists(), process)
+    process.kill()
+    process.wait()
+    RunFolder(tmp_path, "r", "auto").close()
+    process.communicate()
+
+
+def test_whoever_reads_the_output_may_leave(files, tmp_path):
+    argv = argv_of(files, tmp_path, log_interval=1)
+    command = f"{shlex.join([PYTHON, str(ROOT / 'trainer' / 'train_ppo.py'), *argv])} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert names(tmp_path / "r") == ["step_4", "step_6"]
+
+
 def test_resume_refuses_a_flag_that_changes_the_result(files, half):
     _, argv = half
     for flag, old, new in (
@@ -408,18 +478,19 @@ def test_resume_compares_what_files_hold(files, half, tmp_path):
             train_ppo.main([*argv, f"--{flag}", other, "--resume", "auto"])
 
 
+def test_resume_notices_another_end_of_response(files, half, tmp_path):
+    _, argv = half
+    model = shutil.copytree(files["model"], tmp_path / "policy")
+    (model / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
+    with pytest.raises(InputError, match=r"--model .* does not hold what the run began with"):
+        train_ppo.main([*argv, "--model", str(model), "--resume", "auto"])
+
+
 def test_a_reward_function_may_be_mended(files, half, tmp_path, capsys):
     _, argv = half
     mended = tmp_path / "mended.py"
     mended.write_text(FAULTY_REWARD + "# mended\n")
-    with pytest.raises(InputError, match="--reward_fn was"):
-        train_ppo.main([*argv, "--reward_fn", f"{mended}:score", "--resume", "auto"])
-    path = Path(files["reward_fn"].removesuffix(":score"))
-    path.write_text(mended.read_text())
-    try:
-        train_ppo.main([*argv, "--resume", "auto"])
-    finally:
-        path.write_text(FAULTY_REWARD)
+    train_ppo.main([*argv, "--reward_fn", f"{mended}:score", "--resume", "auto"])
     assert "note: the code of --reward_fn" in capsys.readouterr().out
 
 
@@ -433,7 +504,8 @@ def test_resume_of_a_run_that_is_done_changes_nothing(files, tmp_path):
 def test_resume_of_nothing(files, tmp_path):
     train(**files, **SIZES, out_dir=tmp_path, resume="auto")
     assert names(tmp_path / "r") == ["step_6"]
-    for path in (tmp_path / "nowhere", tmp_path, tmp_path / "r" / "checkpoints" / "step_5"):
+    alone = shutil.copytree(tmp_path / "r" / "checkpoints" / "step_6", tmp_path / "step_6")
+    for path in (alone, "/", tmp_path / "nowhere", tmp_path, tmp_path / "r" / "checkpoints" / "step_5"):
         with pytest.raises(InputError, match="no checkpoint there"):
             train(**files, **SIZES, out_dir=tmp_path, resume=str(path))
 

@@ -1,6 +1,7 @@
 """What goes wrong while a run runs: rewards that fail, answers that are odd, memory that runs out."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ FAULTS = {
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*reward.py:\d+"),
     "it raises many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
     "it leaves": ("sys.exit(3)", "SystemExit: 3"),
+    "it interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
     "it hangs": ("time.sleep(100)", "no answer after 1 s; speed it up or raise --reward_timeout"),
     "it hangs and shields itself": (
         "try:\n        while True: pass\n    except Exception: pass",
@@ -109,8 +111,55 @@ def test_time_limit():
             pass
     with time_limit(0):
         pass
-    with time_limit(100):  # and it does not fire later
+    with time_limit(0.1):  # and it does not fire later
         pass
+    time.sleep(0.2)
+    with pytest.raises(TimeUp), time_limit(0.05):  # a block that shields itself is asked again, or in the end
+        try:
+            while True:
+                pass
+        except BaseException:
+            time.sleep(0.1)
+
+
+POOL = """import multiprocessing
+def length(text):
+    return -0.1 * len(text)
+def score(prompts, responses, answers):
+    process = multiprocessing.get_context("fork").Process(target=length, args=("abc",))
+    process.start()
+    process.terminate()
+    process.join()
+    for messages in prompts:
+        messages[0]["content"] = "CHANGED"
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(length, responses)
+"""
+
+
+def test_a_reward_function_may_fork_and_change_what_it_is_given(files, tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    messages = [{"prompt": [{"role": "user", "content": f"{a} {b}"}]} for a in WORDS for b in WORDS]
+    change = {"data_path": write_jsonl(tmp_path / "messages.jsonl", messages)}
+    argv = argv_of(files | change, tmp_path, reward_fn=f"{tmp_path / 'pool.py'}:score", reward_timeout=20)
+    _, err = finish(launch(argv), seconds=60)
+    assert "stopping" not in err
+    assert "CHANGED" not in (tmp_path / "r" / "samples.jsonl").read_text()
+
+
+def test_a_reward_that_fails_in_an_evaluation_saves_what_was_learned(files, tmp_path, monkeypatch, capsys):
+    """The fifth call: two for the first evaluation, two steps, and the evaluation after them."""
+    monkeypatch.setenv("FAULT", "raise ValueError('no')")
+    monkeypatch.setenv("FAULT_AT", "5")
+    more = {"eval_data_path": files["data_path"], "eval_interval": 2}
+    with pytest.raises(InputError, match="ValueError: no"):
+        train_ppo.main(argv_of(files, tmp_path, **more))
+    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_2'}\n" in capsys.readouterr().out
+    monkeypatch.delenv("FAULT_AT")
+    train_ppo.main(argv_of(files, tmp_path, resume="auto", **more))
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
+    assert "eval/score" in metrics[4]
 
 
 # ------------------------------------------------------------------------------------------- odd answers

@@ -147,7 +147,7 @@ def test_when_one_process_dies_all_end_and_the_run_resumes(files, tmp_path):
     start = time.monotonic()
     out, err = finish(process, code=1, seconds=60)
     print(f"all had ended {time.monotonic() - start:.0f} s after the start")
-    assert "to go on: torchrun --nproc_per_node 2 trainer/train_ppo.py" in out
+    assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
     assert "error: process 0 has lost the others" in err
     finish(launch_torchrun(2, [*argv, "--resume", "auto"]))
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
@@ -201,6 +201,8 @@ def test_signals_under_torchrun_save_once_and_end(files, tmp_path, group):
         process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     done = read_jsonl(metrics)[-1]["step"]
+    assert process.returncode != 0
+    assert out.count("saved: ") == 1
     assert f"step_{done}\n" in out
     assert (tmp_path / "r" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
 

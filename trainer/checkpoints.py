@@ -64,14 +64,10 @@ def save(folder, run, config, keep):
     temporary = root / f".step_{step}.tmp"
     with writing(temporary):
         root.mkdir(exist_ok=True)
-        for leftover in root.glob(".*.tmp"):  # of a process that was killed here
-            shutil.rmtree(leftover)
+        tidy(folder, step - 1)
         try:
             temporary.mkdir()
             _write_files(temporary, run, config)
-            for path in list_checkpoints(folder):
-                if step_of(path) >= step:  # of a branch that a resumed run has left
-                    _discard(path)
             move(temporary, root / f"step_{step}")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -91,9 +87,20 @@ def _write_files(folder, run, config):
         save_file(moments, folder / f"{name}.safetensors")
     (folder / "state.json").write_text(json.dumps(asdict(run.progress)), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (folder / SUMS).write_text("".join(f"{sha256}  {name}\n" for name, sha256 in _sums(folder).items()))
+    files = sorted(folder.iterdir())
+    (folder / SUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
     for path in folder.iterdir():
         sync(path)
+
+
+def tidy(folder, step):
+    """Delete what killed processes have left half done, and checkpoints later than ``step``: those of a
+    branch that a run leaves by going on from an earlier one."""
+    for leftover in (Path(folder) / "checkpoints").glob(".*.tmp"):
+        shutil.rmtree(leftover)
+    for path in list_checkpoints(folder):
+        if step_of(path) > step:
+            _discard(path)
 
 
 def _discard(path):
@@ -101,11 +108,6 @@ def _discard(path):
     hidden = path.with_name(f".{path.name}.old.tmp")
     os.replace(path, hidden)
     shutil.rmtree(hidden)
-
-
-def _sums(folder):
-    """{file name: SHA-256} of a folder's files, all but the list itself."""
-    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != SUMS}
 
 
 def _sha256(path):
@@ -121,13 +123,14 @@ def damage(path):
     try:
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
         wanted = dict(reversed(line.split("  ", 1)) for line in lines)
-        found = _sums(path)
     except (OSError, ValueError) as error:
         return f"{SUMS}: {error.strerror if isinstance(error, OSError) else 'not readable'}"
-    if found == wanted:
-        return ""
-    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    return f"{wrong[0]} is {'damaged' if wrong[0] in found else 'missing'}"
+    for name in sorted({*wanted, "config.json", "state.json"}):
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if wanted.get(name) != _sha256(path / name):
+            return f"{name} is damaged"
+    return ""
 
 
 def step_of(path):

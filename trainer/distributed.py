@@ -51,6 +51,8 @@ class World:
     def _collective(self, operation, *args):
         try:
             operation(*args)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # the connection broke: torchrun says which process ended, and why
             reason = str(error).strip().splitlines()[0][:120]
             raise SystemExit(
@@ -83,7 +85,9 @@ class World:
         if met:
             rank, text = met[0]
             kind = InputError if self.is_main else SaidElsewhere
-            raise kind(text if rank == 0 else f"process {rank}: {text}") from error
+            agreed = kind(text if rank == 0 else f"process {rank}: {text}")
+            agreed.agreed = True
+            raise agreed from error
 
     def check_identical(self, **modules):
         """End all processes where they do not hold the very same weights.
@@ -103,8 +107,10 @@ class World:
         return self
 
     def __exit__(self, kind, error, trace):
-        """Leave the other processes; after an error of this one's own without a farewell: they miss it."""
-        if self.size > 1 and (kind is None or issubclass(kind, (InputError, SystemExit))):
+        """Leave the other processes; without a farewell, so that they miss it, unless all are leaving."""
+        signal = isinstance(error, SystemExit) and isinstance(error.code, int)
+        agreed = kind is None or signal or (isinstance(error, InputError) and error.agreed)
+        if self.size > 1 and agreed:
             self.heartbeat.end()
             dist.destroy_process_group()
 

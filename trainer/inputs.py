@@ -25,10 +25,12 @@ COUNTS = "batch_size mini_batch_size max_gen_len max_seq_len epochs ppo_epochs a
 COUNTS += "update_old_actor_freq log_interval save_interval keep_checkpoints"
 POSITIVE = "learning_rate critic_learning_rate grad_clip clip_epsilon cliprange_value temperature"
 NOT_NEGATIVE = "vf_coef kl_coef target_kl missing_eos_penalty critic_warmup_steps max_steps num_workers "
-NOT_NEGATIVE += "eval_interval gamma lam hidden_size num_hidden_layers seed"
+NOT_NEGATIVE += "reward_timeout eval_interval gamma lam hidden_size num_hidden_layers seed"
 SIZES = "batch_size max_gen_len max_seq_len epochs max_steps ppo_epochs accumulation_steps "
 SIZES += "hidden_size num_hidden_layers"
-WEIGHTS = "grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty"
+WEIGHTS = (
+    "reward_timeout grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty"
+)
 PATHS = "model tokenizer data_path eval_data_path reward_model reward_fn out_dir run_name resume"
 
 
@@ -53,6 +55,8 @@ def check_flags(args):
                 raise InputError(f"--{name} {str(getattr(args, name))[:100]}: must be {rule}")
     for name in PATHS.split():
         check_path(name, getattr(args, name))
+    if args.run_name in (".", "..") or "/" in args.run_name:
+        raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
         raise InputError(
             f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {args.batch_size}"
@@ -71,7 +75,11 @@ def check_path(flag, path):
 
 
 def fill_paths(args):
-    """Fill in the paths that depend on other flags: MiniMind's names in out/, or the demo's files."""
+    """Fill in the paths that depend on other flags: MiniMind's names in out/, or the demo's files.
+
+    Where things are written must not depend on the working directory, which a reward function may change.
+    """
+    args.out_dir = os.path.abspath(args.out_dir)
     if not args.model and (args.hidden_size or args.use_moe):
         name = f"{'reason' if args.reasoning else 'full_sft'}_{args.hidden_size or 512}"
         args.model = str(Path(args.out_dir) / f"{name}{'_moe' if args.use_moe else ''}.pth")

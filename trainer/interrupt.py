@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-ECHO = 2.0  # seconds in which a further signal is the same request: torchrun passes on what all have got
+ECHO = 2.0  # seconds in which, under torchrun, another signal is the same request: it passes on what all got
 
 
 class StopRequest:
@@ -17,17 +17,22 @@ class StopRequest:
     """
 
     def __init__(self, reply=""):
-        self._reply, self._signal, self._time = reply, 0, 0.0
+        self._reply, self._signal, self._time, self._pid = reply, 0, 0.0, os.getpid()
+        self._echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
 
     def __enter__(self):
         self._old = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _note(self, number, frame):
+        if os.getpid() != self._pid:  # a process that someone else's code has forked: as if we were not here
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         if not self._signal:
             self._signal, self._time = number, time.monotonic()
-            os.write(2, self._reply.encode())  # print is not safe in a signal handler
-        elif time.monotonic() - self._time > ECHO:
+            with suppress(OSError):  # nobody listens any more
+                os.write(2, self._reply.encode())  # print is not safe in a signal handler
+        elif time.monotonic() - self._time > self._echo:
             os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
 
     def agreed(self, world):
@@ -52,15 +57,18 @@ class TimeUp(BaseException):
 
 @contextmanager
 def time_limit(seconds):
-    """Raise TimeUp in this block once it has taken so long; 0: never. For the main thread only."""
+    """Raise TimeUp in this block once it has taken so long, and every second from then on; 0: never. For the
+    main thread only."""
 
     def end(number, frame):
         raise TimeUp
 
-    old = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    old, start = signal.signal(signal.SIGALRM, end), time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+    if 0 < seconds < time.monotonic() - start:  # whatever the block did with the alarm
+        raise TimeUp

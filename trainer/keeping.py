@@ -23,6 +23,8 @@ def begin(run, held_out, argv):
     with world.all_or_none():
         if checkpoint:
             checkpoints.load(checkpoint, run)
+        if folder:
+            checkpoints.tidy(folder.path, run.progress.step)
         tracker = Tracker(folder, args, run.progress.step, run.total_steps) if folder else NullTracker()
     tracker.introduce(run, held_out)
     return tracker
@@ -38,12 +40,13 @@ def record(run, tracker, step, metrics, rows=()):
 
 
 def save(run, tracker):
-    """A checkpoint to resume from, and the actor as the .pth that users load; once a step is enough."""
+    """A checkpoint to resume from, unless this step has one, and the actor as the .pth that users load."""
     with run.world.all_or_none():
-        if run.world.is_main and tracker.saved_step != run.progress.step:
+        if run.world.is_main:
             start, folder = time.perf_counter(), tracker.folder
-            tracker.flush()
-            checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
+            if tracker.saved_step != run.progress.step:
+                tracker.flush()
+                checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             with writing(run.pth_path):
                 save_policy(run.actor, run.tokenizer, run.pth_path)
             tracker.saved_step = run.progress.step

@@ -4,6 +4,7 @@ A sequence's score is the plain sum of its parts. Nothing here knows about token
 text, and messages go to the reward model as messages.
 """
 
+import copy
 import importlib.util
 import json
 import re
@@ -176,7 +177,9 @@ def load_reward_function(spec):
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's file raises is the user's to see
+    except KeyboardInterrupt:  # Ctrl-C while loading
+        raise
+    except BaseException as error:  # whatever the user's file raises is the user's to see
         raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -222,14 +225,14 @@ class Reward:
 
     def _function_scores(self, prompts, responses, answers):
         try:
-            copies = [list(x) for x in (prompts, responses, answers)]  # it may change what it is given
+            copies = copy.deepcopy((prompts, responses, answers))  # it may change what it is given
             with time_limit(self.timeout):
                 scores = [float(score) for score in self.function(*copies)]
         except TimeUp:
             raise InputError(
                 f"--reward_fn: no answer after {self.timeout:g} s; speed it up or raise --reward_timeout"
             ) from None
-        except (Exception, SystemExit) as error:  # whatever the user's code raises is the user's to see
+        except BaseException as error:  # whatever the user's code raises is the user's to see
             frames = traceback.extract_tb(error.__traceback__)
             places = [f" at {f.filename}:{f.lineno}" for f in frames if f.filename != __file__]
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import os
 import platform
 import re
 import secrets
 import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from transformers import __version__ as transformers_version
 
 from errors import InputError
 from files import lock, write_whole, writing
-from trainer.checkpoints import damage, list_checkpoints, newest_intact, read_config, step_of
+from trainer.checkpoints import SUMS, damage, list_checkpoints, newest_intact, read_config, step_of
 from trainer.distributed import bit_sum
 
 # Flags that may differ when a run is resumed. They change what one sees or where it runs, not the result; or
@@ -22,7 +24,7 @@ HARMLESS = {
     "out_dir", "run_name", "resume", "device", "ddp", "num_workers", "log_interval", "save_interval",
     "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path", "accumulation_steps",
     "gradient_checkpointing", "reward_timeout", "model", "tokenizer", "reward_model", "data_path",
-    "trust_remote_code", "hidden_size", "num_hidden_layers", "use_moe",
+    "reward_fn", "trust_remote_code", "hidden_size", "num_hidden_layers", "use_moe",
     "processes", "threads", "swanlab_id", "resume_command",
 }  # fmt: skip
 
@@ -49,7 +51,7 @@ class RunFolder:
         self._lock = self._claim(out_dir, new=not run_name and not resume)
         if resume:
             self._find_checkpoint(step)
-        elif (self.path / "config.json").exists():
+        elif any((self.path / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
             raise InputError(f"--run_name {run_name}: {self.path} holds a run; add --resume auto or rename")
 
     def _claim(self, out_dir, new):
@@ -86,7 +88,7 @@ class RunFolder:
         """Write ``config.json``, after comparing with what is there: InputError if it was another run's,
         notes on what has changed harmlessly. ``argv``: the command line."""
         config, path = configuration(run), self.path / "config.json"
-        config["resume_command"] = resume_command(argv, self.path, run.world.size)
+        config["resume_command"] = resume_command(argv, self.path)
         config["swanlab_id"] = secrets.token_hex(8)
         if self.checkpoint:
             old = read_config(self.checkpoint)
@@ -114,11 +116,12 @@ def _numbered(out):
 def _named(resume):
     """``--resume PATH`` -> (the run folder, the step of the checkpoint that it names or None)."""
     path = Path(resume).resolve()
-    if list_checkpoints(path):
-        return path, None
     run = path.parent.parent
     if path in list_checkpoints(run):
         return run, step_of(path)
+    killed_early = (path / "config.json").is_file() and not (path / SUMS).exists()  # nor a lone checkpoint
+    if list_checkpoints(path) or killed_early:
+        return path, None
     raise InputError(f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>")
 
 
@@ -147,14 +150,18 @@ def fingerprints(run):
     and tokens of its prompts, the code of its reward function."""
     prompts = [(p.prompt, p.prompt_ids, p.answer) for p in run.prompts]
     found = {
-        "model": _weights_hash(run.ref),
+        "model": _hash([_weights_hash(run.ref), run.eos]),
         "tokenizer": _hash(sorted(run.tokenizer.get_vocab().items())),
         "data_path": _hash(prompts),
     }
     if run.args.reward_model:
-        found["reward_model"] = _weights_hash(run.reward.model.model)
+        model, tokenizer = run.reward.model.model, run.reward.model.tokenizer
+        found["reward_model"] = _hash(
+            [_weights_hash(model), sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+        )
     if run.args.reward_fn:
-        found["reward_fn"] = _hash(Path(run.args.reward_fn.rpartition(":")[0]).read_text(encoding="utf-8"))
+        path, _, name = run.args.reward_fn.rpartition(":")
+        found["reward_fn"] = _hash([name, Path(path).read_bytes().hex()])
     return found
 
 
@@ -208,12 +215,17 @@ def check_same_run(old, new):
     return notes
 
 
-def resume_command(argv, folder, processes):
-    """The command line that goes on with a run, for people to copy."""
+def resume_command(argv, folder):
+    """The command line that goes on with a run, for people to copy. ``argv``: the flags of this one."""
     kept, skip = [], False
     for word in argv:
         if not skip and word != "--resume" and not word.startswith("--resume="):
             kept.append(word)
         skip = word == "--resume"
-    launcher = f"torchrun --nproc_per_node {processes}" if processes > 1 else "python"
-    return f"{launcher} trainer/train_ppo.py {shlex.join([*kept, '--resume', str(folder)])}"
+    launcher = [sys.executable]
+    if "WORLD_SIZE" in os.environ:
+        local = os.environ["LOCAL_WORLD_SIZE"]
+        nodes = int(os.environ["WORLD_SIZE"]) // int(local)
+        launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
+    script = Path(__file__).with_name("train_ppo.py")
+    return shlex.join([*launcher, str(script), *kept, "--resume", str(folder)])

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -97,8 +98,10 @@ class Tracker:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = folder.path / name
             with writing(path):
-                keep_lines_up_to(path, first_step or -1)
+                kept = cut_lines(path, first_step)
                 self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
+            if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
+                folder.notes.append(f"note: {path} does not have every step up to {first_step}")
         self._bar = tqdm(total=total_steps, initial=first_step, desc="ppo", unit="step", disable=None)
         self._swanlab = start_swanlab(args, folder) if args.use_wandb else None
         self._start = time.perf_counter()
@@ -128,7 +131,11 @@ class Tracker:
 
     def say(self, text):
         """Print above the progress bar."""
-        tqdm.write(text)
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who read it has gone (| head): no reason to stop
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def introduce(self, run, held_out):
         """What is about to happen, and what the user should know about the run folder."""
@@ -164,7 +171,7 @@ class Tracker:
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
             f"\n{table}\n\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
-            f"{rates[len(rates) // 2]:.0f} samples/s, at most {memory}"
+            f"{rates[len(rates) // 2] if rates else 0:.0f} samples/s, at most {memory}"
             + (f"\nbest     score {progress.best_score:.3f} at step {progress.best_step}" if table else "")
             + (f"\nskipped  {progress.skipped_steps} updates, not finite" if progress.skipped_steps else "")
             + f"\ncurves   {folder / 'curves.png'}\nmodel    {pth_path}"
@@ -231,18 +238,23 @@ def sample_text(step, row):
     return f"  sample at step {step}: {parts}\n{body}"
 
 
-def keep_lines_up_to(path, last_step):
-    """Cut a JSONL file after ``last_step``: a resumed run neither repeats a step nor leaves a torn line."""
-    kept = []
-    if path.exists() and last_step >= 0:
+def cut_lines(path, last_step):
+    """Keep the lines of a JSONL file up to a step, none for step 0 -> their steps.
+
+    A resumed run neither repeats a step nor leaves a torn line.
+    """
+    kept, steps = [], []
+    if path.exists() and last_step:
         for line in path.read_bytes().split(b"\n"):  # bytes: text may hold what splitlines takes for an end
             try:
                 step = json.loads(line)["step"]
-            except (ValueError, KeyError):  # the line that was being written when the run was killed
-                break
+            except (ValueError, KeyError, TypeError):  # what was being written when the run was killed
+                continue
             if step <= last_step:
                 kept.append(line + b"\n")
+                steps.append(step)
     write_whole(path, b"".join(kept))
+    return steps
 
 
 def read_metrics(folder):

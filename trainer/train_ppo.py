@@ -390,6 +390,8 @@ def train(run, held_out, tracker):
     order = PromptBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *share)
     loader = DataLoader(run.prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
     with StopRequest("\nstopping after this step; once more: at once\n") as stop:
+        if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
+            save(run, tracker)
         if progress.step == 0:
             record(run, tracker, 0, evaluate_actor(run, held_out))
         for step, batch in enumerate(loader, start=progress.step):
@@ -402,11 +404,17 @@ def train(run, held_out, tracker):
             world.check_identical(actor=run.actor, critic=run.critic)
             progress.step = done = step + 1
             last, signal = done == run.total_steps, stop.agreed(world)
+            failed = None
             if last or (args.eval_interval and done % args.eval_interval == 0):
-                metrics |= evaluate_actor(run, held_out)
+                try:
+                    metrics |= evaluate_actor(run, held_out)
+                except InputError as error:  # of a reward as well
+                    failed = error
             record(run, tracker, done, metrics, rows)
-            if last or signal or done % args.save_interval == 0:
+            if last or signal or failed or done % args.save_interval == 0:
                 save(run, tracker)
+            if failed:
+                raise failed
             if signal and not last:
                 raise SystemExit(128 + signal)
 
