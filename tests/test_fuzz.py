@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.checks import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
-from trainer import train_ppo
+from trainer import checkpoints, train_ppo
 from trainer.inputs import load_inputs
 from trainer.rewards import Reward, load_reward_function
 
@@ -813,6 +814,84 @@ def test_what_reward_functions_return(value, folder):
 )
 def test_reward_files(lines, folder):
     reward_of(folder, "\n".join(lines))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+TINY_RUN = {"batch_size": 4, "mini_batch_size": 2, "max_gen_len": 4, "max_seq_len": 32, "max_steps": 2}
+TINY_RUN |= {
+    "critic_warmup_steps": 0,
+    "device": "cpu",
+    "eval_interval": 0,
+    "save_interval": 1,
+    "run_name": "r",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(run_files, tmp_path_factory):
+    """A finished run with two checkpoints -> its folder, its flags."""
+    out = tmp_path_factory.mktemp("trained")
+    argv = flags(**run_files, **TINY_RUN, out_dir=out)
+    train_ppo.main(argv)
+    return out / "r", argv
+
+
+@contextmanager
+def altered(path, data):
+    """A file has other content in this block."""
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield data != before
+    finally:
+        path.write_bytes(before)
+
+
+@fuzz(300, mutation=mutations, number=st.integers(0, 6))
+def test_mutated_checkpoints(mutation, number, trained):
+    newest = trained[0] / "checkpoints" / "step_2"
+    files = sorted(newest.iterdir())
+    path = files[number % len(files)]
+    mutate, how = mutation
+    with altered(path, mutate(path.read_bytes(), how)) as differs, counted("checkpoints: mutated"):
+        found, notes = checkpoints.newest_intact(trained[0])
+        if path.name != "SHA256SUMS":  # a blank at its end, say, changes nothing
+            assert found.name == ("step_1" if differs else "step_2")
+        assert len(notes) == (found.name == "step_1")
+        for note in notes:
+            check_line(note, "step_2 is damaged")
+
+
+@fuzz(
+    60,
+    name=st.sampled_from(["state.json", "config.json"]),
+    values=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2),
+    whole=st.booleans(),
+)
+def test_checkpoints_of_another_making(name, values, whole, trained):
+    """The checksums agree, the content is what no run would have written."""
+    newest = trained[0] / "checkpoints" / "step_2"
+    content = json.loads((newest / name).read_text())
+    for number, value in values.items():
+        content[sorted(content)[number % len(content)]] = value
+    data = json.dumps(next(iter(values.values())) if whole else content, allow_nan=True).encode()
+    sums = (newest / "SHA256SUMS").read_text().splitlines()
+    sums = [f"{sha256(data).hexdigest()}  {name}" if line.endswith(name) else line for line in sums]
+    logs = {path: path.read_bytes() for path in trained[0].glob("*.jsonl")}
+    config = trained[0] / "config.json"
+    with (
+        altered(newest / name, data),
+        altered(newest / "SHA256SUMS", "\n".join(sums).encode()),
+        altered(config, config.read_bytes()),
+        counted("checkpoints: another making"),
+        one_line_or_fine(),
+    ):
+        train_ppo.main([*trained[1], "--resume", "auto"])
+        COUNT["checkpoints: another making: read"] += 1
+    for path, before in logs.items():
+        path.write_bytes(before)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -175,12 +175,23 @@ def load(path, run):
             load_model(module, str(path / f"{name}.safetensors"), strict=True)
         for name, optimizer in _optimizers(run).items():
             _load_moments(optimizer, path / f"{name}.safetensors")
-        run.progress = Progress(**json.loads((path / "state.json").read_text(encoding="utf-8")))
+        run.progress = _read_progress(path / "state.json", run.total_steps)
     except LOAD_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older one") from None
     if "old_actor" not in modules:
         run.old_actor.load_state_dict(run.actor.state_dict())
+
+
+def _read_progress(path, total_steps):
+    progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
+    counts = [x for name, x in asdict(progress).items() if name != "best_score"]
+    score = progress.best_score
+    if not all(type(n) is int and n >= 0 for n in counts) or not (score is None or type(score) is float):
+        raise ValueError("state.json holds something else than counts")
+    if progress.step > total_steps or not progress.token_budget:
+        raise ValueError(f"state.json is at step {progress.step} of {total_steps}")
+    return progress
 
 
 def _load_moments(optimizer, path):
