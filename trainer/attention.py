@@ -84,10 +84,15 @@ def causal_mask(length, window, dtype, device):
     if kind not in _MASKS or len(_MASKS[kind]) < length:
         with torch.inference_mode(False):  # sampling may make it, and training needs it
             behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-            hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            _MASKS[kind] = mask.masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(behind.shape, dtype=dtype, device=device)
+            _MASKS[kind] = mask.masked_fill_(out_of_sight(behind, window), -torch.inf)
     return _MASKS[kind][None, None, :length, :length]
+
+
+def out_of_sight(behind, window):
+    """What a token may not see, from how far behind it (int tensor) each place lies: what comes later, and
+    what a sliding window (None: there is none) has left behind."""
+    return behind < 0 if window is None else (behind < 0) | (behind >= window)
 
 
 AttentionInterface.register(ATTENTION, attention)

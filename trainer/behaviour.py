@@ -28,9 +28,10 @@ class PackedLinear(nn.Module):
 
     def pack(self):
         """Take over the linear layers' weights as they are now."""
-        weight = torch.cat([linear.weight.detach() for linear in self.linears])
-        biased = self.linears[0].bias is not None
-        self.bias = torch.cat([linear.bias.detach() for linear in self.linears]) if biased else None
+        weight = _joined([linear.weight for linear in self.linears])
+        self.bias = None
+        if self.linears[0].bias is not None:
+            self.bias = _joined([linear.bias for linear in self.linears])
         self.blocked = weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if self.blocked:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
@@ -43,6 +44,11 @@ class PackedLinear(nn.Module):
         y = x.reshape(-1, x.shape[-1])
         y = y @ self.weight if self.bias is None else torch.addmm(self.bias, y, self.weight)
         return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _joined(parameters):
+    """One below the other; a single one without a copy."""
+    return torch.cat([p.detach() for p in parameters]) if len(parameters) > 1 else parameters[0].detach()
 
 
 def gated_mlp_forward(mlp, x):

@@ -9,6 +9,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from trainer.attention import out_of_sight
+
 
 def slots_that_fit(config, width, bytes_each, most_bytes):
     """How many sequences of ``width`` tokens a cache of ``most_bytes`` holds, one at least."""
@@ -79,11 +81,10 @@ class SlotCache(Cache):
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
-        hidden = {"full_attention": behind < 0}
-        if "sliding_attention" in kinds:
-            hidden["sliding_attention"] = (behind < 0) | (behind >= window)
-        zero = torch.zeros((), dtype=self.dtype, device=behind.device)
-        masks = {kind: zero.masked_fill(hidden[kind], -torch.inf)[:, None, None] for kind in kinds}
+        zero, masks = torch.zeros((), dtype=self.dtype, device=behind.device), {}
+        for kind in kinds:
+            hidden = out_of_sight(behind, window if kind == "sliding_attention" else None)
+            masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def move(self, source, target, longest):
