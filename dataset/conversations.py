@@ -2,7 +2,7 @@
 
 import json
 
-from dataset.special_tokens import MARK, encode_marked, mark_special
+from dataset.special_tokens import MARK, encode_marked, mark_special, unmark
 from errors import InputError
 from model.loading import as_input_error
 
@@ -133,6 +133,12 @@ def encode(tokenizer, texts, opening=True):
     with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot encode the texts"):
         rows = iter(tokenizer(ordinary, **options)["input_ids"] if ordinary else [])
         return [encode_marked(tokenizer, text, defaults) if MARK in text else next(rows) for text in texts]
+
+
+def prompt_text(tokenizer, prompt):
+    """What the policy is asked, as text: the chat template up to the assistant's turn."""
+    asked = for_tokenizer(tokenizer, prompt)
+    return unmark(tokenizer, asked if isinstance(asked, str) else render(tokenizer, asked, generate=True))
 
 
 def conversation_text(tokenizer, prompt, response, where="conversation"):

@@ -174,6 +174,19 @@ def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path, number):
     assert [m["step"] for m in read_jsonl(metrics)] == list(range(len(read_jsonl(metrics))))
 
 
+def test_ctrl_c_reaches_the_loaders_workers_too_and_does_no_harm(files, tmp_path):
+    argv = argv_of(
+        files, tmp_path, max_steps=500, epochs=1000, save_interval=1000, eval_interval=0, num_workers=2
+    )
+    process = launch(argv)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = finish(process, code=130)
+    assert err == "\nstopping after this step; once more: at once\n"
+    assert (tmp_path / "r" / "checkpoints" / f"step_{read_jsonl(metrics)[-1]['step']}").is_dir()
+
+
 def test_a_second_signal_ends_at_once(files, tmp_path):
     process = launch(argv_of(files, tmp_path), FAULT="time.sleep(60)", FAULT_AT="3")
     wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), process)

@@ -9,7 +9,8 @@ from tiny import ROOT, read_jsonl
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
 from trainer.noise import noise_keys
-from trainer.rewards import format_reward, is_correct, load_reward_model
+from trainer.reward_models import load_reward_model
+from trainer.rewards import format_reward, is_correct
 from trainer.rollout import response_texts, sample
 
 DEMO, DATA = ROOT / "model" / "demo", ROOT / "dataset" / "demo"

@@ -4,18 +4,21 @@ import json
 
 import pytest
 import torch
-from tiny import save_policy_dir, save_reward_dir, word_tokenizer
+from tiny import flags, read_jsonl, run_files, save_policy_dir, save_reward_dir, word_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from errors import InputError
+from trainer import train_ppo
+from trainer.reward_models import load_reward_model, load_reward_models, parse_spec
 from trainer.rewards import (
     Reward,
     answer_text,
     format_reward,
     is_correct,
+    length_reward,
     load_reward_function,
-    load_reward_model,
     mark_reward,
+    repetition_penalty,
 )
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
@@ -103,14 +106,16 @@ def test_the_answer_block_is_scored_on_its_own():
         asked.extend(conversations)
         return torch.tensor([table[response] for _, response in conversations])
 
-    parts = Reward(model=model)(["p", "q"], [GOOD, "no block"], [None, None], [True, True])
+    parts = Reward({"model": (model, 1.0)})(["p", "q"], [GOOD, "no block"], [None, None], [True, True])
     assert asked == [("p", GOOD), ("q", "no block"), ("p", "2")]
     assert parts["model"].tolist() == pytest.approx([0.4 * 1 + 0.6 * 3, -3.0])
     assert parts["score"].tolist() == pytest.approx([0.5 + 1.0 + 2.2, -3.0])
 
 
 def test_without_reasoning_only_the_whole_is_scored():
-    parts = Reward(model=lambda c: torch.ones(len(c)), reasoning=False)(["p"], [GOOD], [None], [True])
+    parts = Reward({"model": (lambda c: torch.ones(len(c)), 1.0)}, reasoning=False)(
+        ["p"], [GOOD], [None], [True]
+    )
     assert set(parts) == {"model", "score"}
     assert parts["score"].tolist() == [1.0]
 
@@ -181,3 +186,85 @@ def test_reward_function(tmp_path):
 def test_a_reward_function_that_returns_nonsense_is_named(returned):
     with pytest.raises(InputError, match="--reward_fn"):
         Reward(function=lambda *_: returned, reasoning=False)(["p", "q"], ["a", "b"], [None] * 2, [True] * 2)
+
+
+# --------------------------------------------------------------------------------- several reward models
+
+
+def test_several_reward_models_are_weighted_and_logged_on_their_own(tmp_path):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    helpful = save_reward_dir(tmp_path / "helpful", tokenizer, seed=1)
+    harmless = save_reward_dir(tmp_path / "harmless", tokenizer, seed=2)
+    models = load_reward_models(
+        [f"{helpful}=2.0", f"{harmless}=-0.5"], torch.device("cpu"), False, torch.float32
+    )
+    reward = Reward(models, reasoning=False)
+    prompts, responses = ["one", "two three"], ["four", "five five"]
+    parts = reward(prompts, responses, [None] * 2, [True] * 2)
+    assert set(parts) == {"model_helpful", "model_harmless", "score"}
+    for name, path, weight in (("model_helpful", helpful, 2.0), ("model_harmless", harmless, -0.5)):
+        alone = load_reward_model(path, torch.device("cpu"))(list(zip(prompts, responses, strict=True)))
+        assert parts[name].tolist() == pytest.approx((weight * alone.clamp(-3, 3)).tolist(), abs=1e-5)
+    assert parts["score"].equal(parts["model_helpful"] + parts["model_harmless"])
+
+
+def test_specs_of_reward_models(tmp_path):
+    odd = tmp_path / "a=0.5"
+    odd.mkdir()
+    assert parse_spec("org/name") == ("org/name", 1.0)
+    assert parse_spec("org/name=0.3") == ("org/name", 0.3)
+    assert parse_spec(str(odd)) == (str(odd), 1.0)  # what is there is meant
+    assert parse_spec(f"{odd}=2") == (str(odd), 2.0)
+    for weight in ("0", "nan", "inf"):
+        with pytest.raises(InputError, match="--reward_model a="):
+            parse_spec(f"a={weight}")
+
+
+def test_training_with_several_reward_models(tmp_path):
+    files = run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
+    more = save_reward_dir(tmp_path / "more", word_tokenizer(list("abcdefgh"), chat=True), seed=9)
+    sizes = {
+        "batch_size": 8,
+        "mini_batch_size": 4,
+        "max_gen_len": 6,
+        "critic_warmup_steps": 0,
+        "device": "cpu",
+    }
+    judges = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2"]
+    argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
+    train_ppo.main([*argv, *judges])
+    for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
+        parts = [x for name, x in metrics.items() if name.startswith("reward/") and name != "reward/score"]
+        assert {
+            "reward/model_reward",
+            "reward/model_more",
+            "reward/length",
+            "reward/repetition",
+        } <= metrics.keys()
+        assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
+    judges[2] = f"{more}=3"
+    with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
+        train_ppo.main([*argv, *judges, "--resume", "auto"])
+
+
+# ------------------------------------------------------------------------------------ repetition and length
+
+
+def test_repetition_penalty_by_hand():
+    assert repetition_penalty("a b c d e", 0.5) == 0.0
+    assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
+    assert repetition_penalty("a b c a b c", 0.5) == pytest.approx(0.25)  # 1 of 4 trigrams is there again
+    assert repetition_penalty("A, a, a, a, a, a", 0.5) == 0.5  # 7 of 9: more than half
+    assert repetition_penalty("x " * 100, 0.3) == 0.3
+
+
+def test_length_reward_by_hand():
+    assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
+    reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
+    parts = reward(["p"], ["x " * 30], [None], [True])
+    assert {name: x.item() for name, x in parts.items()} == {
+        "function": 0.0,
+        "repetition": -0.5,
+        "length": 0.25,
+        "score": -0.25,
+    }

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
@@ -25,19 +26,19 @@ COUNTS = "batch_size mini_batch_size max_gen_len max_seq_len epochs ppo_epochs a
 COUNTS += "update_old_actor_freq log_interval save_interval keep_checkpoints"
 POSITIVE = "learning_rate critic_learning_rate grad_clip clip_epsilon cliprange_value temperature"
 NOT_NEGATIVE = "vf_coef kl_coef target_kl missing_eos_penalty critic_warmup_steps max_steps num_workers "
-NOT_NEGATIVE += "reward_timeout eval_interval gamma lam hidden_size num_hidden_layers seed"
+NOT_NEGATIVE += "reward_timeout eval_interval gamma lam hidden_size num_hidden_layers seed "
+NOT_NEGATIVE += "repetition_penalty length_reward"
 SIZES = "batch_size max_gen_len max_seq_len epochs max_steps ppo_epochs accumulation_steps "
 SIZES += "hidden_size num_hidden_layers"
-WEIGHTS = (
-    "reward_timeout grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty"
-)
-PATHS = "model tokenizer data_path eval_data_path reward_model reward_fn out_dir run_name resume"
+WEIGHTS = "grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty "
+WEIGHTS += "repetition_penalty length_reward reward_timeout"
+PATHS = "model tokenizer data_path eval_data_path reward_fn out_dir run_name resume"
 
 
 def check_flags(args):
     """InputError for a value out of range, a path that can be none, or sizes that do not divide."""
     for name, value in vars(args).items():
-        if isinstance(value, list):  # argparse's way of reading --flag=--
+        if isinstance(value, list) and name != "reward_model":  # argparse's way of reading --flag=--
             raise InputError(f"--{name}: has no value; --help lists all flags")
     for names, rule, accepts in (
         (COUNTS, "at least 1", lambda x: x >= 1),
@@ -55,6 +56,10 @@ def check_flags(args):
                 raise InputError(f"--{name} {str(getattr(args, name))[:100]}: must be {rule}")
     for name in PATHS.split():
         check_path(name, getattr(args, name))
+    for path in args.reward_model:
+        check_path("reward_model", path)
+    if args.reward_url and not re.match("https?://.", args.reward_url):
+        raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if args.run_name in (".", "..") or "/" in args.run_name:
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
@@ -83,14 +88,19 @@ def fill_paths(args):
     if not args.model and (args.hidden_size or args.use_moe):
         name = f"{'reason' if args.reasoning else 'full_sft'}_{args.hidden_size or 512}"
         args.model = str(Path(args.out_dir) / f"{name}{'_moe' if args.use_moe else ''}.pth")
+    args.reward_model = [path for path in args.reward_model if path]
     if not args.model:
         for name, path in DEMO.items():
-            if not getattr(args, name) and not (name == "reward_model" and args.reward_fn):
+            if name != "reward_model" and not getattr(args, name):
                 setattr(args, name, str(path))
+        if not (args.reward_model or args.reward_fn or args.reward_url):
+            args.reward_model = [str(DEMO["reward_model"])]
     if not args.data_path:
         raise InputError("--data_path: name the JSONL file with the prompts")
-    if not (args.reward_model or args.reward_fn):
-        raise InputError("--reward_model: name a reward model, or a function of yours with --reward_fn")
+    if not (args.reward_model or args.reward_fn or args.reward_url):
+        raise InputError(
+            "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
+        )
 
 
 def count_steps(args, n_prompts, processes):

@@ -4,10 +4,36 @@ limit to the time that someone else's code may take."""
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 
 ECHO = 2.0  # seconds in which, under torchrun, another signal is the same request: it passes on what all got
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_masks = threading.local()
+
+
+def _hold_signals():
+    _masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _release_signals():
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.old)
+
+
+def _forget_requests():
+    """A process that a reward function or a data loader has forked shall end when it is told to, and leave
+    Ctrl-C to its parent. Signals are held back meanwhile: Python loses what comes in right after a fork."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopRequest):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _release_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_requests)
 
 
 class StopRequest:
@@ -17,17 +43,14 @@ class StopRequest:
     """
 
     def __init__(self, reply=""):
-        self._reply, self._signal, self._time, self._pid = reply, 0, 0.0, os.getpid()
+        self._reply, self._signal, self._time = reply, 0, 0.0
         self._echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
 
     def __enter__(self):
-        self._old = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {n: signal.signal(n, self._note) for n in SIGNALS}
         return self
 
     def _note(self, number, frame):
-        if os.getpid() != self._pid:  # a process that someone else's code has forked: as if we were not here
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         if not self._signal:
             self._signal, self._time = number, time.monotonic()
             with suppress(OSError):  # nobody listens any more

@@ -24,7 +24,7 @@ HARMLESS = {
     "out_dir", "run_name", "resume", "device", "ddp", "num_workers", "log_interval", "save_interval",
     "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path", "accumulation_steps",
     "gradient_checkpointing", "reward_timeout", "model", "tokenizer", "reward_model", "data_path",
-    "reward_fn", "trust_remote_code", "hidden_size", "num_hidden_layers", "use_moe",
+    "reward_fn", "reward_url", "trust_remote_code", "hidden_size", "num_hidden_layers", "use_moe",
     "processes", "threads", "swanlab_id", "resume_command",
 }  # fmt: skip
 
@@ -154,11 +154,12 @@ def fingerprints(run):
         "tokenizer": _hash(sorted(run.tokenizer.get_vocab().items())),
         "data_path": _hash(prompts),
     }
-    if run.args.reward_model:
-        model, tokenizer = run.reward.model.model, run.reward.model.tokenizer
-        found["reward_model"] = _hash(
-            [_weights_hash(model), sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-        )
+    judges = []
+    for judge, weight in run.reward.models.values():
+        vocabulary = sorted(judge.tokenizer.get_vocab().items())
+        judges.append([_weights_hash(judge.model), vocabulary, judge.tokenizer.chat_template, weight])
+    if judges:
+        found["reward_model"] = _hash(judges)
     if run.args.reward_fn:
         path, _, name = run.args.reward_fn.rpartition(":")
         found["reward_fn"] = _hash([name, Path(path).read_bytes().hex()])

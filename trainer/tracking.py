@@ -194,7 +194,7 @@ def introduction(run, held_out, folder):
     size = sum(p.numel() for p in actor.parameters()) / 1e6
     dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
     tested = f", {len(held_out)} held out" if held_out else ""
-    parts = [args.reasoning and "format + marks", args.reward_model, args.reward_fn]
+    parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
     return (
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
         f"reward   {' + '.join(p for p in parts if p)}\n"

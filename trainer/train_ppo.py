@@ -49,7 +49,8 @@ from trainer.memory import halving
 from trainer.noise import noise_keys
 from trainer.precision import fast_dtype
 from trainer.record import micro_batches, tokens_per_pass
-from trainer.rewards import Reward, load_reward, starts_critic
+from trainer.reward_models import critic_start
+from trainer.rewards import Reward, load_reward
 from trainer.rollout import Sampler, response_texts
 from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
 from trainer.tracking import Metrics, sample_rows
@@ -75,10 +76,13 @@ def parse_args(argv=None):
     p.add_argument("--num_workers", type=int, default=0, help="data loader processes")
     # reward: the sum of what is given
     p.add_argument("--reasoning", type=int, default=1, choices=[0, 1], help="1: think/answer format, marks")
-    p.add_argument("--reward_model", default="", help="classifier with one label, or code with get_score")
+    p.add_argument("--reward_model", nargs="*", default=[], help="PATH, or several: PATH=WEIGHT PATH=WEIGHT")
     p.add_argument("--reward_fn", default="", help="path.py:function of (prompts, responses, answers)")
     p.add_argument("--missing_eos_penalty", type=float, default=1.0, help="off the score of a cut answer")
-    p.add_argument("--reward_timeout", type=float, default=600, help="seconds for --reward_fn; 0: no limit")
+    p.add_argument("--reward_url", default="", help="server: POST {query, prompts, labels} -> {rewards}")
+    p.add_argument("--reward_timeout", type=float, default=600, help="seconds for function or server; 0: any")
+    p.add_argument("--repetition_penalty", type=float, default=0.0, help="at most, off for repeated trigrams")
+    p.add_argument("--length_reward", type=float, default=0.0, help="for 20 to 800 characters, off otherwise")
     # rollout
     p.add_argument("--batch_size", type=int, default=128, help="prompts a step, per process")
     p.add_argument("--max_gen_len", type=int, default=64, help="longest response in tokens")
@@ -164,9 +168,9 @@ def build_run(args, world, actor, tokenizer, prompts):
     device, dtype = world.device, fast_dtype(args.dtype, world.device)
     if device.type == "cuda" and args.dtype != "float32":
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    reward = load_reward(args, device, dtype)
+    reward = load_reward(args, device, dtype, tokenizer)
     actor.to(device).eval()
-    start = reward.model.model if starts_critic(args.critic_init, reward.model, tokenizer) else actor
+    start = critic_start(args.critic_init, reward.models, tokenizer) or actor
     critic = CriticModel.from_model(start).to(device).eval()
     for backbone in (actor.base_model, critic.backbone):
         prepare(backbone, args.gradient_checkpointing)
