@@ -1,6 +1,6 @@
 """Families of models through the whole trainer: loaded from a directory, trained, saved, loaded again.
 
-``python -m pytest tests/test_families.py -s -n 0 -k family`` prints the table of docs/models.md.
+``python -m pytest tests/test_families.py -s -n 0 -k test_family`` prints the table of docs/models.md.
 """
 
 import pytest
