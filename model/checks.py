@@ -1,5 +1,7 @@
 """Do a tokenizer, a model and the trainer fit together? Asked before anything is trained."""
 
+import math
+
 import torch
 
 from errors import InputError
@@ -22,6 +24,17 @@ def is_moe(model):
     """Is it a mixture of experts? Their configs name a load-balancing weight; MiniMind's has a switch too."""
     config = model.config.to_dict()
     return bool(config.get("use_moe", "router_aux_loss_coef" in config))
+
+
+def most_positions(config):
+    """The longest sequence that a model reads the same alone and beside others, infinite where all are."""
+    limits = [getattr(config, "max_position_embeddings", None) or math.inf]  # ALiBi models have none
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo's windows: as of the batch's longest row
+        limits.append(config.window_size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # Phi-3: if one row is longer, all are turned as long ones are
+        limits.append(rope.get("original_max_position_embeddings") or math.inf)
+    return min(limits)
 
 
 def eos_ids(tokenizer, model):

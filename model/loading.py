@@ -9,6 +9,7 @@ What a user can get wrong raises ``InputError``.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -18,7 +19,13 @@ from pathlib import Path
 import torch
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
@@ -43,10 +50,24 @@ def load_tokenizer(path, trust_remote_code=False):
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        kind = PreTrainedTokenizerFast if _is_whole_in_json(path) else AutoTokenizer
+        tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_whole_in_json(path):
+    """Does the tokenizer of this folder say that its tokenizer.json is all there is to it?
+
+    ``AutoTokenizer`` believes that of some architectures only: beside a Qwen2, it would read any file as
+    Qwen2's tokenizer, cut texts as that does and add its tokens.
+    """
+    settings = Path(path) / "tokenizer_config.json"
+    if not settings.is_file() or not (Path(path) / "tokenizer.json").is_file():
+        return False
+    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    return kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_policy(path, trust_remote_code=False):

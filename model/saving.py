@@ -10,18 +10,18 @@ from errors import InputError
 from files import move, one_at_a_time
 
 
-def save_policy(model, tokenizer, path_pth):
-    """Write ``model`` as ``path_pth``, a fp16 state-dict, and what else is needed to load it beside it.
+def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
+    """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
     The state-dict has the keys that MiniMind's own class loads with ``strict=True``, ``lm_head.weight``
     included when it is tied. The folder of the same stem gets the config, generation config and tokenizer.
     Every file appears whole or not at all, the ``.pth`` last.
 
     ``model`` is the bare model, not wrapped for data-parallel training. Raises ``InputError`` if a weight is
-    not finite in fp16 (NaN, or beyond ±65504): nothing is written then, and what was there stays.
+    not finite in ``dtype`` (NaN, or beyond fp16's ±65504): nothing is written then, what was there stays.
     """
     path = Path(path_pth)
-    state = _half_state_dict(model, path)
+    state = _state_dict_in(dtype, model, path)
     beside, folder = path.with_suffix(""), path.with_name(f".{path.stem}.tmp")
     beside.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(beside):  # two runs may write to the same name
@@ -49,13 +49,19 @@ def _write_files(folder, model, tokenizer, state, name):
     (folder / name).write_bytes(buffer.getbuffer())
 
 
-def _half_state_dict(model, path):
+def check_finite(name, tensor, path):
+    """InputError for a weight that a narrower type, to which it has been converted, cannot hold."""
+    if not tensor.isfinite().all():
+        kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(tensor.dtype, "fp32")
+        raise InputError(f"{path}: not written, {name} has values that are NaN or too large for {kind}")
+
+
+def _state_dict_in(dtype, model, path):
     state = {}
     for name, tensor in model.state_dict().items():
-        half = tensor.half() if tensor.is_floating_point() else tensor
-        if not half.isfinite().all():
-            raise InputError(f"{path}: not written, {name} has values that are NaN or too large for fp16")
-        state[name] = half.cpu().contiguous()
+        rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        check_finite(name, rounded, path)
+        state[name] = rounded.cpu().contiguous()
     # Tied weights are one tensor, which torch.save then stores once.
     state.update({name: state[source] for name, source in model.all_tied_weights_keys.items()})
     return state

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from model.checks import check_output_head, check_tokenizer, is_moe
+from model.checks import check_output_head, check_tokenizer, is_moe, most_positions
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
 from trainer.noise import noise_keys
 from trainer.rollout import sample
@@ -124,7 +124,10 @@ def check_sampling(policy):
     kind = policy.config.model_type
     rows = policy.get_input_embeddings().weight.shape[0]
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
-    with quiet(), as_input_error(f"models of type {kind} are not supported: they cannot be sampled from"):
+    what = (
+        f"models of type {kind} are not supported: the sampler's cache of keys and values does not fit them"
+    )
+    with quiet(), as_input_error(what):
         rollout = sample(policy, prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0, slots=2)
         scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
     gap = (scored - rollout.sampler_logprobs).abs().max().item()
@@ -156,7 +159,7 @@ def load_inputs(args):
     if args.eval_data_path:
         held_out = RLAIFDataset(args.eval_data_path, tokenizer, args.max_seq_len)
     longest = max(len(p.prompt_ids) for data in (prompts, held_out) if data for p in data)
-    limit = getattr(actor.config, "max_position_embeddings", math.inf)  # ALiBi models have none
+    limit = most_positions(actor.config)
     if longest + args.max_gen_len > limit:
         raise InputError(
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "

@@ -1,0 +1,216 @@
+"""A .pth to a Hugging Face directory, and back.
+
+    python export.py out/ppo_actor_128.pth exported/                    safetensors, tokenizer, model card
+    python export.py out/ppo_actor_128.pth exported/ --run out/run_1    with the run's figures in the card
+    python export.py exported/ model.pth                                the .pth and the folder beside it
+
+A dense MiniMind 2 becomes a LlamaForCausalLM and a dense MiniMind 3 a Qwen3ForCausalLM, with the same weights
+under the same names: what reads those classes reads the directory, without this repository. Other models stay
+what they are. Nothing that is there is overwritten.
+"""
+
+import copy
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from errors import FlagParser, InputError, run_script
+from files import writing
+from model.checks import check_tokenizer, eos_ids
+from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
+from model.plain import as_plain
+from model.saving import check_finite, save_policy
+
+
+def parse_args(argv=None):
+    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("source", help="a .pth, or a directory or hub name")
+    p.add_argument("target", help="a new directory, or else a new .pth")
+    p.add_argument(
+        "--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="of the weights"
+    )
+    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
+    p.add_argument("--run", default="", help="folder of the run that trained it, for the model card")
+    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    args = p.parse_args(argv)
+    to_pth = args.target.endswith(".pth")
+    if args.source.endswith(".pth") == to_pth:
+        raise InputError(
+            f"{args.source} and {args.target}: one has to end in .pth, the other is a directory or hub name"
+        )
+    if to_pth and args.run:
+        raise InputError(f"--run {args.run}: goes into the model card of a directory, a .pth has none")
+    return args
+
+
+def check_free(target):
+    """InputError where something is that would be overwritten. An empty directory is nothing."""
+    if os.path.isdir(target):
+        if os.listdir(target):
+            raise InputError(
+                f"{target}: is not empty, and nothing is overwritten; name a new one or delete it"
+            )
+    elif os.path.lexists(target):
+        raise InputError(f"{target}: is there, and nothing is overwritten; name a new one or delete it")
+
+
+def read_figures(run):
+    """The table in the run's summary.md, nothing without a run."""
+    if not run:
+        return ""
+    path = Path(run) / "summary.md"
+    if not path.is_file():
+        raise InputError(
+            f"--run {run}: has no summary.md, which a run writes at its end; name a finished run"
+        )
+    figures = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not figures:
+        raise InputError(f"--run {run}: its summary.md is empty, it had no --eval_data_path; leave --run out")
+    return figures
+
+
+def write_directory(model, tokenizer, target, dtype, figures=""):
+    """All that ``from_pretrained`` needs, and a model card; the directory appears whole or not at all."""
+    ends = eos_ids(tokenizer, model)
+    generation = copy.deepcopy(model.generation_config)
+    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    generation.pad_token_id = tokenizer.pad_token_id
+    model = model.to(dtype)
+    for name, tensor in model.state_dict().items():
+        check_finite(name, tensor, target)
+    target = Path(os.path.abspath(target))
+    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with writing(target), quiet():
+            folder.mkdir(parents=True)
+            model.generation_config = type(generation)()  # transformers refuses to save contradictory ones
+            model.save_pretrained(folder)
+            generation.to_json_file(folder / "generation_config.json")
+            tokenizer.save_pretrained(folder)
+            edit(folder / "config.json", for_older_readers)
+            edit(folder / "tokenizer_config.json", name_tokenizer_class)
+            reader = tokenizer_reader(folder, tokenizer)
+            text = card(model, tokenizer, target.name, reader, figures)
+            (folder / "README.md").write_text(text, encoding="utf-8")
+            for file in folder.glob("*.safetensors"):  # which only their writer could read
+                shutil.copymode(folder / "config.json", file)
+            os.replace(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def tokenizer_reader(folder, tokenizer):
+    """The class that reads the tokenizer of a folder as it is, by name. See ``model.loading``."""
+    if type(tokenizer) is not PreTrainedTokenizerFast:
+        return "AutoTokenizer"
+    again = AutoTokenizer.from_pretrained(folder)
+    parts = [json.loads(t.backend_tokenizer.to_str()) for t in (again, tokenizer)]
+    if all(
+        parts[0][key] == parts[1][key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")
+    ):
+        return "AutoTokenizer"
+    print(
+        f"note: AutoTokenizer would read this tokenizer as a {type(again).__name__}, and wrongly; load it "
+        "with PreTrainedTokenizerFast, as the model card does",
+        file=sys.stderr,
+    )
+    return "PreTrainedTokenizerFast"
+
+
+def edit(path, change):
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    change(fields)
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def for_older_readers(config):
+    """transformers 4 looks for the rotary base here, and takes 10000 where it finds none, without a word."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "default":
+        config["rope_theta"] = rope["rope_theta"]
+
+
+def name_tokenizer_class(settings):
+    """transformers 5 writes a name that 4 does not know; both know the older one."""
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+
+
+def card(model, tokenizer, name, reader, figures):
+    """The model card: what it is, how to use it, what its training achieved."""
+    config = model.config
+    facts = {
+        "architecture": f"`{type(model).__name__}`",
+        "parameters": f"{model.num_parameters():,}",
+        "weights": str(model.dtype).removeprefix("torch."),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden size": getattr(config, "hidden_size", None),
+        "attention heads": getattr(config, "num_attention_heads", None),
+        "key/value heads": getattr(config, "num_key_value_heads", None),
+        "positions": getattr(config, "max_position_embeddings", None),
+        "vocabulary": f"{len(tokenizer):,} tokens",
+        "chat template": "yes" if tokenizer.chat_template else "no: it continues text",
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
+    ask = 'tokenizer("Your text", return_tensors="pt")'
+    if tokenizer.chat_template:
+        ask = (
+            'tokenizer.apply_chat_template([{"role": "user", "content": "Your question"}],\n'
+            '    add_generation_prompt=True, return_dict=True, return_tensors="pt")'
+        )
+    trained = (
+        f"\n## Training\n\nPPO. On held-out prompts, before and after:\n\n{figures}\n" if figures else ""
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+| | |
+|---|---|
+{rows}
+{trained}
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, {reader}
+
+tokenizer = {reader}.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}")
+inputs = {ask}
+answer = model.generate(**inputs, do_sample=False, max_new_tokens=128)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+
+Written by the `export.py` of small-lm-ppo.
+"""
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    to_pth, dtype = args.target.endswith(".pth"), getattr(torch, args.dtype)
+    with writing(args.target):
+        check_free(args.target)
+        check_free(args.target.removesuffix(".pth"))
+    figures = read_figures(args.run)
+    model = load_policy(args.source, args.trust_remote_code)
+    model = model if to_pth else as_plain(model)
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
+    check_tokenizer(tokenizer, model)
+    if to_pth:
+        with writing(args.target):
+            save_policy(model, tokenizer, args.target, dtype)
+    else:
+        write_directory(model, tokenizer, args.target, dtype, figures)
+    print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,305 @@
+"""export.py: what it writes is what was trained, for those who have never heard of this repository."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+import torch
+import transformers
+from test_families import FAMILIES, build
+from tiny import PYTHON, ROOT, WORDS, launch, word_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import chat
+import export
+from errors import InputError
+from model.loading import load_policy, load_tokenizer, quiet
+from model.saving import save_policy
+
+DEMO = ROOT / "model" / "demo" / "policy"
+GOLDEN = ROOT / "tests" / "fixtures" / "minimind"
+
+
+def run(*arguments):
+    export.main([str(argument) for argument in arguments])
+
+
+def same_weights(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def words_for(vocab_size):
+    return word_tokenizer([f"w{i}" for i in range(vocab_size - 2)])
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """The demo's policy as a run would leave it."""
+    path = tmp_path / "out" / "ppo_actor_128.pth"
+    save_policy(load_policy(DEMO), load_tokenizer(DEMO), path)
+    return path
+
+
+# ---------------------------------------------------------------- both ways
+
+
+@pytest.mark.parametrize(
+    "family", ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2", "Gemma 3", "OPT"]
+)
+def test_there_and_back_in_fp32(family, tmp_path):
+    model, tokenizer = build(FAMILIES[family]()), word_tokenizer(WORDS, chat=True)
+    with quiet():
+        model.save_pretrained(tmp_path / "first")
+    tokenizer.save_pretrained(tmp_path / "first")
+    run(tmp_path / "first", tmp_path / "second.pth", "--dtype", "float32")
+    run(tmp_path / "second.pth", tmp_path / "third", "--dtype", "float32")
+    assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "float32"
+    for path in ("second.pth", "third"):
+        again = load_policy(tmp_path / path)
+        assert type(again) is type(model)
+        same_weights(again, model)
+    for path in ("second", "third"):
+        again = load_tokenizer(tmp_path / path)
+        assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
+    assert oct((tmp_path / "third" / "model.safetensors").stat().st_mode) == oct(
+        (tmp_path / "third" / "config.json").stat().st_mode
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrower_types(dtype, demo, tmp_path):
+    run(demo, tmp_path / "directory", "--dtype", dtype)
+    run(tmp_path / "directory", tmp_path / "back.pth", "--dtype", dtype)
+    expected = load_policy(demo).to(getattr(torch, dtype)).float()
+    same_weights(load_policy(tmp_path / "directory"), expected)
+    same_weights(load_policy(tmp_path / "back.pth"), expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "directory").dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("minimind2_dense", transformers.LlamaForCausalLM), ("minimind3_dense", transformers.Qwen3ForCausalLM)],
+)
+def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
+    """MiniMind's own logits, from a class of transformers; and its own keys on the way back."""
+    words_for(160).save_pretrained(tmp_path / "words")
+    words = ("--tokenizer", tmp_path / "words")
+    run(GOLDEN / f"{name}.pth", tmp_path / "plain", *words, "--dtype", "float32")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config["architectures"] == [kind.__name__]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    expected = torch.load(GOLDEN / f"{name}.expected.pt", weights_only=True)
+    assert type(model) is kind
+    with torch.no_grad():
+        assert (model(expected["input_ids"]).logits - expected["logits"]).abs().max() <= 1e-5
+
+    run(tmp_path / "plain", tmp_path / "back.pth")
+    state, own = (
+        torch.load(path, weights_only=True) for path in (tmp_path / "back.pth", GOLDEN / f"{name}.pth")
+    )
+    assert state.keys() == own.keys()
+    assert all(torch.equal(state[key], own[key]) for key in own)
+
+
+ALONE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+assert not any(path.startswith(sys.argv[3]) for path in sys.path if "site-packages" not in path), sys.path
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+asked = [{"role": "user", "content": sys.argv[2]}]
+inputs = tokenizer.apply_chat_template(
+    asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+answer = model.generate(**inputs, do_sample=False, max_new_tokens=64)
+print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+"""
+
+
+def in_a_fresh_process(code, folder, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [PYTHON, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plain_transformers_gives_the_answers_of_chat(demo, tmp_path, capsys):
+    prompt = "What is twelve plus five minus nine?"
+    run(demo, tmp_path / "exported")
+    capsys.readouterr()
+    chat.main(["--model", str(demo), "--prompt", prompt, "--max_gen_len", "64", "--device", "cpu"])
+    answer = capsys.readouterr().out
+    assert "<answer>" in answer
+    assert in_a_fresh_process(ALONE, tmp_path, tmp_path / "exported", prompt, ROOT) == answer
+
+
+def test_the_code_of_the_model_card_works(demo, tmp_path):
+    run(demo, tmp_path / "exported")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    assert "<answer>" in in_a_fresh_process(code.replace("Your question", "What is 2 plus 3?"), tmp_path)
+
+
+# ---------------------------------------------------------------- what is in the directory
+
+
+def test_model_card(demo, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.md").write_text(
+        "| held-out | before | after |\n|---|---|---|\n| score | 1 | 2 |\n"
+    )
+    run(demo, tmp_path / "exported", "--run", tmp_path / "run")
+    card = (tmp_path / "exported" / "README.md").read_text()
+    for line in ("| architecture | `LlamaForCausalLM` |", "| parameters | 804,608 |", "| score | 1 | 2 |"):
+        assert line in card
+    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_older_readers_find_what_they_look_for(demo, tmp_path):
+    run(demo, tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["rope_theta"] == 1e6
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "exported").get_vocab() == load_tokenizer(DEMO).get_vocab()
+    )
+
+
+def test_generation_ends_where_training_ended_it(tmp_path):
+    """At the tokenizer's EOS as well, and whatever contradictory settings there are."""
+    model = build(FAMILIES["Llama"]())
+    model.generation_config.eos_token_id, model.generation_config.temperature = [4, 3], 0.5
+    save_policy(model, word_tokenizer(WORDS), tmp_path / "a.pth")
+    run(tmp_path / "a.pth", tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert (settings["eos_token_id"], settings["pad_token_id"]) == ([0, 3, 4], 0)
+    assert settings["temperature"] == 0.5
+
+
+def test_a_tokenizer_that_transformers_reads_wrongly_is_said(tmp_path, capsys):
+    save_policy(build(FAMILIES["Qwen2"]()), word_tokenizer(WORDS), tmp_path / "a.pth")
+    run(tmp_path / "a.pth", tmp_path / "exported")
+    assert capsys.readouterr().err.startswith(
+        "note: AutoTokenizer would read this tokenizer as a Qwen2Tokenizer"
+    )
+    assert "PreTrainedTokenizerFast.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
+    assert load_tokenizer(tmp_path / "exported").get_vocab() == word_tokenizer(WORDS).get_vocab()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("kind", ["minimind2_moe", "minimind3_moe"])
+def test_minimind_with_experts_is_refused(kind, tmp_path):
+    with pytest.raises(InputError, match="MiniMind with experts is not exported"):
+        run(GOLDEN / f"{kind}.pth", tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+def bad_input(tmp_path, demo, kind):
+    """-> arguments of a call that has to fail."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    (tmp_path / "full.pth").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.md").write_text("\n")
+    (tmp_path / "text.pth").write_text("hello")
+    new = tmp_path / "new"
+    return {
+        "full: is not empty": (demo, tmp_path / "full"),
+        "full.pth: is there": (DEMO, tmp_path / "full.pth"),
+        "one has to end in .pth": (demo, tmp_path / "new.pth"),
+        "the other is a directory": (DEMO, new),
+        "no such file": (tmp_path / "missing.pth", new),
+        "no such directory": (tmp_path / "missing", tmp_path / "new.pth"),
+        "not a readable torch file": (tmp_path / "text.pth", new),
+        "has no summary.md": (demo, new, "--run", tmp_path / "full"),
+        "summary.md is empty": (demo, new, "--run", tmp_path / "run"),
+        "a .pth has none": (DEMO, tmp_path / "new.pth", "--run", tmp_path / "run"),
+        "cannot be written": (demo, tmp_path / "text.pth" / "new"),
+        "not this model's tokenizer": (GOLDEN / "minimind2_dense.pth", new, "--tokenizer", DEMO),
+        "invalid choice": (demo, new, "--dtype", "int8"),
+        "required: target": (demo,),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "full: is not empty",
+        "full.pth: is there",
+        "one has to end in .pth",
+        "the other is a directory",
+        "no such file",
+        "no such directory",
+        "not a readable torch file",
+        "has no summary.md",
+        "summary.md is empty",
+        "a .pth has none",
+        "cannot be written",
+        "not this model's tokenizer",
+        "invalid choice",
+        "required: target",
+    ],
+)
+def test_bad_input(kind, tmp_path, demo):
+    arguments = bad_input(tmp_path, demo, kind)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError) as caught:
+        run(*arguments)
+    assert kind in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "full" / "file").read_text() == (tmp_path / "full.pth").read_text() == "mine"
+
+
+def test_the_folder_beside_a_pth_is_not_overwritten(demo):
+    demo.unlink()
+    with pytest.raises(InputError, match="ppo_actor_128: is not empty"):
+        run(DEMO, demo)
+
+
+@pytest.mark.parametrize("direction", ["to a directory", "to a .pth"])
+def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
+    model = build(FAMILIES["Llama"]())
+    model.lm_head.weight.data[0, 0] = 1e6
+    if direction == "to a .pth":
+        with quiet():
+            model.save_pretrained(tmp_path / "source")
+        word_tokenizer(WORDS).save_pretrained(tmp_path / "source")
+        source, target = tmp_path / "source", tmp_path / "new.pth"
+    else:
+        source, target = tmp_path / "source.pth", tmp_path / "new"
+        save_policy(model, word_tokenizer(WORDS), source, torch.float32)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=r"lm_head\.weight has values that are NaN or too large for fp16"):
+        run(source, target)
+    assert sorted(tmp_path.rglob("*")) == before
+    run(source, target, "--dtype", "bfloat16")
+
+
+def test_the_real_command_line(demo, tmp_path):
+    """From any folder: one line and code 2, or one line and code 0."""
+    script = ROOT / "export.py"
+    good = launch([str(demo), str(tmp_path / "new")], script=script)
+    out, err = good.communicate(timeout=120)
+    assert (good.returncode, out.count("\n"), err) == (0, 1, ""), err
+    bad = launch([str(demo), str(tmp_path / "new")], script=script)
+    out, err = bad.communicate(timeout=120)
+    assert (bad.returncode, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {tmp_path / 'new'}: is not empty")
