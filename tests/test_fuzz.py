@@ -394,7 +394,7 @@ CHOICES = [(name, value) for name, values in BOUNDED.items() for value in values
 
 
 @fuzz(
-    40,
+    30,
     chosen=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True),
     steps=st.integers(1, 2),
 )
@@ -865,7 +865,7 @@ def test_mutated_checkpoints(mutation, number, trained):
 
 
 @fuzz(
-    60,
+    25,
     name=st.sampled_from(["state.json", "config.json"]),
     values=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2),
     whole=st.booleans(),
