@@ -4,7 +4,7 @@ import subprocess
 
 from tiny import PYTHON, ROOT, flags, read_jsonl, run_files
 
-KILLS = 4
+KILLS = 3
 
 
 def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
@@ -15,7 +15,7 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
         "batch_size": 8,
         "mini_batch_size": 4,
         "max_gen_len": 6,
-        "max_steps": 16,
+        "max_steps": 12,
         "epochs": 9,
         "update_old_actor_freq": 3,
         "eval_interval": 5,
@@ -33,4 +33,4 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
     assert "differences |" in done.stdout
     assert "| none |" in done.stdout
     steps = [m["step"] for m in read_jsonl(folder / "storm" / "run" / "metrics.jsonl")]
-    assert steps == list(range(17))
+    assert steps == list(range(13))

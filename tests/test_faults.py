@@ -251,7 +251,7 @@ def run_cramped(wide, folder, room, code=0):
 
 def test_out_of_memory_in_a_micro_batch_is_done_again_with_less(wide, tmp_path):
     roomy, cramped = tmp_path / "roomy", tmp_path / "cramped"
-    run_cramped(wide, roomy, 4096)
+    train_ppo.main(argv_of(wide, roomy))
     out, _ = run_cramped(wide, cramped, 100)
     assert "note: memory ran out in step 1; updates take fewer tokens at a time" in out
     budgets = [

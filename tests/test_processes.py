@@ -149,7 +149,7 @@ def test_when_one_process_dies_all_end_and_the_run_resumes(files, tmp_path):
     print(f"all had ended {time.monotonic() - start:.0f} s after the start")
     assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
     assert "error: process 0 has lost the others" in err
-    finish(launch_torchrun(2, [*argv, "--resume", "auto"]))
+    train_ppo.main(argv_of(files, tmp_path, ONE, target_kl=0, resume="auto"))
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
 
 
