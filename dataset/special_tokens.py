@@ -51,10 +51,9 @@ def mark_special(tokenizer, text):
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None:
         with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot normalise a text"):
+            # Full-width letters, say, that become a special token's.
             if special.pattern.search(normalizer.normalize_str(marked(text))):
-                text = normalizer.normalize_str(
-                    text
-                )  # full-width letters, say, that become a special token's
+                text = normalizer.normalize_str(text)
     return marked(text)
 
 

@@ -20,6 +20,11 @@ def check_tokenizer(tokenizer, model):
         )
 
 
+def not_finite(module):
+    """The name of the first parameter with a NaN or an infinity in it, '' if there is none."""
+    return next((name for name, p in module.named_parameters() if not p.isfinite().all()), "")
+
+
 def is_moe(model):
     """Is it a mixture of experts? Their configs name a load-balancing weight; MiniMind's has a switch too."""
     config = model.config.to_dict()

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 
 from errors import InputError
 from files import move, sync, writing
+from model.checks import not_finite
 
 SUMS = "SHA256SUMS"
 
@@ -57,7 +58,7 @@ def save(folder, run, config, keep):
     """
     root, step = Path(folder) / "checkpoints", run.progress.step
     for name, module in _modules(run).items():
-        if not all(p.isfinite().all() for p in module.parameters()):
+        if not_finite(module):
             raise InputError(
                 f"after step {step} the {name} has weights that are not finite: not saved; lower the rates"
             )
@@ -159,11 +160,6 @@ def newest_intact(folder):
     if notes:
         raise InputError(f"--resume: every checkpoint in {folder} is damaged ({problem}); start another run")
     return None, notes
-
-
-def read_config(path):
-    """The configuration of the run that wrote an undamaged checkpoint."""
-    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
 
 
 def load(path, run):

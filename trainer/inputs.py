@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from model.checks import check_output_head, check_tokenizer, is_moe, most_positions
+from model.checks import check_output_head, check_tokenizer, is_moe, most_positions, not_finite
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
 from trainer.noise import noise_keys
 from trainer.rollout import sample
@@ -143,9 +143,8 @@ def load_inputs(args):
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     actor = load_policy(args.model, args.trust_remote_code)
     check_tokenizer(tokenizer, actor)
-    for name, p in actor.named_parameters():
-        if not p.isfinite().all():
-            raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
+    if name := not_finite(actor):
+        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(actor)
     check_sampling(actor)
     for flag in ("hidden_size", "num_hidden_layers"):

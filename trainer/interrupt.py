@@ -9,8 +9,6 @@ import time
 from contextlib import contextmanager, suppress
 
 ECHO = 2.0  # seconds in which, under torchrun, another signal is the same request: it passes on what all got
-
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _masks = threading.local()

@@ -15,7 +15,7 @@ from transformers import __version__ as transformers_version
 
 from errors import InputError
 from files import lock, write_whole, writing
-from trainer.checkpoints import SUMS, damage, list_checkpoints, newest_intact, read_config, step_of
+from trainer.checkpoints import SUMS, damage, list_checkpoints, newest_intact, step_of
 from trainer.distributed import bit_sum
 
 # Flags that may differ when a run is resumed. They change what one sees or where it runs, not the result; or
@@ -87,18 +87,14 @@ class RunFolder:
     def begin(self, run, argv):
         """Write ``config.json``, after comparing with what is there: InputError if it was another run's,
         notes on what has changed harmlessly. ``argv``: the command line."""
-        config, path = configuration(run), self.path / "config.json"
+        config, held = configuration(run), (self.checkpoint or self.path) / "config.json"
         config["resume_command"] = resume_command(argv, self.path)
         config["swanlab_id"] = secrets.token_hex(8)
-        if self.checkpoint:
-            old = read_config(self.checkpoint)
-        elif path.exists():  # it was killed before its first checkpoint
-            old = _read_json(path)
-        else:
-            old = None
-        if old is not None:
+        if held.exists():  # without a checkpoint: of a run that was killed before its first one
+            old = _read_json(held)
             self.notes += check_same_run(old, config)
             config["swanlab_id"] = old["swanlab_id"]
+        path = self.path / "config.json"
         with writing(path):
             write_whole(path, json.dumps(config, indent=2))
         self.config = config

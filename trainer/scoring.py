@@ -1,7 +1,7 @@
 """Log-probs and values of sequences: the training forward, used with and without gradients.
 
-Sequences go through a model packed, without padding; logits are computed only where a
-response token is predicted, and never for a whole batch at a time (``logprobs.py``).
+Sequences go through a model packed, without padding; logits are computed only where a response token is
+predicted, and never for a whole batch at a time (``logprobs.py``).
 """
 
 import torch
