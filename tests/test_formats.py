@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import shlex
 
 import pytest
 from test_dataset import chat, jsonl, needs_shared, plain  # noqa: F401  (fixtures)
-from tiny import SHARED, word_tokenizer
+from tiny import ROOT, SHARED, flags, read_jsonl, word_tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from dataset.conversations import conversation_text, prompt_text
 from dataset.formats import to_demonstration, to_messages, to_pair, to_prompt, to_rated
@@ -21,6 +23,7 @@ from dataset.lm_dataset import (
 from dataset.special_tokens import unmark
 from dataset.templates import set_template
 from errors import InputError
+from trainer import train_ppo
 
 
 def user(text):
@@ -304,3 +307,41 @@ def test_hh_rlhf(chat):  # noqa: F811
         assert turns[-1]["role"] == "user"
     assert two_turns < 5
     assert len(SFTDataset(path, chat, 10**6)) == 2312
+
+
+# ---------------------------------------------------------------------------------------------------------
+# docs/data.md
+
+PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_forms():
+    """Every record of the page is what its table says."""
+    records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
+    assert len(records) == 14
+    for record in records:
+        prompt, answer = to_prompt(record)
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        if "chosen" in record:
+            assert to_pair(record)[0] == (prompt, answer) == to_demonstration(record)
+        if "score" in record:
+            assert to_rated(record) == (prompt, answer, 4.5)
+        if text.startswith("Once"):
+            assert (answer, to_demonstration(record)) == (None, (None, text))
+        elif text.startswith("Two"):
+            assert (text, answer) == ("Two and three are", " five.")
+        else:
+            assert "2 + 3?" in text and answer == "5"
+
+
+@pytest.mark.parametrize("name", ["from_pairs", "templated"])
+def test_the_page_of_commands(name, tmp_path):
+    (line,) = [line for line in PAGE.splitlines() if line.endswith(name)]
+    _, *argv = shlex.split(line)[1:]
+    train_ppo.main([*argv, *flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0)])
+    sample = read_jsonl(tmp_path / name / "samples.jsonl")[0]
+    if name == "templated":
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo_actor_128")
+        assert prompt_text(tokenizer, "hi") == "Question: hi\nAnswer:"
+    else:
+        assert sample["prompt"] in {r["prompt"] for r in read_jsonl(ROOT / "dataset/demo/preferences.jsonl")}
