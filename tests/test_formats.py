@@ -338,7 +338,9 @@ def test_the_page_of_forms():
 def test_the_page_of_commands(name, tmp_path):
     (line,) = [line for line in PAGE.splitlines() if line.endswith(name)]
     _, *argv = shlex.split(line)[1:]
-    train_ppo.main([*argv, *flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0)])
+    train_ppo.main(
+        [*argv, *flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0, max_gen_len=8)]
+    )
     sample = read_jsonl(tmp_path / name / "samples.jsonl")[0]
     if name == "templated":
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo_actor_128")
