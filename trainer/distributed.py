@@ -7,6 +7,7 @@ processes to drift apart unnoticed, cannot exist. Their weights are compared all
 """
 
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,7 +125,7 @@ def init_world(device, require=False):
     """Join the processes that ``torchrun`` started, or be alone. Raises InputError for an unusable device."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if require and "WORLD_SIZE" not in os.environ:
-        raise InputError("--ddp: start with 'torchrun --nproc_per_node N trainer/train_ppo.py …'")
+        raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":
