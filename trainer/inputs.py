@@ -147,21 +147,32 @@ def check_sampling(policy):
         )
 
 
+def check_policy(args, policy, tokenizer):
+    """InputError for a causal LM that cannot be trained here, or is not what flags and tokenizer say."""
+    check_tokenizer(tokenizer, policy)
+    if name := not_finite(policy):
+        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
+    check_output_head(policy)
+    for flag in ("hidden_size", "num_hidden_layers"):
+        has, wanted = getattr(policy.config, flag), getattr(args, flag)
+        if wanted not in (0, has):
+            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    if args.use_moe and not is_moe(policy):
+        raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
+
+
+def check_positions(args, model):
+    """InputError where a conversation of --max_seq_len tokens would be too long for the model."""
+    if args.max_seq_len > (limit := most_positions(model.config)):
+        raise InputError(f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it")
+
+
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     actor = load_policy(args.model, args.trust_remote_code)
-    check_tokenizer(tokenizer, actor)
-    if name := not_finite(actor):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
-    check_output_head(actor)
+    check_policy(args, actor, tokenizer)
     check_sampling(actor)
-    for flag in ("hidden_size", "num_hidden_layers"):
-        has, wanted = getattr(actor.config, flag), getattr(args, flag)
-        if wanted not in (0, has):
-            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
-    if args.use_moe and not is_moe(actor):
-        raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
     prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
     held_out = None
     if args.eval_data_path:
