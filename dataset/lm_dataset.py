@@ -258,6 +258,11 @@ class PreferenceDataset(RecordDataset):
         *sides, margin = to_pair(record)
         return *(self._text(*side) for side in sides), margin
 
+    def prompt(self, place):
+        """What was asked in an item: text or messages."""
+        ((prompt, _),) = self.read([self._kept[place]], to_prompt)
+        return add_system(prompt, self.system_prompt)
+
     def _text(self, prompt, response):
         return conversation_text(self.tokenizer, add_system(prompt, self.system_prompt), response)
 
