@@ -8,14 +8,15 @@ import torch
 
 from errors import InputError
 from files import move, one_at_a_time
+from model.lora import merged
 
 
 def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
     """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
     The state-dict has the keys that MiniMind's own class loads with ``strict=True``, ``lm_head.weight``
-    included when it is tied. The folder of the same stem gets the config, generation config and tokenizer.
-    Every file appears whole or not at all, the ``.pth`` last.
+    included when it is tied; adapters are merged. The folder of the same stem gets the config, generation
+    config and tokenizer. Every file appears whole or not at all, the ``.pth`` last.
 
     ``model`` is the bare model, not wrapped for data-parallel training. Raises ``InputError`` if a weight is
     not finite in ``dtype`` (NaN, or beyond fp16's ±65504): nothing is written then, what was there stays.
@@ -58,7 +59,7 @@ def check_finite(name, tensor, path):
 
 def _state_dict_in(dtype, model, path):
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in merged(model):
         rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
         check_finite(name, rounded, path)
         state[name] = rounded.cpu().contiguous()

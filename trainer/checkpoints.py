@@ -20,6 +20,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from errors import InputError
 from files import move, sync, writing
 from model.checks import not_finite
+from model.lora import learned
 
 SUMS = "SHA256SUMS"
 
@@ -40,11 +41,11 @@ class Progress:
 
 
 def _modules(run):
-    """The modules whose weights are saved, by file name."""
+    """The modules whose weights are saved, by file name; of those with adapters, what has been learned."""
     modules = {"actor": run.actor, "critic": run.critic}
     if run.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
         modules["old_actor"] = run.old_actor
-    return modules
+    return {name: learned(module) for name, module in modules.items()}
 
 
 def _optimizers(run):

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from files import write_whole, writing
+from model.lora import describe as describe_adapters
 from trainer.checkpoints import list_checkpoints
 from trainer.plots import plot_curves
 
@@ -191,13 +192,15 @@ class Tracker:
 def introduction(run, held_out, folder):
     """What is about to happen, in a few lines."""
     args, actor, prompts = run.args, run.actor, run.prompts
-    size = sum(p.numel() for p in actor.parameters()) / 1e6
+    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
+    adapters = describe_adapters(actor)
     dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
     tested = f", {len(held_out)} held out" if held_out else ""
     parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
     return (
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
-        f"reward   {' + '.join(p for p in parts if p)}\n"
+        + (f"lora     {adapters}\n" if adapters else "")
+        + f"reward   {' + '.join(p for p in parts if p)}\n"
         f"prompts  {len(prompts)}{dropped}{tested}\n"
         f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts, {run.world.size} x "
         f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder.path}"
