@@ -68,9 +68,7 @@ def parse_args(argv=None):
     p.add_argument("--hidden_size", type=int, default=0, help="load out/{reason|full_sft}_{hidden_size}.pth")
     p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
     p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="load the _moe checkpoint")
-    p.add_argument(
-        "--lora_r", type=int, default=0, help="rank of LoRA adapters, trained alone; 0: all trains"
-    )
+    p.add_argument("--lora_r", type=int, default=0, help="rank of LoRA adapters; 0: every weight trains")
     p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
     # data
     p.add_argument("--data_path", default="", help="prompts, JSONL")
