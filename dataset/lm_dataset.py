@@ -13,6 +13,8 @@ and left for the script to report. Nothing is ever left-padded. Whatever is wron
 ``InputError`` that names the file and the line.
 """
 
+import hashlib
+import json
 import random
 from dataclasses import dataclass
 from functools import lru_cache
@@ -193,6 +195,10 @@ class SFTDataset(Dataset):
         self.dropped = len(conversations) - len(self.samples)
         check_any_left(self.samples, path, max_length)
 
+    @property
+    def fingerprint(self):
+        return digest(self.samples)
+
     def __len__(self):
         return len(self.samples)
 
@@ -231,21 +237,65 @@ class PreferenceDataset(Dataset):
     """
 
     def __init__(self, path, tokenizer, max_length):
-        texts = []
+        texts, margins, asked = [], [], []
         for number, record in read_jsonl(path):
             for prompt, response in split_pair(record, f"{path}:{number}"):
                 texts.append(conversation_text(tokenizer, prompt, response, f"{path}:{number}"))
+            margins.append(number_in(record, "margin", f"{path}:{number}", 0.0))
+            asked.append(prompt)
         ids = encode(tokenizer, texts)
-        pairs = list(zip(ids[::2], ids[1::2], strict=True))
-        self.pairs = [pair for pair in pairs if max(map(len, pair)) <= max_length]
-        self.dropped = len(pairs) - len(self.pairs)
-        check_any_left(self.pairs, path, max_length)
+        pairs = list(zip(ids[::2], ids[1::2], margins, strict=True))
+        self._keep(pairs, [max(map(len, pair[:2])) for pair in pairs], asked, path, tokenizer, max_length)
+
+    def _keep(self, items, lengths, asked, path, tokenizer, max_length):
+        kept = [i for i, length in enumerate(lengths) if length <= max_length]
+        self.items, self.asked, self.tokenizer = [items[i] for i in kept], [asked[i] for i in kept], tokenizer
+        self.dropped = len(items) - len(kept)
+        check_any_left(self.items, path, max_length)
 
     def __len__(self):
-        return len(self.pairs)
+        return len(self.items)
 
     def __getitem__(self, index):
-        return self.pairs[index]
+        return self.items[index]
+
+    @property
+    def fingerprint(self):
+        return digest(self.items)
+
+    def prompt(self, index):
+        asked = for_tokenizer(self.tokenizer, self.asked[index])
+        text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
+        return Prompt(index, self.asked[index], encode(self.tokenizer, [text])[0], None)
+
+
+class ScoreDataset(PreferenceDataset):
+    def __init__(self, path, tokenizer, max_length):
+        texts, scores, asked = [], [], []
+        for number, record in read_jsonl(path):
+            where = f"{path}:{number}"
+            texts.append(conversation_text(tokenizer, record["user_input"], record["completion"], where))
+            scores.append(number_in(record, "score", where))
+            asked.append(record["user_input"])
+        items = list(zip(encode(tokenizer, texts), scores, strict=True))
+        self._keep(items, [len(ids) for ids, _ in items], asked, path, tokenizer, max_length)
+
+
+def reward_dataset(path, tokenizer, max_length):
+    _, record = next(read_jsonl(path))
+    kind = ScoreDataset if "completion" in record else PreferenceDataset
+    return kind(path, tokenizer, max_length)
+
+
+def number_in(record, name, where, default=None):
+    value = record.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f'{where}: "{name}" must be a number')
+    return float(value)
+
+
+def digest(items):
+    return hashlib.sha256(json.dumps(items).encode()).hexdigest()[:12]
 
 
 def split_pair(record, where):

@@ -45,6 +45,7 @@ class CriticModel(nn.Module):
         score = dict(model.named_children()).get("score")  # the head of transformers' decoder classifiers
         if isinstance(score, nn.Linear) and score.weight.shape == critic.value_head.weight.shape:
             critic.value_head.weight.data.copy_(score.weight)
+            critic.value_head.bias.data.fill_(-model.config.to_dict().get("reward_offset", 0.0))
         return critic
 
     def forward(self, tokens):

@@ -1,5 +1,7 @@
 """A model to a ``.pth`` that MiniMind's own class loads, and a folder beside it with everything else."""
 
+import contextlib
+import copy
 import io
 import shutil
 from pathlib import Path
@@ -8,6 +10,7 @@ import torch
 
 from errors import InputError
 from files import move, one_at_a_time
+from model.loading import quiet
 from model.lora import merged
 
 
@@ -23,19 +26,50 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
     """
     path = Path(path_pth)
     state = _state_dict_in(dtype, model, path)
-    beside, folder = path.with_suffix(""), path.with_name(f".{path.stem}.tmp")
-    beside.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(beside):  # two runs may write to the same name
+    with _whole_files(path.with_suffix(""), path) as folder:
+        _write_files(folder, model, tokenizer, state, path.name)
+
+
+def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
+    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads.
+
+    fields: more entries of its config.json. Files appear as ``save_policy``'s do, config.json last; others in
+    the directory stay. Raises ``InputError`` as that does.
+    """
+    path = Path(path)
+    _state_dict_in(dtype, model, path)  # is it finite?
+    model = copy.deepcopy(model).to(dtype)
+    generation = model.generation_config if model.can_generate() else None
+    if generation:
+        model.generation_config = type(generation)()  # see _write_files
+    vars(model.config).update(fields)
+    with _whole_files(path, path / "config.json") as folder:
+        with quiet():
+            model.save_pretrained(folder)
+        if generation:
+            generation.to_json_file(folder / "generation_config.json")
+        tokenizer.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):  # which only their writer could read
+            shutil.copymode(folder / "config.json", file)
+
+
+@contextlib.contextmanager
+def _whole_files(target, last):
+    """A folder to write into. Its files then replace those of the same names in ``target``, each of them
+    whole; the one with the name of ``last`` becomes that, after all others."""
+    folder = target.with_name(f".{target.name}.tmp")
+    target.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(target):  # two runs may write to the same name
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed here
         try:
             folder.mkdir()
-            _write_files(folder, model, tokenizer, state, path.name)
+            yield folder
             for file in sorted(folder.rglob("*")):
-                if file.is_file() and file.name != path.name:
-                    target = beside / file.relative_to(folder)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    move(file, target)
-            move(folder / path.name, path)
+                if file.is_file() and file.name != last.name:
+                    place = target / file.relative_to(folder)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    move(file, place)
+            move(folder / last.name, last)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

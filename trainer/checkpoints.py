@@ -2,7 +2,8 @@
 
 There is no random state to save: sampling noise and the order of prompts are pure functions of the seed and
 the step. A checkpoint is written under a temporary name, flushed to disk and renamed: it is there whole or
-not at all. It lists the SHA-256 of its files, in the form that ``sha256sum -c SHA256SUMS`` reads, and only
+not at all. It holds what the run calls its ``modules`` and ``optimizers`` (by file name) and ``progress``,
+and lists the SHA-256 of its files, in the form that ``sha256sum -c SHA256SUMS`` reads, and only
 what agrees with them is loaded. Everything is safetensors and JSON: loading runs no code.
 """
 
@@ -20,7 +21,6 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from errors import InputError
 from files import move, sync, writing
 from model.checks import not_finite
-from model.lora import learned
 
 SUMS = "SHA256SUMS"
 
@@ -40,25 +40,13 @@ class Progress:
     best_step: int = 0
 
 
-def _modules(run):
-    """The modules whose weights are saved, by file name; of those with adapters, what has been learned."""
-    modules = {"actor": run.actor, "critic": run.critic}
-    if run.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
-        modules["old_actor"] = run.old_actor
-    return {name: learned(module) for name, module in modules.items()}
-
-
-def _optimizers(run):
-    return {"actor_optimizer": run.actor_optimizer, "critic_optimizer": run.critic_optimizer}
-
-
 def save(folder, run, config, keep):
     """Write ``folder/checkpoints/step_<n>/`` whole, then delete all but the newest ``keep``.
 
     Raises InputError if a weight is not finite or the disk refuses; what was there before is there still.
     """
     root, step = Path(folder) / "checkpoints", run.progress.step
-    for name, module in _modules(run).items():
+    for name, module in run.modules.items():
         if not_finite(module):
             raise InputError(
                 f"after step {step} the {name} has weights that are not finite: not saved; lower the rates"
@@ -78,9 +66,9 @@ def save(folder, run, config, keep):
 
 
 def _write_files(folder, run, config):
-    for name, module in _modules(run).items():
+    for name, module in run.modules.items():
         save_model(module, str(folder / f"{name}.safetensors"))
-    for name, optimizer in _optimizers(run).items():
+    for name, optimizer in run.optimizers.items():
         moments = {
             f"{number}.{key}": x
             for number, state in optimizer.state_dict()["state"].items()
@@ -166,18 +154,15 @@ def newest_intact(folder):
 def load(path, run):
     """Fill a run from an undamaged checkpoint. Raises InputError if it is of another model."""
     path = Path(path)
-    modules = _modules(run)
     try:
-        for name, module in modules.items():
+        for name, module in run.modules.items():
             load_model(module, str(path / f"{name}.safetensors"), strict=True)
-        for name, optimizer in _optimizers(run).items():
+        for name, optimizer in run.optimizers.items():
             _load_moments(optimizer, path / f"{name}.safetensors")
         run.progress = _read_progress(path / "state.json", run.total_steps)
     except LOAD_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older one") from None
-    if "old_actor" not in modules:
-        run.old_actor.load_state_dict(run.actor.state_dict())
 
 
 def _read_progress(path, total_steps):
@@ -198,7 +183,7 @@ def _load_moments(optimizer, path):
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = x
     groups = optimizer.state_dict()["param_groups"]
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, moments in state.items():
         if moments["exp_avg"].shape != parameters[number].shape:
             raise ValueError(f"moments of parameter {number} have shape {list(moments['exp_avg'].shape)}")

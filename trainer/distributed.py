@@ -7,6 +7,7 @@ processes to drift apart unnoticed, cannot exist. Their weights are compared all
 """
 
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,16 +61,17 @@ class World:
             ) from None
 
     def sum_gradients(self, module):
-        """Every parameter's gradient becomes the sum over all processes. A parameter that no token of this
-        process reached (an expert, say) counts as zero."""
-        parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
-        while parameters:
+        """Every parameter's gradient becomes the sum over all processes. Where no token has reached a
+        parameter (an expert's, say) it is zero, with one process as with several."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        while self.size > 1 and parameters:
             bucket, count = [], 0
             while parameters and (not bucket or count + parameters[0].numel() <= BUCKET):
                 bucket.append(parameters.pop(0))
                 count += bucket[-1].numel()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
+            flat = self.sum(torch.cat([p.grad.flatten() for p in bucket]))
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = grad.view_as(p)
 
@@ -124,7 +126,7 @@ def init_world(device, require=False):
     """Join the processes that ``torchrun`` started, or be alone. Raises InputError for an unusable device."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if require and "WORLD_SIZE" not in os.environ:
-        raise InputError("--ddp: start with 'torchrun --nproc_per_node N trainer/train_ppo.py …'")
+        raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":

@@ -10,15 +10,20 @@ from trainer.tracking import Metrics
 BATCH = 256
 
 
+def share_of(items, world):
+    """This process' items of a dataset, as a list."""
+    if len(items) < world.size:  # too few to share: all take all, and means are the same
+        return [items[i] for i in range(len(items))]
+    return [items[i] for i in range(world.rank, len(items), world.size)]
+
+
 def evaluate(roll_out, prompts, temperature, reasoning, world):
     """Evaluate on all prompts, shared out over the processes -> {"eval/…": mean}, greedy ones "…_greedy".
 
     roll_out(batch of Prompt, temperature) -> (rollout, texts, score parts).
     """
     metrics = Metrics()
-    mine = [prompts[i] for i in range(world.rank, len(prompts), world.size)]
-    if len(prompts) < world.size:  # too few to share: all take all, and the means are the same
-        mine = list(prompts)
+    mine = share_of(prompts, world)
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     with world.all_or_none():

@@ -27,16 +27,19 @@ COUNTS += "update_old_actor_freq log_interval save_interval keep_checkpoints"
 POSITIVE = "learning_rate critic_learning_rate grad_clip clip_epsilon cliprange_value temperature"
 NOT_NEGATIVE = "vf_coef kl_coef target_kl missing_eos_penalty critic_warmup_steps max_steps num_workers "
 NOT_NEGATIVE += "reward_timeout eval_interval gamma lam hidden_size num_hidden_layers seed "
-NOT_NEGATIVE += "repetition_penalty length_reward lora_r"
+NOT_NEGATIVE += "repetition_penalty length_reward "
+NOT_NEGATIVE += "eval_size weight_decay warmup_ratio extra_layers parting_coef lm_coef score_penalty "
+NOT_NEGATIVE += "reference_samples lora_r"
 SIZES = "batch_size max_gen_len max_seq_len epochs max_steps ppo_epochs accumulation_steps "
-SIZES += "hidden_size num_hidden_layers"
+SIZES += "hidden_size num_hidden_layers reference_samples"
 WEIGHTS = "grad_clip clip_epsilon cliprange_value vf_coef kl_coef target_kl missing_eos_penalty "
-WEIGHTS += "repetition_penalty length_reward reward_timeout"
-PATHS = "model tokenizer data_path eval_data_path reward_fn out_dir run_name resume"
+WEIGHTS += "repetition_penalty length_reward reward_timeout weight_decay parting_coef lm_coef score_penalty"
+PATHS = "model tokenizer data_path eval_data_path reward_fn out_dir run_name resume reference hf_dir"
 
 
 def check_flags(args):
-    """InputError for a value out of range, a path that can be none, or sizes that do not divide."""
+    """InputError for a value out of range, or a path that can be none. Of any script: a flag is asked
+    about where there is one of that name."""
     for name, value in vars(args).items():
         if isinstance(value, list) and name != "reward_model":  # argparse's way of reading --flag=--
             raise InputError(f"--{name}: has no value; --help lists all flags")
@@ -44,24 +47,30 @@ def check_flags(args):
         (COUNTS, "at least 1", lambda x: x >= 1),
         (POSITIVE, "above 0", lambda x: 0 < x < math.inf),
         (NOT_NEGATIVE, "0 or more", lambda x: 0 <= x < math.inf),
-        ("gamma lam learning_rate critic_learning_rate", "at most 1", lambda x: x <= 1),
+        ("gamma lam learning_rate critic_learning_rate warmup_ratio", "at most 1", lambda x: x <= 1),
+        ("extra_layers", "at most 64", lambda x: x <= 64),
         ("temperature", "0.01 to 100", lambda x: 0.01 <= x <= 100),  # or logits / temperature overflow
         (WEIGHTS, "at most 1000000", lambda x: x <= 1e6),
         (SIZES, "at most 1048576", lambda x: x <= 2**20),  # more would fill any memory, or take for ever
         ("num_workers", "at most 64", lambda x: x <= 64),
         ("seed", "below 2**63", lambda x: x < 2**63),
     ):
-        for name in names.split():
+        for name in [name for name in names.split() if name in vars(args)]:
             if not accepts(getattr(args, name)):
                 raise InputError(f"--{name} {str(getattr(args, name))[:100]}: must be {rule}")
-    for name in PATHS.split():
+    for name in [name for name in PATHS.split() if name in vars(args)]:
         check_path(name, getattr(args, name))
+    if args.run_name in (".", "..") or "/" in args.run_name:
+        raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
+
+
+def check_ppo_flags(args):
+    """``check_flags``, and what only PPO has."""
+    check_flags(args)
     for path in args.reward_model:
         check_path("reward_model", path)
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
-    if args.run_name in (".", "..") or "/" in args.run_name:
-        raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
         raise InputError(
             f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {args.batch_size}"
@@ -138,21 +147,32 @@ def check_sampling(policy):
         )
 
 
+def check_policy(args, policy, tokenizer):
+    """InputError for a causal LM that cannot be trained here, or is not what flags and tokenizer say."""
+    check_tokenizer(tokenizer, policy)
+    if name := not_finite(policy):
+        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
+    check_output_head(policy)
+    for flag in ("hidden_size", "num_hidden_layers"):
+        has, wanted = getattr(policy.config, flag), getattr(args, flag)
+        if wanted not in (0, has):
+            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    if args.use_moe and not is_moe(policy):
+        raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
+
+
+def check_positions(args, model):
+    """InputError where a conversation of --max_seq_len tokens would be too long for the model."""
+    if args.max_seq_len > (limit := most_positions(model.config)):
+        raise InputError(f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it")
+
+
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     actor = load_policy(args.model, args.trust_remote_code)
-    check_tokenizer(tokenizer, actor)
-    if name := not_finite(actor):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
-    check_output_head(actor)
+    check_policy(args, actor, tokenizer)
     check_sampling(actor)
-    for flag in ("hidden_size", "num_hidden_layers"):
-        has, wanted = getattr(actor.config, flag), getattr(args, flag)
-        if wanted not in (0, has):
-            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
-    if args.use_moe and not is_moe(actor):
-        raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
     prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
     held_out = None
     if args.eval_data_path:

@@ -1,33 +1,21 @@
 """The learning curves of a run as one picture. Text colours and grids are light; data carries the ink."""
 
-PANELS = (  # title, [(metric, label)]
-    ("reward (rollouts)", (("reward/score", "score"), ("reward/model", "reward model"))),
-    (
-        "form (rollouts)",
-        (("reward/format", "format"), ("reward/marks", "marks"), ("rollout/finished", "ended")),
-    ),
-    (
-        "held-out problems, never rewarded",
-        (("eval/accuracy", "sampled accuracy"), ("eval/accuracy_greedy", "greedy accuracy")),
-    ),
-    ("KL to the reference (nats a token)", (("kl/k1", "k1"), ("kl/k3", "k3"))),
-    ("response length (tokens)", (("rollout/length", "mean length"),)),
-    (
-        "update",
-        (("policy/clip_fraction", "clip fraction"), ("value/explained_variance", "explained variance")),
-    ),
-)
+import math
 
 
-def plot_curves(records, path):
-    """Draw the records of a metrics.jsonl (a list of dicts) as a PNG at ``path``."""
+def plot_curves(records, panels, path):
+    """Draw the records of a metrics.jsonl (a list of dicts) as a PNG at ``path``.
+
+    panels: (title, ((metric, label), …)), three a row.
+    """
     import matplotlib  # only needed once, at the end of a run
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.2), layout="constrained")
-    for axis, (title, series) in zip(axes.flat, PANELS, strict=True):
+    rows = math.ceil(len(panels) / 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(12, 3.1 * rows), layout="constrained")
+    for axis, (title, series) in zip(axes.flat, panels, strict=True):
         for name, label in series:
             points = [(r["step"], r[name]) for r in records if name in r]
             if points:

@@ -127,7 +127,10 @@ def load_balance_loss(router_logits, lengths, top_k):
     return total
 
 
-def cosine_lr(peak, step, total):
-    """Cosine from ``peak`` at step 0 down to peak / 10 at the last of ``total`` optimizer steps."""
-    progress = min(step / max(total - 1, 1), 1.0)
+def cosine_lr(peak, step, total, warmup=0):
+    """``warmup`` steps that rise in equal parts to ``peak``, then a cosine from ``peak`` down to peak / 10 at
+    the last of ``total`` optimizer steps (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5)."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = min((step - warmup) / max(total - warmup - 1, 1), 1.0)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))

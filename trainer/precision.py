@@ -16,6 +16,13 @@ def fast_dtype(name, device):
     return torch.bfloat16 if native else torch.float32
 
 
+def set_precision(name, device):
+    """``fast_dtype``, and TF32 for what autocast leaves in fp32 on a GPU, unless fp32 was asked for."""
+    if device.type == "cuda" and name != "float32":
+        torch.set_float32_matmul_precision("high")
+    return fast_dtype(name, device)
+
+
 def autocast(device, dtype):
     """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)

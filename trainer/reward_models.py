@@ -4,6 +4,7 @@ Each has its own tokenizer and chat template. Messages go to them as messages; n
 of a prompt.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class ClassifierRewardModel:
         self.head = dict(self.model.named_children()).get("score")
         self.packs = isinstance(self.head, torch.nn.Linear) and pack_sequences(self.model.base_model)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi has none
+        self.offset = reward_offset(self.model.config)
 
     @torch.no_grad()
     def __call__(self, conversations):
@@ -56,17 +58,11 @@ class ClassifierRewardModel:
                 scores[index] = score(tokens, lengths).float().cpu()
 
         each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), fill)
-        return scores
+        return scores - self.offset
 
     def _packed_scores(self, tokens, lengths):
-        """transformers reads the score at the last token that is not the pad token: so do we, since a model
-        whose pad is its EOS was trained that way."""
         states = packed_states(self.model.base_model, tokens, lengths).last_hidden_state
-        counts = length_mask(lengths, tokens.shape[1])
-        if self.pad_id is not None:
-            counts &= tokens != self.pad_id
-        last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
-        return self.head(states[lengths.cumsum(0) - lengths + last]).squeeze(-1)
+        return self.head(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1)
 
     def _padded_scores(self, tokens, lengths):
         """For models with a head of their own. Where there is no pad token we pad with an id that ends no
@@ -78,6 +74,25 @@ class ClassifierRewardModel:
         real = length_mask(lengths, tokens.shape[1])
         output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
         return output.logits.squeeze(-1)
+
+
+def score_places(tokens, lengths, pad_id):
+    """Where in the packed rows of tokens [B, T] a classifier reads its scores [B]: at the last token that is
+    not the pad token, as transformers does. A model whose pad is its EOS was trained that way."""
+    counts = length_mask(lengths, tokens.shape[1])
+    if pad_id is not None:
+        counts &= tokens != pad_id
+    last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
+    return lengths.cumsum(0) - lengths + last
+
+
+def reward_offset(config):
+    """The ``reward_offset`` of a classifier's config, 0 where it has none: what is taken off its scores. A
+    linear head without a bias cannot hold it (see ``train_reward.py``)."""
+    offset = config.to_dict().get("reward_offset", 0.0)
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+        raise InputError(f"the reward_offset of its config.json is {offset!r:.50}; make it a number")
+    return float(offset)
 
 
 class RemoteRewardModel:

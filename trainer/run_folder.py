@@ -18,36 +18,36 @@ from files import lock, write_whole, writing
 from trainer.checkpoints import SUMS, damage, list_checkpoints, newest_intact, step_of
 from trainer.distributed import bit_sum
 
-# Flags that may differ when a run is resumed. They change what one sees or where it runs, not the result; or
-# they name files, whose content is compared instead (``fingerprints``).
+# Flags of any script that may differ when a run is resumed. They change what one sees or where it runs, not
+# the result; or they name files, whose content is compared instead (``run.fingerprints()``).
 HARMLESS = {
     "out_dir", "run_name", "resume", "device", "ddp", "num_workers", "log_interval", "save_interval",
     "keep_checkpoints", "use_wandb", "wandb_project", "eval_interval", "eval_data_path", "accumulation_steps",
     "gradient_checkpointing", "reward_timeout", "model", "tokenizer", "reward_model", "data_path",
-    "reward_fn", "reward_url", "trust_remote_code", "hidden_size", "num_hidden_layers", "use_moe",
-    "processes", "threads", "swanlab_id", "resume_command",
+    "hf_dir", "reference", "reward_fn", "reward_url", "trust_remote_code", "hidden_size", "num_hidden_layers",
+    "use_moe", "script", "processes", "threads", "swanlab_id", "resume_command",
 }  # fmt: skip
 
 
 class RunFolder:
     """The folder of a run, locked until ``close`` or the end of the process. Only the main process has one.
 
-    Without ``--run_name`` a new run is run_<n>, n the first number free. ``--resume auto`` goes on with the
-    run of that name (without a name: the newest run), or begins it where there is none; ``--resume PATH``
+    Without ``--run_name`` a new run is <kind>_<n>, n the first number free. ``--resume auto`` goes on with
+    the run of that name (without a name: the newest run), or begins it where there is none; ``--resume PATH``
     names a run folder or one of its checkpoints. Raises InputError, having changed nothing, for a folder that
     holds a run and is not to be resumed, that is in use, or whose checkpoints are all damaged.
 
     ``path``; ``checkpoint`` to resume from or None; ``notes``: lines that the user should see.
     """
 
-    def __init__(self, out_dir, run_name, resume):
-        self.checkpoint, self.notes = None, []
+    def __init__(self, out_dir, run_name, resume, kind="run"):
+        self.checkpoint, self.notes, self.kind = None, [], kind
         if resume and resume != "auto":
             self.path, step = _named(resume)
         else:
-            newest, step = max(_numbered(out_dir), default=0), None
+            newest, step = max(_numbered(out_dir, kind), default=0), None
             number = newest if resume and newest else newest + 1
-            self.path = Path(out_dir) / (run_name or f"run_{number}")
+            self.path = Path(out_dir) / (run_name or f"{kind}_{number}")
         self._lock = self._claim(out_dir, new=not run_name and not resume)
         if resume:
             self._find_checkpoint(step)
@@ -63,7 +63,8 @@ class RunFolder:
                     self.path.mkdir()
                     break
                 except FileExistsError:
-                    self.path = Path(out_dir) / f"run_{max(_numbered(out_dir)) + 1}"
+                    number = max(_numbered(out_dir, self.kind)) + 1
+                    self.path = Path(out_dir) / f"{self.kind}_{number}"
             self.path.mkdir(exist_ok=True)
             try:
                 return lock(self.path / ".lock")
@@ -88,11 +89,11 @@ class RunFolder:
         """Write ``config.json``, after comparing with what is there: InputError if it was another run's,
         notes on what has changed harmlessly. ``argv``: the command line."""
         config, held = configuration(run), (self.checkpoint or self.path) / "config.json"
-        config["resume_command"] = resume_command(argv, self.path)
+        config["resume_command"] = resume_command(argv, self.path, run.script)
         config["swanlab_id"] = secrets.token_hex(8)
         if held.exists():  # without a checkpoint: of a run that was killed before its first one
             old = _read_json(held)
-            self.notes += check_same_run(old, config)
+            self.notes += check_same_run(old, config, HARMLESS - run.judged_by_name)
             config["swanlab_id"] = old["swanlab_id"]
         path = self.path / "config.json"
         with writing(path):
@@ -103,10 +104,10 @@ class RunFolder:
         self._lock.close()
 
 
-def _numbered(out):
-    """The numbers of the folders run_<n>."""
-    found = Path(out).glob("run_*")
-    return [int(m[1]) for path in found if (m := re.fullmatch(r"run_(\d+)", path.name, re.ASCII))]
+def _numbered(out, kind):
+    """The numbers of the folders <kind>_<n>."""
+    found = Path(out).glob(f"{kind}_*")
+    return [int(m[1]) for path in found if (m := re.fullmatch(rf"{kind}_(\d+)", path.name, re.ASCII))]
 
 
 def _named(resume):
@@ -133,60 +134,47 @@ def configuration(run):
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
         **vars(run.args),
+        "script": run.script,
         "processes": run.world.size,
         "total_steps": run.total_steps,
         "threads": torch.get_num_threads(),
         "versions": {**versions, "transformers": transformers_version},
-        "fingerprints": fingerprints(run),
+        "fingerprints": run.fingerprints(),
     }
 
 
-def fingerprints(run):
-    """{flag: a short hash of what it names}: the weights that a run starts from and is judged by, the texts
-    and tokens of its prompts, the code of its reward function."""
-    prompts = [(p.prompt, p.prompt_ids, p.answer) for p in run.prompts]
-    found = {
-        "model": _hash([_weights_hash(run.ref), run.eos]),
-        "tokenizer": _hash(sorted(run.tokenizer.get_vocab().items())),
-        "data_path": _hash(prompts),
-    }
-    judges = []
-    for judge, weight in run.reward.models.values():
-        vocabulary = sorted(judge.tokenizer.get_vocab().items())
-        judges.append([_weights_hash(judge.model), vocabulary, judge.tokenizer.chat_template, weight])
-    if judges:
-        found["reward_model"] = _hash(judges)
-    if run.args.reward_fn:
-        path, _, name = run.args.reward_fn.rpartition(":")
-        found["reward_fn"] = _hash([name, Path(path).read_bytes().hex()])
-    return found
-
-
-def _hash(content):
+def short_hash(content):
+    """Of whatever JSON can hold."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def _weights_hash(module):
-    return _hash([(name, bit_sum(p)) for name, p in module.named_parameters()])
+def weights_hash(module):
+    return short_hash([(name, bit_sum(p)) for name, p in module.named_parameters()])
 
 
-def check_same_run(old, new):
+def check_same_run(old, new, harmless=HARMLESS):
     """-> notes on what differs and may. InputError, with both values, where that shapes the result.
 
     Batch sizes are per process: what counts is their product with the number of processes.
     """
     try:
+        if old.get("script", "train_ppo.py") != new["script"]:
+            raise InputError(f"--resume: this is a run of {old['script']}; name one of {new['script']}")
         sizes = [
-            {name: config[name] * config["processes"] for name in ("batch_size", "mini_batch_size")}
+            {
+                name: config[name] * config["processes"]
+                for name in ("batch_size", "mini_batch_size")
+                if name in new
+            }
             for config in (old, new)
         ]
-        for name in [name for name in new if name not in HARMLESS and not isinstance(new[name], dict)]:
+        for name in [name for name in new if name not in harmless and not isinstance(new[name], dict)]:
             was, now = (
                 own.get(name, config.get(name)) for own, config in zip(sizes, (old, new), strict=True)
             )
             if was != now:
                 over = " over all processes" if name in sizes[0] else ""
-                why = " (other prompts?)" if name == "total_steps" else ""
+                why = " (other data?)" if name == "total_steps" else ""
                 raise InputError(f"--resume: --{name} was {was!r} and is now {now!r}{over}{why}; set it back")
         notes = []
         for name, now in new["fingerprints"].items():
@@ -212,7 +200,7 @@ def check_same_run(old, new):
     return notes
 
 
-def resume_command(argv, folder):
+def resume_command(argv, folder, script):
     """The command line that goes on with a run, for people to copy. ``argv``: the flags of this one."""
     kept, skip = [], False
     for word in argv:
@@ -224,5 +212,5 @@ def resume_command(argv, folder):
         local = os.environ["LOCAL_WORLD_SIZE"]
         nodes = int(os.environ["WORLD_SIZE"]) // int(local)
         launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
-    script = Path(__file__).with_name("train_ppo.py")
-    return shlex.join([*launcher, str(script), *kept, "--resume", str(folder)])
+    path = Path(__file__).with_name(script)
+    return shlex.join([*launcher, str(path), *kept, "--resume", str(folder)])

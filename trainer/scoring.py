@@ -45,17 +45,38 @@ def prepare(model, gradient_checkpointing):
             module.training = True
 
 
-def response_states(backbone, tokens, prompt_len, response_len, **extra):
-    """Right-padded tokens [B, T] -> (states [N, H] at which the N response tokens are predicted, row by row,
-    their ids [N], mask [B, R], the backbone's output)."""
-    mask = length_mask(response_len, int(response_len.max()))
-    row, column = mask.nonzero(as_tuple=True)
-    position = prompt_len[row] + column
-    lengths = prompt_len + response_len
+def states_at(backbone, tokens, lengths, row, position, **extra):
+    """Right-padded tokens [B, T], and N different places in them behind the first column -> (states [N, H] at
+    which the tokens there are predicted, those tokens' ids [N], the backbone's output)."""
     start = lengths.cumsum(0) - lengths  # of each row among the packed tokens
     output = packed_states(backbone, tokens, lengths, **extra)
     states = take_rows(output.last_hidden_state, start[row] + position - 1)
-    return states, tokens[row, position], mask, output
+    return states, tokens[row, position], output
+
+
+def response_places(prompt_len, response_len):
+    """Where the N response tokens of B sequences are, row by row -> (row [N], position [N], mask [B, R])."""
+    mask = length_mask(response_len, int(response_len.max()))
+    row, column = mask.nonzero(as_tuple=True)
+    return row, prompt_len[row] + column, mask
+
+
+class Balance:
+    """The load-balancing loss of a mixture of experts, times the weight in its config; 0 of other models.
+
+    ``extra``: what the backbone is to be asked for; then call it with the backbone's output and lengths [B].
+    """
+
+    def __init__(self, model):
+        self.config = model.config
+        self.weight = model.config.router_aux_loss_coef if is_moe(model) else 0.0
+        self.extra = {"output_router_logits": True} if self.weight else {}
+
+    def __call__(self, output, lengths):
+        if not self.weight:
+            return torch.zeros((), device=lengths.device)
+        top_k = self.config.num_experts_per_tok
+        return self.weight * load_balance_loss(output.router_logits, lengths, top_k)
 
 
 class PolicyScorer(nn.Module):
@@ -64,22 +85,23 @@ class PolicyScorer(nn.Module):
     def __init__(self, model, dtype=torch.float32):
         super().__init__()
         self.model, self.dtype = model, dtype
-        self.balance_coef = model.config.router_aux_loss_coef if is_moe(model) else 0.0
+        self.balance = Balance(model)
 
     def forward(self, tokens, prompt_len, response_len, temperature):
         """tokens [B, T] -> logprobs [B, R], entropy [B, R] (no gradient), weighted balance loss (sum)."""
-        extra = {"output_router_logits": True} if self.balance_coef else {}
-        balance = torch.zeros((), device=tokens.device)
+        row, position, mask = response_places(prompt_len, response_len)
+        logprobs, entropy, balance = self.at(tokens, prompt_len + response_len, row, position, temperature)
+        return scatter(logprobs, mask), scatter(entropy, mask), balance
+
+    def at(self, tokens, lengths, row, position, temperature=1.0):
+        """The same of the tokens at N places in tokens [B, T] -> logprobs [N], entropy [N], balance loss."""
         with autocast(tokens.device, self.dtype):
-            states, targets, mask, output = response_states(
-                self.model.base_model, tokens, prompt_len, response_len, **extra
+            states, targets, output = states_at(
+                self.model.base_model, tokens, lengths, row, position, **self.balance.extra
             )
             head = self.model.get_output_embeddings()
             logprobs, entropy = token_logprobs(head, states, targets, temperature)
-            if self.balance_coef:
-                lengths, top_k = prompt_len + response_len, self.model.config.num_experts_per_tok
-                balance = self.balance_coef * load_balance_loss(output.router_logits, lengths, top_k)
-        return scatter(logprobs, mask), scatter(entropy, mask), balance
+            return logprobs, entropy, self.balance(output, lengths)
 
 
 class ValueScorer(nn.Module):
@@ -92,7 +114,8 @@ class ValueScorer(nn.Module):
     def forward(self, tokens, prompt_len, response_len):
         """tokens [B, T] -> values [B, R] fp32, 0 on padding."""
         with autocast(tokens.device, self.dtype):
-            states, _, mask, _ = response_states(self.critic.backbone, tokens, prompt_len, response_len)
+            row, position, mask = response_places(prompt_len, response_len)
+            states, *_ = states_at(self.critic.backbone, tokens, prompt_len + response_len, row, position)
             return scatter(self.critic.read(states), mask)
 
 

@@ -1,5 +1,7 @@
 """What one sees of a run: exact averages, a progress bar, a line a step, sample texts, the end table.
 
+What is shown differs from script to script: that is its ``Look``.
+
 A run folder holds ``config.json``, ``metrics.jsonl`` (one object a step; step 0 is the evaluation before any
 update), ``samples.jsonl`` (prompt, response, score parts) and ``curves.png``. SwanLab gets the same metrics
 with ``--use_wandb``. Only the main process has a ``Tracker``; the others have a ``NullTracker``.
@@ -12,26 +14,33 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from files import write_whole, writing
-from model.lora import describe as describe_adapters
 from trainer.checkpoints import list_checkpoints
 from trainer.plots import plot_curves
 
-LINE = (  # (metric, how the line shows it)
-    ("reward/score", "score {:.3f}"),
-    ("kl/k1", "kl {:.4f}"),
-    ("rollout/length", "len {:.1f}"),
-    ("rollout/finished", "ended {:.2f}"),
-    ("policy/entropy", "entropy {:.3f}"),
-    ("policy/clip_fraction", "clip {:.3f}"),
-    ("value/explained_variance", "ev {:.2f}"),
-    ("perf/samples_per_second", "{:.1f} samples/s"),
-)
+
+@dataclass(frozen=True)
+class Look:
+    """How the runs of one script are shown, in names of metrics."""
+
+    title: str  # of the progress bar
+    folder: str  # run folders without a name are <folder>_<n>
+    unit: str  # of a batch, for ``run     20 steps of 32 pairs``
+    line: tuple  # (metric, how the line of a step shows it), …
+    bar: tuple  # words of those that the bar shows
+    panels: tuple  # of curves.png: (title, ((metric, label), …)), three a row
+    best: str  # what evaluations are compared by
+    evaluation: Callable  # metrics -> how the last evaluation reads, '' where there was none
+    table: Callable  # all records -> the first evaluation beside the last one, in Markdown
+    lower_is_better: bool = False
+    samples: bool = False  # is there a samples.jsonl?
 
 
 class Metrics:
@@ -76,7 +85,7 @@ class NullTracker:
     def say(self, text):
         pass
 
-    def introduce(self, run, held_out):
+    def introduce(self, run, about):
         pass
 
     def summary(self, run):
@@ -90,20 +99,22 @@ class NullTracker:
 
 
 class Tracker:
-    """Writes a run folder, the terminal and, if asked, SwanLab. ``first_step`` > 0 continues a run."""
+    """Writes a run folder, the terminal and, if asked, SwanLab. A run that has made steps is continued."""
 
-    def __init__(self, folder, args, first_step, total_steps):
-        self.folder, self.total_steps, self.log_interval = folder, total_steps, args.log_interval
+    def __init__(self, folder, run):
+        self.folder, self.look, args, first_step = folder, run.look, run.args, run.progress.step
+        self.total_steps, self.log_interval = run.total_steps, args.log_interval
         self.saved_step, self.saving_seconds = first_step, 0.0
         self._files = []
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", *(["samples.jsonl"] if self.look.samples else [])):
             path = folder.path / name
             with writing(path):
                 kept = cut_lines(path, first_step)
                 self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
             if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
                 folder.notes.append(f"note: {path} does not have every step up to {first_step}")
-        self._bar = tqdm(total=total_steps, initial=first_step, desc="ppo", unit="step", disable=None)
+        shown = {"desc": self.look.title, "unit": "step", "disable": None}
+        self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
         self._swanlab = start_swanlab(args, folder) if args.use_wandb else None
         self._start = time.perf_counter()
 
@@ -111,21 +122,21 @@ class Tracker:
         """One step's averaged metrics and sample rows: to files and bar; a line every log_interval."""
         # JSON has no NaN: what was not finite, the loss of a step that was skipped, becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        for file, records in zip(self._files, ([numbers], rows), strict=True):
+        for file, records in zip(self._files, ([numbers], rows), strict=False):
             with writing(file.name):
                 for record in records:
                     file.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
                 file.flush()
         if self._swanlab:
             self._swanlab.log(metrics, step=step)
-        self._bar.set_postfix_str(describe(metrics, ("score", "kl", "len", "samples")), refresh=False)
+        self._bar.set_postfix_str(describe(metrics, self.look.line, self.look.bar), refresh=False)
         self._bar.update(step - self._bar.n)
         last = step == self.total_steps
-        if rows and (last or step % self.log_interval == 0):
-            self.say(f"step {step}/{self.total_steps} | {describe(metrics)}")
+        if step and (last or step % self.log_interval == 0):
+            self.say(f"step {step}/{self.total_steps} | {describe(metrics, self.look.line)}")
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
-        if held_out := describe_evaluation(metrics):
+        if held_out := self.look.evaluation(metrics):
             self.say(f"  held out at step {step}: {held_out}")
         if rows and (last or step % (4 * self.log_interval) == 0):
             self.say(sample_text(step, rows[0]))
@@ -138,11 +149,16 @@ class Tracker:
         except BrokenPipeError:  # who read it has gone (| head): no reason to stop
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def introduce(self, run, held_out):
+    def introduce(self, run, about):
         """What is about to happen, and what the user should know about the run folder."""
         for note in self.folder.notes:
             self.say(note)
-        self.say(introduction(run, held_out, self.folder))
+        world, dtype = run.world, str(run.dtype).removeprefix("torch.")
+        self.say(
+            f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
+            f"{self.look.unit}, {world.size} x {world.device.type} in {dtype}, in {self.folder.path}"
+            + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
+        )
 
     def flush(self):
         """Force what has been logged to the disk: no checkpoint may know of a step that its files do not."""
@@ -159,24 +175,24 @@ class Tracker:
     def summary(self, run):
         """What the run achieved: before and after, time, memory, and where everything is."""
         self._bar.close()
-        folder, progress, pth_path = self.folder.path, run.progress, run.pth_path
+        folder, progress = self.folder.path, run.progress
         records = read_metrics(folder)
-        table = before_after_table(records)
+        table = self.look.table(records)
         with writing(folder):
-            plot_curves(records, folder / "curves.png")
+            plot_curves(records, self.look.panels, folder / "curves.png")
             write_whole(folder / "summary.md", table + "\n")
         seconds, host = time.perf_counter() - self._start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
+        best = self.look.best.removeprefix("eval/")
         memory = f"{host / 2**20:.1f} GiB of memory"
         if torch.cuda.is_available():
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
             f"\n{table}\n\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
             f"{rates[len(rates) // 2] if rates else 0:.0f} samples/s, at most {memory}"
-            + (f"\nbest     score {progress.best_score:.3f} at step {progress.best_step}" if table else "")
+            + (f"\nbest     {best} {progress.best_score:.3f} at step {progress.best_step}" if table else "")
             + (f"\nskipped  {progress.skipped_steps} updates, not finite" if progress.skipped_steps else "")
-            + f"\ncurves   {folder / 'curves.png'}\nmodel    {pth_path}"
-            f"\ntalk     python chat.py --model {pth_path}"
+            + f"\ncurves   {folder / 'curves.png'}\n{run.results()}"
         )
 
     def finish(self):
@@ -189,25 +205,6 @@ class Tracker:
         self.folder.close()
 
 
-def introduction(run, held_out, folder):
-    """What is about to happen, in a few lines."""
-    args, actor, prompts = run.args, run.actor, run.prompts
-    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
-    adapters = describe_adapters(actor)
-    dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
-    tested = f", {len(held_out)} held out" if held_out else ""
-    parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
-    return (
-        f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
-        + (f"lora     {adapters}\n" if adapters else "")
-        + f"reward   {' + '.join(p for p in parts if p)}\n"
-        f"prompts  {len(prompts)}{dropped}{tested}\n"
-        f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts, {run.world.size} x "
-        f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder.path}"
-        + (f"\nresumed  after step {run.progress.step}" if folder.checkpoint else "")
-    )
-
-
 def sample_rows(batch, texts, parts, count=2):
     """The first ``count`` samples of a batch as rows for samples.jsonl: prompt, response, score parts."""
     return [
@@ -216,20 +213,9 @@ def sample_rows(batch, texts, parts, count=2):
     ]
 
 
-def describe_evaluation(metrics):
-    """``accuracy 0.51 (greedy 0.83) | format …`` of an evaluation's metrics; '' when there is none."""
-    texts = []
-    for name in ("accuracy", "format_rate", "score", "length"):
-        if f"eval/{name}" in metrics:
-            texts.append(
-                f"{name} {metrics[f'eval/{name}']:.3f} (greedy {metrics[f'eval/{name}_greedy']:.3f})"
-            )
-    return " | ".join(texts)
-
-
-def describe(metrics, only=None):
-    """``score 2.31 | kl 0.0210 | …`` of what ``metrics`` has, in the order of LINE."""
-    texts = [text.format(metrics[name]) for name, text in LINE if name in metrics]
+def describe(metrics, line, only=None):
+    """``score 2.31 | kl 0.0210 | …`` of what ``metrics`` has, in the order of a look's line."""
+    texts = [text.format(metrics[name]) for name, text in line if name in metrics]
     return " | ".join(t for t in texts if only is None or any(word in t for word in only))
 
 
@@ -265,21 +251,6 @@ def read_metrics(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [{name: math.nan if x is None else x for name, x in r.items()} for r in records]
-
-
-def before_after_table(records):
-    """The evaluation before any update beside the last one, as a Markdown table; '' without evaluation."""
-    records = [r for r in records if "eval/score" in r]
-    if len(records) < 2:
-        return ""
-    before, after = records[0], records[-1]
-    rows = ["| held-out | sampled before | after | greedy before | after |", "|---|---|---|---|---|"]
-    for name in ("accuracy", "format_rate", "score", "length", "finished"):
-        keys = [f"eval/{name}", f"eval/{name}_greedy"]
-        if keys[0] in after:
-            cells = " | ".join(f"{before[key]:.3f} | **{after[key]:.3f}**" for key in keys)
-            rows.append(f"| {name.replace('_', ' ')} | {cells} |")
-    return "\n".join(rows)
 
 
 def start_swanlab(args, folder):

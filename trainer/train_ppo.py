@@ -29,34 +29,35 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from dataset.lm_dataset import PromptBatches, RLAIFDataset, epoch_order, local_positions
 from errors import FlagParser, InputError, run_script
+from files import writing
 from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
-from model.lora import add_adapters, frozen_copy, trained
+from model.lora import add_adapters, frozen_copy, learned, trained
+from model.saving import save_policy
 from trainer import ppo
 from trainer.checkpoints import Progress
 from trainer.distributed import World, init_world
 from trainer.evaluation import evaluate
-from trainer.inputs import check_flags, count_steps, fill_paths, load_inputs
+from trainer.inputs import check_ppo_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
 from trainer.keeping import begin, record, save
-from trainer.memory import halving
 from trainer.noise import noise_keys
-from trainer.precision import fast_dtype
+from trainer.ppo_run import LOOK, fingerprints, introduction
+from trainer.precision import set_precision
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.reward_models import critic_start
 from trainer.rewards import Reward, load_reward
 from trainer.rollout import Sampler, response_texts
 from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
+from trainer.stepping import forget_gradients, gradients_that_fit, step_if_finite
 from trainer.tracking import Metrics, sample_rows
 
 EVAL_STEP = -1  # evaluation's noise: no training step has this number
-MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
 
 
 def parse_args(argv=None):
@@ -125,7 +126,7 @@ def parse_args(argv=None):
     p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
     p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
     args = p.parse_args(argv)
-    check_flags(args)
+    check_ppo_flags(args)
     fill_paths(args)
     return args
 
@@ -152,6 +153,20 @@ class Run:
     actor_optimizer: torch.optim.Optimizer
     critic_optimizer: torch.optim.Optimizer
     progress: Progress
+    # what keeping.py asks of a run
+    script, look, judged_by_name, fingerprints = "train_ppo.py", LOOK, frozenset(), fingerprints
+
+    @property
+    def modules(self):
+        """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
+        modules = {"actor": self.actor, "critic": self.critic}
+        if self.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
+            modules["old_actor"] = self.old_actor
+        return {name: learned(module) for name, module in modules.items()}
+
+    @property
+    def optimizers(self):
+        return {"actor_optimizer": self.actor_optimizer, "critic_optimizer": self.critic_optimizer}
 
     @property
     def minibatches(self):
@@ -162,14 +177,19 @@ class Run:
         moe = "_moe" if is_moe(self.actor) else ""
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
+    def save_result(self):
+        with writing(self.pth_path):
+            save_policy(self.actor, self.tokenizer, self.pth_path)
+
+    def results(self):
+        return f"model    {self.pth_path}\ntalk     python chat.py --model {self.pth_path}"
+
 
 def build_run(args, world, actor, tokenizer, prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
     reward model); with --lora_r they share its weights, frozen, and differ in their adapters. Models are in
     eval mode throughout: the training forward is the scoring forward."""
-    device, dtype = world.device, fast_dtype(args.dtype, world.device)
-    if device.type == "cuda" and args.dtype != "float32":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+    device, dtype = world.device, set_precision(args.dtype, world.device)
     reward = load_reward(args, device, dtype, tokenizer)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
@@ -275,52 +295,22 @@ def backward(run, minibatch, tokens, std, train_actor, token_budget):
 
 
 def backward_that_fits(run, minibatch, *more):
-    """``backward`` with as many tokens at a time as --accumulation_steps wants and as have fitted so far;
-    with half as many, from then on, where memory runs out."""
-    lengths, progress = minibatch.lengths.tolist(), run.progress
-    wanted = min(progress.token_budget, math.ceil(sum(lengths) / run.args.accumulation_steps))
-    sums, fitted = halving(
-        lambda budget: backward(run, minibatch, *more, budget),
-        wanted,
-        max(lengths),
-        undo=lambda: forget_gradients(run),
-    )
-    if fitted < wanted:
-        progress.token_budget = fitted
-    sums.add("perf/out_of_memory", fitted < wanted, 1)
-    return sums
-
-
-def forget_gradients(run):
-    run.actor_optimizer.zero_grad()
-    run.critic_optimizer.zero_grad()
+    """``backward`` with as many tokens at a time as --accumulation_steps wants and as have fitted so far."""
+    lengths = minibatch.lengths.tolist()
+    wanted = math.ceil(sum(lengths) / run.args.accumulation_steps)
+    return gradients_that_fit(run, lambda budget: backward(run, minibatch, *more, budget), lengths, wanted)
 
 
 def optimizer_step(run, number, loss, train_actor):
-    """Sum gradients over processes, clip and step actor and critic, optimizer step ``number`` of the run. A
-    loss or gradient that is not finite makes it no step at all: no weight, momentum or decay moves. -> False
-    then."""
-    args, progress = run.args, run.progress
+    """Optimizer step ``number`` of the run, of critic and actor -> False if it was not finite and is none."""
+    args = run.args
     per_batch = args.ppo_epochs * run.minibatches
     start, total = args.critic_warmup_steps * per_batch, run.total_steps * per_batch
     both = [(run.critic, run.critic_optimizer, ppo.cosine_lr(args.critic_learning_rate, number, total))]
     if train_actor:
         lr = ppo.cosine_lr(args.learning_rate, number - start, total - start)
         both.append((run.actor, run.actor_optimizer, lr))
-    for model, _, _ in both:
-        run.world.sum_gradients(model)
-    norms = [clip_grad_norm_(model.parameters(), args.grad_clip).item() for model, _, _ in both]
-    finite = math.isfinite(loss + sum(norms))
-    for _, optimizer, lr in both:
-        optimizer.param_groups[0]["lr"] = lr
-        if finite:
-            optimizer.step()
-    forget_gradients(run)
-    progress.bad_steps = 0 if finite else progress.bad_steps + 1
-    progress.skipped_steps += not finite
-    if progress.bad_steps >= MAX_BAD_STEPS:
-        raise SystemExit(f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the rates")
-    return finite
+    return step_if_finite(run, loss, both)[0]
 
 
 def update(run, rollout, step, std, metrics):
@@ -435,7 +425,9 @@ def main(argv=None):
         with world.all_or_none():
             actor, tokenizer, prompts, held_out = load_inputs(args)
             run = build_run(args, world, actor, tokenizer, prompts)
-        tracker = begin(run, held_out, sys.argv[1:] if argv is None else argv)
+        tracker = begin(run, introduction(run, held_out), sys.argv[1:] if argv is None else argv)
+        if args.update_old_actor_freq == 1:  # a checkpoint has no old actor of its own then
+            run.old_actor.load_state_dict(run.actor.state_dict())
         try:
             train(run, held_out, tracker)
             tracker.summary(run)

@@ -1,212 +1,298 @@
-"""Stage 2, the reward model: a language model learns which of two responses people prefer.
+"""Stage 2, the reward model: a language model with a score in place of words learns what people prefer.
 
-    for each batch of pairs (chosen, rejected), padded on the right:
+    for each batch of pairs (chosen, rejected), packed one behind the other, or of answers with scores:
         score = one number a conversation, read at its last token
-        loss = -log sigmoid(score chosen - score rejected)              # Bradley-Terry
-             + parting_coef * the same, read where the two part         # the fault is named
-             + score_penalty * (score chosen^2 + score rejected^2)      # scores stay centred and small
-             + lm_coef * next-token loss on chosen, from there on       # the backbone learns what is right
-        backward, clip the gradient, AdamW step, learning rate: warm-up, then cosine to 0
+        loss = -log sigmoid(score chosen - score rejected - margin)     # Llama 2, arXiv:2307.09288, eq. 2
+          or   (score - given score)^2                                  # records with a "score"
+        backward, clip the gradient, AdamW step
+    the mean score of what the reference answers to held-out prompts becomes the zero        centring.py
 
-A pair only fixes a difference of scores; without the penalty their level drifts and their scale grows with
-every epoch. 0.0045 settles between 1.5 and 2 on either side of 0, inside the +-3 at which PPO clips.
+The reference is the policy that the model began from; name the one that PPO will begin from with
+``--reference`` where that is another.
 
     python trainer/train_reward.py                                       # from the demo's policy and pairs
     python trainer/train_reward.py --model PATH --data_path pairs.jsonl  # from a model you have
+    torchrun --nproc_per_node 2 trainer/train_reward.py …                # two GPUs or processes
 
-It writes a Hugging Face directory for AutoModelForSequenceClassification with one label, its tokenizer beside
-it. One process, one device; left out on purpose: several raters, margins, resuming.
+It writes ``<out_dir>/reward_<hidden_size>/``, which AutoModelForSequenceClassification loads with one label
+and ``train_ppo.py --reward_model`` takes. What runs promise: docs/reliability.md.
 """
 
-import argparse
+import copy
+import os
 import sys
 from pathlib import Path
-
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, get_cosine_schedule_with_warmup
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dataset.lm_dataset import PreferenceDataset, length_batches, right_pad
+import torch
+import torch.nn.functional as F
+
+from dataset.lm_dataset import reward_dataset
 from errors import FlagParser, InputError, run_script
-from model.checks import check_tokenizer
-from model.loading import load_policy, load_tokenizer
-from trainer.ppo import length_mask
+from model.classifier import reward_from
+from model.loading import load_policy, load_tokenizer, tokenizer_source
+from trainer import stage
+from trainer.centring import make_reference, write_centred
+from trainer.inputs import DEMO, check_flags, check_policy, check_positions
+from trainer.logprobs import token_logprobs
+from trainer.packing import packed_states, take_rows
+from trainer.precision import autocast
+from trainer.record import pad_right
+from trainer.reward_models import score_places
+from trainer.scoring import Balance
+from trainer.stage_looks import PAIRS, RATINGS
+from trainer.tracking import Metrics
+
+DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
+DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
 
 
 def parse_args(argv=None):
-    parser = FlagParser(
-        description="reward model from preference pairs",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    """All flags: those of this stage here, the others in stage.py."""
+    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    # model: without --model and --hidden_size, the demo's policy and pairs
+    p.add_argument("--model", default="", help="a .pth, a directory or a hub name to start from")
+    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
+    p.add_argument("--hidden_size", type=int, default=0, help="start from out/full_sft_{hidden_size}.pth")
+    p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
+    p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="start from the _moe checkpoint")
+    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    # what the demo's tiny model needs besides; Makefile
+    p.add_argument(
+        "--extra_layers", type=int, default=0, help="new layers on top (Llama, Qwen and their like)"
     )
-    flag = parser.add_argument
-    # files
-    flag("--data_path", default=str(ROOT / "dataset/demo/preferences.jsonl"), help="preference pairs, JSONL")
-    flag("--eval_data_path", default=str(ROOT / "dataset/demo/preferences_eval.jsonl"), help="held-out pairs")
-    flag("--out_dir", default=str(ROOT / "out/reward"), help="the Hugging Face directory to write")
-    # model
-    flag("--model", default=str(ROOT / "model/demo/policy"), help=".pth, directory or hub name to start from")
-    flag("--tokenizer", default=str(ROOT / "dataset/demo/tokenizer"), help="directory or hub name")
-    flag("--extra_layers", type=int, default=0, help="new layers on top (for Llama, Qwen and their like)")
-    flag("--max_seq_len", type=int, default=128, help="pairs with a longer conversation are dropped")
-    # optimisation
-    flag("--epochs", type=int, default=4)
-    flag("--batch_size", type=int, default=24, help="pairs")
-    flag("--learning_rate", type=float, default=1e-3)
-    flag("--weight_decay", type=float, default=0.1)
-    flag("--score_penalty", type=float, default=0.0045, help="weight of the squared scores")
-    flag("--parting_coef", type=float, default=1.0, help="weight of the pair loss where responses part")
-    flag("--lm_coef", type=float, default=1.0, help="weight of the next-token loss on chosen responses")
-    flag("--grad_clip", type=float, default=1.0)
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    flag("--seed", type=int, default=0)
-    # watching
-    flag("--log_interval", type=int, default=50, help="steps between printed lines")
-    args = parser.parse_args(argv)
-    for name in ("epochs", "batch_size", "log_interval", "learning_rate", "grad_clip", "max_seq_len"):
-        if getattr(args, name) <= 0:
-            raise InputError(f"--{name} must be positive, not {getattr(args, name)}")
+    p.add_argument("--parting_coef", type=float, default=0.0, help="pair loss where responses part, too")
+    p.add_argument("--lm_coef", type=float, default=0.0, help="next-token loss on chosen from there on, too")
+    p.add_argument("--score_penalty", type=float, default=0.0, help="weight of the squared scores of pairs")
+    # the zero of the scores
+    p.add_argument(
+        "--reference", default="", help="policy whose answers score 0 on average; default: the start"
+    )
+    p.add_argument("--reference_samples", type=int, default=512, help="of its answers; 0: no centring")
+    p.add_argument("--max_gen_len", type=int, default=64, help="longest of its answers in tokens")
+    # data
+    p.add_argument("--data_path", default="", help="pairs, or answers with scores, JSONL")
+    p.add_argument("--eval_data_path", default="", help="held-out records of the same kind, JSONL")
+    stage.add_flags(p)
+    args = p.parse_args(argv)
+    check_flags(args)
+    args.out_dir = os.path.abspath(args.out_dir)
+    if not args.model and (args.hidden_size or args.use_moe):
+        name = f"full_sft_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
+        args.model = str(Path(args.out_dir) / name)
+    if not args.model:
+        args.model = str(DEMO["model"])
+        if not args.data_path:
+            args.data_path = str(DEMO_DATA)
+            args.eval_data_path = args.eval_data_path or str(DEMO_HELD_OUT)
+    if not args.data_path:
+        raise InputError("--data_path: name the JSONL file with the pairs, or with the answers and scores")
     return args
 
 
-def reward_from(policy, tokenizer, extra_layers):
-    """A causal LM -> a one-label sequence classifier: its backbone, ``extra_layers`` more, a new score head.
-
-    The policy's last layer knows which token should come next, too late to compare it with the one that did.
-    The extra layers can. They start as the identity (their outputs are zero), so nothing is lost.
-    """
-    sizes = policy.config.to_dict()
-    sizes["num_hidden_layers"] += extra_layers
-    if extra_layers:
-        sizes.pop("layer_types", None)  # one a layer; the config derives it anew
-    config = type(policy.config).from_dict(sizes)
-    config.num_labels = 1
-    # The score is read at the last token that is not padding, so that batched and single scores agree.
-    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    try:
-        reward = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise InputError(f"--model: no sequence classifier exists for {config.model_type} models") from error
-    parts = dict(reward.named_children())
-    if not isinstance(parts.get("score"), torch.nn.Linear):
-        raise InputError(f"--model: {type(reward).__name__} has no linear score head to train")
-    reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=extra_layers == 0)
-    if extra_layers:
-        for layer in reward.base_model.layers[policy.config.num_hidden_layers :]:
-            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return reward
+# ------------------------------------------------------------------------------------- losses: pure functions
 
 
-def collate(pairs, pad_id, device):
-    """[(chosen ids, rejected ids)] -> tokens [2B, T], right-padded: the chosen rows first."""
-    return right_pad([chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs], pad_id).to(device)
+def pair_loss(chosen, rejected, margin):
+    """Scores [B], margins [B] -> -log sigmoid(chosen - rejected - margin), summed (arXiv:2307.09288, eq. 2)."""
+    return -F.logsigmoid(chosen - rejected - margin).sum()
 
 
-def pair_loss(scores, score_penalty):
-    """scores [2B], chosen then rejected -> (Bradley-Terry loss with the penalty, pair accuracy)."""
-    chosen, rejected = scores.float().chunk(2)
-    loss = -F.logsigmoid(chosen - rejected).mean() + score_penalty * (chosen**2 + rejected**2).mean()
-    return loss, (chosen > rejected).float().mean()
+def parting(chosen, rejected):
+    """The first place at which two lists of ids differ; the last of the shorter one, if none does before."""
+    shorter = min(len(chosen), len(rejected))
+    return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
 
 
-def parting_loss(scores, tokens):
-    """Bradley-Terry loss of the scores at the first token that differs. scores, tokens [2B, T] -> scalar.
-
-    A score at the very end would have to find the fault through the whole model; here it is named.
-    """
-    parted = (tokens[: len(tokens) // 2] != tokens[len(tokens) // 2 :]).int().argmax(1)  # [B]
-    chosen, rejected = scores.float().gather(1, parted.repeat(2)[:, None]).chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
+# ------------------------------------------------------------------------------------------------- the stages
 
 
-def language_loss(hidden, tokens, lengths, lm_head):
-    """Next-token loss on the chosen half, from the first token that the rejected response does not share.
+class RewardStage(stage.Stage):
+    """What pairs and rated answers share. See ``stage.Stage``."""
 
-    hidden [2B, T, H], tokens [2B, T], lengths [B] of the chosen ones -> scalar.
-    """
-    chosen, rejected = tokens.chunk(2)
-    parted = (chosen != rejected).cumsum(1) > 0
-    predicts = (parted & length_mask(lengths, tokens.shape[1]))[:, 1:]  # [B, T - 1]
-    logits = lm_head(hidden[: len(chosen), :-1][predicts])  # [N, V]
-    loss = F.cross_entropy(logits.float(), chosen[:, 1:][predicts], reduction="sum")
-    return loss / predicts.sum().clamp(min=1)
+    script = "train_reward.py"
+
+    def __init__(self, args, world, tokenizer, modules, data, held_out, reference):
+        super().__init__(args, world, tokenizer, modules, data, held_out)
+        self.reference, self.balance = reference, Balance(self.model)
+        self.hf_dir = Path(args.hf_dir or Path(args.out_dir) / f"reward_{self.model.config.hidden_size}")
+        if self.hf_dir.resolve() == Path(args.model).resolve():
+            raise InputError(
+                f"--model {args.model}: this run would write its result there; copy it elsewhere"
+            )
+
+    def fingerprints(self):
+        found = super().fingerprints()
+        return found | ({"reference": self.reference.fingerprint()} if self.reference else {})
+
+    def read(self, conversations):
+        """Lists of ids -> (scores [B] in fp32, states [N, H] of all tokens, where each row starts among them
+        [B], the balance loss of a mixture of experts)."""
+        tokens, lengths = pad_right(conversations, self.world.device)
+        with autocast(tokens.device, self.dtype):
+            output = packed_states(self.model.base_model, tokens, lengths, **self.balance.extra)
+        places = score_places(tokens, lengths, self.model.config.pad_token_id)
+        scores = self.head(output.last_hidden_state[places])
+        return scores, output.last_hidden_state, lengths.cumsum(0) - lengths, self.balance(output, lengths)
+
+    def head(self, states):
+        """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
+        return self.model.score(states.float()).squeeze(-1)
+
+    def numbers(self, values):
+        return torch.tensor(values, device=self.world.device)
+
+    def save_result(self):
+        """Nothing yet: scores have no zero before the end."""
+
+    def complete(self):
+        self.centre = write_centred(self, self.hf_dir, self.reference)
+
+    def results(self):
+        line = f"model    {self.hf_dir}\nuse      python trainer/train_ppo.py --reward_model {self.hf_dir}"
+        if self.reference:
+            (mean, spread), count = self.centre, len(self.reference.prompts)
+            line += f"\ncentred  {mean:.3f} taken off, the mean of {count} answers of the reference"
+            line += f" (spread {spread:.3f})"
+        return line
 
 
-@torch.no_grad()
-def evaluate(model, pairs, batch_size, device):
-    """-> {pair_accuracy, chosen_mean, rejected_mean} over held-out pairs."""
-    scores = []
-    for first in range(0, len(pairs), batch_size):
-        tokens = collate(pairs[first : first + batch_size], model.config.pad_token_id, device)
-        scores.append(model(tokens).logits.float().view(2, -1))
-    chosen, rejected = torch.cat(scores, dim=1)
-    return {
-        "pair_accuracy": (chosen > rejected).float().mean().item(),
-        "chosen_mean": chosen.mean().item(),
-        "rejected_mean": rejected.mean().item(),
-    }
+class PairStage(RewardStage):
+    """Items: (chosen ids, rejected ids, margin)."""
+
+    look = PAIRS
+
+    def tokens(self, item):
+        return len(item[0]) + len(item[1])
+
+    def weigh(self, items):
+        """[pairs, tokens of chosen from where they part on]"""
+        return [len(items), sum(len(chosen) - start for chosen, start in self.from_parting(items))]
+
+    def from_parting(self, items):
+        """[(chosen ids, the place from which they are learned as language)]; nothing predicts place 0."""
+        if not self.args.lm_coef:
+            return []
+        return [(chosen, max(parting(chosen, rejected), 1)) for chosen, rejected, _ in items]
+
+    def judge(self, items, prefix):
+        """-> (pair loss, scores chosen [B], rejected [B], states, starts, balance loss, metrics)"""
+        scores, states, starts, balance = self.read([x[0] for x in items] + [x[1] for x in items])
+        chosen, rejected = scores.chunk(2)
+        loss, metrics = pair_loss(chosen, rejected, self.numbers([x[2] for x in items])), Metrics()
+        parts = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
+        metrics.add_all({f"{prefix}/{name}": x for name, x in parts.items()}, len(items))
+        return loss, chosen, rejected, states, starts, balance, metrics
+
+    def loss(self, items, totals):
+        args, (pairs, language_tokens) = self.args, totals
+        loss, chosen, rejected, states, starts, balance, metrics = self.judge(items, "train")
+        if self.balance.weight:
+            metrics.add("train/balance_loss", balance, 2 * len(items))
+        total = (loss + args.score_penalty * (chosen.square() + rejected.square()).sum()) / pairs
+        if args.parting_coef:  # a score at the very end would have to find the fault itself: here it is named
+            places = self.numbers([parting(*x[:2]) for x in items]).repeat(2) + starts
+            part = pair_loss(*self.head(states[places]).chunk(2), 0.0)
+            metrics.add("train/parting_loss", part, len(items))
+            total = total + args.parting_coef * part / pairs
+        if args.lm_coef and language_tokens:
+            language = self.language_loss(items, states, starts)
+            metrics.add(
+                "train/lm_loss", language, sum(len(x) - start for x, start in self.from_parting(items))
+            )
+            total = total + args.lm_coef * language / language_tokens
+        return total + balance / (2 * pairs), metrics
+
+    def language_loss(self, items, states, starts):
+        """-log p of each chosen token from where the responses part, summed."""
+        places, targets = [], []
+        for (chosen, start), first in zip(self.from_parting(items), starts.tolist(), strict=False):
+            places += range(first + start - 1, first + len(chosen) - 1)
+            targets += chosen[start:]
+        picked, head = take_rows(states, self.numbers(places)), self.modules["lm_head"]
+        with autocast(states.device, self.dtype):
+            return -token_logprobs(head, picked, self.numbers(targets), 1.0)[0].sum()
+
+    def measure(self, items):
+        *_, metrics = self.judge(items, "eval")
+        return metrics
+
+
+class RatingStage(RewardStage):
+    """Items: (conversation ids, score)."""
+
+    look = RATINGS
+
+    def tokens(self, item):
+        return len(item[0])
+
+    def weigh(self, items):
+        return [len(items)]
+
+    def judge(self, items):
+        """-> (scores [B], given ones [B], balance loss)"""
+        scores, _, _, balance = self.read([ids for ids, _ in items])
+        return scores, self.numbers([score for _, score in items]), balance
+
+    def loss(self, items, totals):
+        (total,), metrics, (scores, given, balance) = totals, Metrics(), self.judge(items)
+        error = (scores - given).square().sum()
+        metrics.add("train/loss", error, len(items))
+        return (error + balance) / total, metrics
+
+    def measure(self, items):
+        metrics, (x, y, _) = Metrics(), self.judge(items)
+        x, y = x.double(), y.double()
+        sums = {"loss": (x - y).square(), "x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
+        metrics.add_all({f"eval/{name}": values.sum() for name, values in sums.items()}, len(items))
+        return metrics
+
+    def summarise(self, means):
+        """-> mean squared error, its root, Pearson's correlation (0 where one side never varies)"""
+        loss, x, y, xx, yy, xy = (means[f"eval/{name}"] for name in ("loss", "x", "y", "xx", "yy", "xy"))
+        spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
+        correlation = (xy - x * y) / spread**0.5 if spread > 1e-24 else 0.0
+        return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
+
+
+def build(args, world):
+    """Flags -> the run, everything checked."""
+    code = args.trust_remote_code
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
+    policy = load_policy(args.model, code)
+    check_policy(args, policy, tokenizer)
+    check_positions(args, policy)
+    data, held_out = stage.split(args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len))
+    kinds = {len(part[0]) for part in (data, held_out) if part}  # a pair has a margin
+    if len(kinds) > 1:
+        raise InputError(
+            f"--eval_data_path {args.eval_data_path}: pairs here and scores there; give the same kind"
+        )
+    pairs = kinds == {3}
+    if not pairs and (args.parting_coef or args.lm_coef or args.score_penalty):
+        raise InputError("--parting_coef, --lm_coef, --score_penalty: are for pairs; leave them out")
+    torch.manual_seed(args.seed)
+    modules = {"model": reward_from(policy, tokenizer, args.extra_layers)}
+    if args.lm_coef:
+        modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
+        if policy.config.tie_word_embeddings:
+            head.weight = modules["model"].get_input_embeddings().weight
+    reference = None
+    if args.reference_samples:
+        speaker = policy, tokenizer
+        if args.reference:
+            source = tokenizer_source(args.reference)
+            speaker = load_policy(args.reference, code), load_tokenizer(source, code)
+        reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
+    kind = PairStage if pairs else RatingStage
+    return kind(args, world, tokenizer, modules, data, held_out, reference)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    torch.manual_seed(args.seed)
-    tokenizer = load_tokenizer(args.tokenizer)
-    policy = load_policy(args.model)
-    check_tokenizer(tokenizer, policy)
-    model, lm_head = reward_from(policy, tokenizer, args.extra_layers), policy.get_output_embeddings()
-    lm_head.weight = (
-        model.get_input_embeddings().weight if policy.config.tie_word_embeddings else lm_head.weight
-    )
-    model, lm_head = model.to(args.device).train(), lm_head.to(args.device)
-    pad_id = model.config.pad_token_id
-
-    train = PreferenceDataset(args.data_path, tokenizer, args.max_seq_len)
-    held_out = PreferenceDataset(args.eval_data_path, tokenizer, args.max_seq_len)
-    print(f"{len(train)} pairs ({train.dropped} too long), {len(held_out)} held out")
-
-    longest = [max(map(len, pair)) for pair in train]
-    steps = args.epochs * -(-len(train) // args.batch_size)
-    parameters = list(torch.nn.ModuleList([model, lm_head]).parameters())  # a tied head is counted once
-    optimizer = torch.optim.AdamW(
-        parameters, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=args.weight_decay
-    )
-    schedule = get_cosine_schedule_with_warmup(optimizer, min(100, steps // 10), steps)
-    before = evaluate(model, held_out, args.batch_size, args.device)
-    step = 0
-    bar = tqdm(total=steps, desc="reward", disable=None)  # None: no bar where the output is not a terminal
-    for epoch in range(args.epochs):
-        for rows in length_batches(longest, args.batch_size, args.seed, epoch):
-            tokens = collate([train[i] for i in rows], pad_id, args.device)
-            output = model(tokens, output_hidden_states=True)
-            loss, accuracy = pair_loss(output.logits[:, 0], args.score_penalty)
-            hidden = output.hidden_states[-1]  # [2B, T, H]
-            total = loss + args.parting_coef * parting_loss(model.score(hidden).squeeze(-1), tokens)
-            lengths = torch.tensor([len(train[i][0]) for i in rows], device=tokens.device)
-            total = total + args.lm_coef * language_loss(hidden, tokens, lengths, lm_head)
-            optimizer.zero_grad()
-            total.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, args.grad_clip)
-            optimizer.step()
-            schedule.step()
-            step += 1
-            bar.update()
-            if step % args.log_interval == 0:
-                bar.write(f"step {step}/{steps}  loss {loss.item():.4f}  pair accuracy {accuracy.item():.3f}")
-        after = evaluate(model, held_out, args.batch_size, args.device)
-        bar.write(
-            f"epoch {epoch + 1}/{args.epochs}  held-out "
-            + "  ".join(f"{k} {v:.3f}" for k, v in after.items())
-        )
-    bar.close()
-    model.half().save_pretrained(args.out_dir)
-    tokenizer.save_pretrained(args.out_dir)
-    print(f"held-out pair accuracy {before['pair_accuracy']:.3f} -> {after['pair_accuracy']:.3f}")
-    print(f"saved {args.out_dir}")
-    return {"before": before, "after": after}
+    stage.run_stage(build, args, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":
