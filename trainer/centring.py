@@ -54,13 +54,13 @@ class Reference:
 
 def make_reference(model, tokenizer, records, count, max_gen_len):
     """A policy and its tokenizer, the first ``count`` prompts of ``records`` (a Subset of a reward dataset)
-    that leave room for an answer -> ``Reference``. Raises InputError where there is none, or no way to sample.
-    """
+    that leave room for an answer -> ``Reference``. Raises InputError where there is none, or it cannot be
+    sampled from."""
     check_tokenizer(tokenizer, model)
     check_sampling(model)
     limit, prompts = most_positions(model.config) - max_gen_len, []
     for place in list(records.indices)[:count]:
-        prompt = records.dataset.prompt(place).prompt
+        prompt = records.dataset.prompt(place)
         asked = for_tokenizer(tokenizer, prompt)
         text = asked if isinstance(asked, str) else render(tokenizer, asked, generate=True)
         ids = encode(tokenizer, [text])[0]

@@ -39,11 +39,10 @@ PANELS = (  # title, [(metric, label)]
 def fingerprints(run):
     """{flag: a short hash of what it names}: the weights that a run starts from and is judged by, the texts
     and tokens of its prompts, the code of its reward function."""
-    prompts = [(p.prompt, p.prompt_ids, p.answer) for p in run.prompts]
     found = {
         "model": short_hash([weights_hash(run.ref), run.eos]),
         "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
-        "data_path": short_hash(prompts),
+        "data_path": run.prompts.fingerprint,
     }
     judges = []
     for judge, weight in run.reward.models.values():
@@ -62,14 +61,13 @@ def introduction(run, held_out):
     args, actor, prompts = run.args, run.actor, run.prompts
     size = sum(p.numel() for p in run.ref.parameters()) / 1e6
     adapters = describe_adapters(actor)
-    dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
     tested = f", {len(held_out)} held out" if held_out else ""
     parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
     return (
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
         + (f"lora     {adapters}\n" if adapters else "")
         + f"reward   {' + '.join(p for p in parts if p)}\n"
-        f"prompts  {len(prompts)}{dropped}{tested}"
+        f"prompts  {prompts.describe()}{tested}"
     )
 
 

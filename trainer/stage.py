@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from torch.optim import AdamW
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
-from dataset.lm_dataset import PromptBatches
+from dataset.order import PromptBatches, next_batch, prompt_loader
 from errors import InputError
 from trainer import ppo
 from trainer.checkpoints import Progress
@@ -40,6 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def add_flags(p, **defaults):
     """The flags that both stages have, after those of their own."""
     # data
+    p.add_argument("--system_prompt", default="", help="system message of every conversation that has none")
+    p.add_argument("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     p.add_argument("--eval_size", type=int, default=256, help="or so many of the last records; 0: none")
     p.add_argument(
         "--max_seq_len", type=int, default=256, help="longest conversation in tokens; longer: dropped"
@@ -123,12 +125,12 @@ class Stage:
     def about(self):
         """What a run is made of, in a few lines."""
         size, kind = sum(p.numel() for p in self.model.parameters()) / 1e6, self.model.config.model_type
-        dropped = self.data.dataset.dropped
+        held_out = "" if self.held_out is None else f"{len(self.held_out)} "
+        held_out += "of them " if held_out and not self.args.eval_data_path else ""
         return (
             f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {kind}\n"
-            f"data     {self.args.data_path}: {len(self.data)}"
-            + (f" ({dropped} longer than --max_seq_len dropped)" if dropped else "")
-            + (f", {len(self.held_out)} held out" if self.held_out else "")
+            f"data     {self.args.data_path}: {self.data.dataset.describe()}"
+            + (f", {held_out}held out" if held_out else "")
         )
 
 
@@ -144,8 +146,8 @@ def split(args, load):
         kept = args.eval_size
         if kept >= len(data):
             raise InputError(
-                f"--eval_size {kept}: leaves nothing to train on of the {len(data)} records in {args.data_path}; "
-                "lower it"
+                f"--eval_size {kept}: leaves nothing to train on of the {len(data)} records in "
+                f"{args.data_path}; lower it"
             )
         held_out = Subset(data, range(len(data) - kept, len(data)))
     return Subset(data, range(len(data) - kept)), held_out
@@ -214,8 +216,7 @@ def train(stage, tracker):
     args, world, progress, total = stage.args, stage.world, stage.progress, stage.total_steps
     share = (args.batch_size, args.batch_size, world.rank, world.size)
     order = PromptBatches(len(stage.data), args.seed, progress.step, total, *share)
-    loader = DataLoader(stage.data, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
-    batches = iter(loader)
+    batches = iter(prompt_loader(stage.data, order, args.num_workers))
     with StopRequest("\nstopping after this step; once more: at once\n") as stop:
         if progress.step == total:  # a run that was killed before its result was there
             save(stage, tracker)
@@ -223,7 +224,7 @@ def train(stage, tracker):
             record(stage, tracker, 0, evaluate(stage))
         for step in range(progress.step, total):
             with world.all_or_none():
-                items = next(batches)
+                items = next_batch(batches)
             metrics = learn(stage, step, items)
             world.check_identical(model=stage.trained)
             progress.step = done = step + 1

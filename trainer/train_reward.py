@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from dataset.lm_dataset import reward_dataset
+from dataset.templates import set_template
 from errors import FlagParser, InputError, run_script
 from model.classifier import reward_from
 from model.loading import load_policy, load_tokenizer, tokenizer_source
@@ -73,8 +74,8 @@ def parse_args(argv=None):
     p.add_argument("--reference_samples", type=int, default=512, help="of its answers; 0: no centring")
     p.add_argument("--max_gen_len", type=int, default=64, help="longest of its answers in tokens")
     # data
-    p.add_argument("--data_path", default="", help="pairs, or answers with scores, JSONL")
-    p.add_argument("--eval_data_path", default="", help="held-out records of the same kind, JSONL")
+    p.add_argument("--data_path", default="", help="pairs, or answers with scores: a file or a hub name")
+    p.add_argument("--eval_data_path", default="", help="held-out records of the same kind")
     stage.add_flags(p)
     args = p.parse_args(argv)
     check_flags(args)
@@ -88,7 +89,7 @@ def parse_args(argv=None):
             args.data_path = str(DEMO_DATA)
             args.eval_data_path = args.eval_data_path or str(DEMO_HELD_OUT)
     if not args.data_path:
-        raise InputError("--data_path: name the JSONL file with the pairs, or with the answers and scores")
+        raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args
 
 
@@ -96,7 +97,7 @@ def parse_args(argv=None):
 
 
 def pair_loss(chosen, rejected, margin):
-    """Scores [B], margins [B] -> -log sigmoid(chosen - rejected - margin), summed (arXiv:2307.09288, eq. 2)."""
+    """Scores [B], margins [B] -> -log sigmoid(chosen - rejected - margin), summed. Llama 2, eq. 2."""
     return -F.logsigmoid(chosen - rejected - margin).sum()
 
 
@@ -261,10 +262,13 @@ def build(args, world):
     """Flags -> the run, everything checked."""
     code = args.trust_remote_code
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
+    set_template(tokenizer, args.prompt_template)
     policy = load_policy(args.model, code)
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
-    data, held_out = stage.split(args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len))
+    data, held_out = stage.split(
+        args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len, args.system_prompt)
+    )
     kinds = {len(part[0]) for part in (data, held_out) if part}  # a pair has a margin
     if len(kinds) > 1:
         raise InputError(
@@ -285,6 +289,7 @@ def build(args, world):
         if args.reference:
             source = tokenizer_source(args.reference)
             speaker = load_policy(args.reference, code), load_tokenizer(source, code)
+            set_template(speaker[1], args.prompt_template)
         reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
     kind = PairStage if pairs else RatingStage
     return kind(args, world, tokenizer, modules, data, held_out, reference)

@@ -11,9 +11,8 @@ held-out records (``--eval_data_path``, or the last ``--eval_size`` of the file)
     python trainer/train_sft.py --model PATH --data_path mine.jsonl      # a model you have
     torchrun --nproc_per_node 2 trainer/train_sft.py …                   # two GPUs or processes
 
-It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), which ``train_ppo.py --hidden_size … --reasoning 0``
-starts from, and the same model as a Hugging Face directory beside it. What runs promise:
-docs/reliability.md.
+It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
+--reasoning 0`` starts, and the same model as a Hugging Face directory. What runs promise: docs/reliability.md.
 """
 
 import math
@@ -28,6 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataset.lm_dataset import SFTDataset
+from dataset.templates import set_template
 from errors import FlagParser, InputError, run_script
 from files import writing
 from model.checks import is_moe
@@ -57,14 +57,14 @@ def parse_args(argv=None):
     p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="insist on a mixture of experts")
     p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
     # data
-    p.add_argument("--data_path", default="", help="demonstrations, JSONL; the demo's without --model")
-    p.add_argument("--eval_data_path", default="", help="held-out demonstrations, JSONL")
+    p.add_argument("--data_path", default="", help="demonstrations: a file or a hub name; docs/data.md")
+    p.add_argument("--eval_data_path", default="", help="held-out demonstrations")
     stage.add_flags(p, learning_rate=2e-3)
     args = p.parse_args(argv)
     check_flags(args)
     args.out_dir = os.path.abspath(args.out_dir)
     if not args.data_path and args.model:
-        raise InputError("--data_path: name the JSONL file with the demonstrations")
+        raise InputError("--data_path: name the file with the demonstrations")
     args.data_path = args.data_path or str(DEMO_DATA)
     return args
 
@@ -161,6 +161,7 @@ def build(args, world):
     """Flags -> the run, everything checked."""
     source = args.tokenizer or (tokenizer_source(args.model) if args.model else str(DEMO_TOKENIZER))
     tokenizer = load_tokenizer(source, args.trust_remote_code)
+    set_template(tokenizer, args.prompt_template)
     if args.model:
         model = load_policy(args.model, args.trust_remote_code)
     else:
@@ -168,7 +169,9 @@ def build(args, world):
         model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)
     check_policy(args, model, tokenizer)
     check_positions(args, model)
-    data, held_out = stage.split(args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len))
+    data, held_out = stage.split(
+        args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len, args.system_prompt)
+    )
     return FineTuning(args, world, tokenizer, model, data, held_out)
 
 
