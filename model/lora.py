@@ -93,6 +93,15 @@ def merged(model):
             yield plain, x if layer is None else x + layer.get_delta_weight("default")
 
 
+def merged_copy(model):
+    """A copy of a model with its adapters, if any, merged: one that others can save as they save any."""
+    plain, state = copy.deepcopy(model), dict(merged(model))
+    for name, layer in adapted_layers(plain).items():
+        plain.set_submodule(name, layer.base_layer)
+    plain.load_state_dict(state, strict=True)
+    return plain
+
+
 def learned(module):
     """The part of a module that training changes, as a module of the same parameters: all of it or, with
     adapters, these and what trains beside them (the critic's head)."""

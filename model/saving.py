@@ -1,7 +1,6 @@
 """A model to a ``.pth`` that MiniMind's own class loads, and a folder beside it with everything else."""
 
 import contextlib
-import copy
 import io
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from errors import InputError
 from files import move, one_at_a_time
 from model.loading import quiet
-from model.lora import merged
+from model.lora import merged, merged_copy
 
 
 def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
@@ -31,14 +30,15 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
 
 
 def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
-    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads.
+    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads,
+    adapters merged.
 
     fields: more entries of its config.json. Files appear as ``save_policy``'s do, config.json last; others in
     the directory stay. Raises ``InputError`` as that does.
     """
     path = Path(path)
     _state_dict_in(dtype, model, path)  # is it finite?
-    model = copy.deepcopy(model).to(dtype)
+    model = merged_copy(model).to(dtype)
     generation = model.generation_config if model.can_generate() else None
     if generation:
         model.generation_config = type(generation)()  # see _write_files

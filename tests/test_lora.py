@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from errors import InputError
 from model.loading import load_policy
 from model.lora import adapted_layers, add_adapters, describe, frozen_copy, merged, trained
+from model.saving import save_directory
 from trainer import train_ppo
 from trainer.scoring import PolicyScorer, prepare, score_all
 from trainer.tracking import Metrics
@@ -118,6 +119,16 @@ def test_gradients_are_those_of_the_merged_matrix(family):
             assert wanted.abs().max() > 1e-5
             torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
     assert all(p.grad is None for p in frozen(model))
+
+
+def test_a_directory_has_them_merged_too(tmp_path):
+    """And the model itself keeps them: it may train on."""
+    model, _ = adapted("Qwen3")
+    before = logits(model)
+    save_directory(model, word_tokenizer(WORDS), tmp_path, torch.float32)
+    assert logits(model).equal(before)
+    assert len(adapted_layers(model)) == 14
+    torch.testing.assert_close(logits(load_policy(str(tmp_path))), before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_seed_gives_the_adapters_and_nothing_else_is_touched():
