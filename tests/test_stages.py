@@ -354,11 +354,22 @@ def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
 
 
 def test_another_reference_and_ratings(files, tmp_path):
-    """Centred on the policy that is named, which has a tokenizer of its own; without samples, not at all."""
+    """Centred on the policy that is named, which has a tokenizer of its own; without samples, not at all.
+    From a dense MiniMind, which transformers knows as a Llama."""
     tokenizer = word_tokenizer(["user", "assistant", *WORDS[::-1]], chat=True)
     other = save_policy_dir(tmp_path / "other", tokenizer, seed=9, spread=4.0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512,
+    }
+    save_policy(
+        MiniMindForCausalLM(MiniMindConfig(**sizes)), load_tokenizer(files["model"]), tmp_path / "mini.pth"
+    )
+    mini = {**files, "model": tmp_path / "mini.pth"}
     for name, more in (("a", {"reference": other}), ("b", {"reference_samples": 0})):
-        train_reward.main(argv_of(files, "rated", tmp_path / name, max_steps=1, **more))
+        train_reward.main(argv_of(mini, "rated", tmp_path / name, max_steps=1, **more))
     offsets = [
         json.loads((tmp_path / n / "reward_32" / "config.json").read_text())["reward_offset"] for n in "ab"
     ]
@@ -541,7 +552,10 @@ def test_the_commands_of_the_page_run(files, tmp_path):
     text = (ROOT / "docs" / "stages.md").read_text(encoding="utf-8").split("```")[1]
     ours = {"base": files["model"], "demonstrations.jsonl": files["sft"], "pairs.jsonl": files["pairs"]}
     ours |= {"prompts.jsonl": files["sft"], "exported": str(tmp_path / "exported"), "python": ""}
-    small = {"out_dir": tmp_path / "out", "device": "cpu", "max_steps": 1, "batch_size": 4}
+    small = {"out_dir": tmp_path / "out", "max_steps": 1, "batch_size": 4} | {
+        "device": "cpu",
+        "dtype": "float32",
+    }
     more = {
         "train_sft": flags(**small, eval_size=5),
         "train_reward": flags(**small, eval_size=5, reference_samples=4, max_gen_len=5),
