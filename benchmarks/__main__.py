@@ -11,7 +11,7 @@ import sys
 import torch
 from common import ROOT, machine, table, write_results
 
-SUITE = ("generation", "update", "end_to_end", "memory", "phases")
+SUITE = ("generation", "update", "end_to_end", "memory", "lora", "phases")
 
 
 def run(name, device):

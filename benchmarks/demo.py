@@ -20,12 +20,12 @@ from common import ROOT, read, table, write_results
 COLUMNS = ("accuracy", "accuracy_greedy", "format_rate", "score", "length")
 
 
-def run_seed(seed):
-    """One demo run in a folder of its own -> {"seed", "seconds", "before", "after"}."""
+def run_seed(seed, flags=()):
+    """One demo run in a folder of its own -> {"seed", "seconds", "before", "after"}. flags: more of them."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         command = [sys.executable, str(ROOT / "trainer" / "train_ppo.py"), "--seed", str(seed)]
-        subprocess.run([*command, "--out_dir", folder], check=True)
+        subprocess.run([*command, "--out_dir", folder, *flags], check=True)
         seconds = time.perf_counter() - start
         records = [json.loads(line) for line in read(Path(folder) / "run_1" / "metrics.jsonl").splitlines()]
     before, after = records[0], records[-1]

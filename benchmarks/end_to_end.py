@@ -72,7 +72,7 @@ def write_inputs(folder, size, mean_length, vocabulary, count=256):
 class Ours:
     """This trainer, one step at a time."""
 
-    def __init__(self, folder, epochs, batch, new_tokens, device, steps=1000):
+    def __init__(self, folder, epochs, batch, new_tokens, device, steps=1000, **more):
         flags = {
             "model": folder / "policy",
             "reward_model": folder / "reward",
@@ -88,6 +88,7 @@ class Ours:
             "learning_rate": 1e-6,
             "critic_learning_rate": 1e-6,
             "device": device,
+            **more,
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         actor, tokenizer, self.prompts, _ = load_inputs(self.args)
@@ -215,13 +216,16 @@ def use_memory(who, folder, device):
         Ours(folder, 1, 32, 64, device).step()
     else:
         trl_trainer(folder, 1, 32, 64, 1, Turns(), device == "cpu").train()
-    if device == "cpu":
-        # Not getrusage: its maximum begins with what the process that started this one held.
-        status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
-        peak = int(status["VmHWM"].split()[0]) * 1024
-    else:
-        peak = torch.cuda.max_memory_allocated()
-    print(f"peak {peak / 2**30:.3f}")
+    print(f"peak {peak_memory(device):.3f}")
+
+
+def peak_memory(device):
+    """The most that this process has held so far, in GiB: of the CPU's memory, or of the GPU's."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    # Not getrusage: its maximum begins with what the process that started this one held.
+    status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
+    return int(status["VmHWM"].split()[0]) / 2**20
 
 
 def memory(device):

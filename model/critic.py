@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from model.loading import disable_dropout
+from model.lora import frozen_copy
 
 
 class CriticModel(nn.Module):
@@ -25,13 +26,17 @@ class CriticModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
-    def from_model(cls, model):
+    def from_model(cls, model, share=False):
         """A trainable fp32 critic on a copy of ``model``'s backbone, on its device, with dropout off.
 
         ``model`` is a causal language model or a sequence classifier (a reward model) of transformers; it is
-        left as it was.
+        left as it was. ``share``: the weights of its backbone, frozen in both, are not copied; adapters are
+        to train in their place.
         """
-        backbone = copy.deepcopy(model.base_model).float().requires_grad_(True)
+        if share:
+            backbone = frozen_copy(model.base_model)
+        else:
+            backbone = copy.deepcopy(model.base_model).float().requires_grad_(True)
         disable_dropout(backbone)
         # The width of the embeddings and not config.hidden_size: with projections in between (OPT-350m) the
         # two differ, and last_hidden_state has the former.

@@ -1,7 +1,6 @@
 """A model to a ``.pth`` that MiniMind's own class loads, and a folder beside it with everything else."""
 
 import contextlib
-import copy
 import io
 import shutil
 from pathlib import Path
@@ -11,14 +10,15 @@ import torch
 from errors import InputError
 from files import move, one_at_a_time
 from model.loading import quiet
+from model.lora import merged, merged_copy
 
 
 def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
     """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
     The state-dict has the keys that MiniMind's own class loads with ``strict=True``, ``lm_head.weight``
-    included when it is tied. The folder of the same stem gets the config, generation config and tokenizer.
-    Every file appears whole or not at all, the ``.pth`` last.
+    included when it is tied; adapters are merged. The folder of the same stem gets the config, generation
+    config and tokenizer. Every file appears whole or not at all, the ``.pth`` last.
 
     ``model`` is the bare model, not wrapped for data-parallel training. Raises ``InputError`` if a weight is
     not finite in ``dtype`` (NaN, or beyond fp16's ±65504): nothing is written then, what was there stays.
@@ -30,14 +30,15 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
 
 
 def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
-    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads.
+    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads,
+    adapters merged.
 
     fields: more entries of its config.json. Files appear as ``save_policy``'s do, config.json last; others in
     the directory stay. Raises ``InputError`` as that does.
     """
     path = Path(path)
     _state_dict_in(dtype, model, path)  # is it finite?
-    model = copy.deepcopy(model).to(dtype)
+    model = merged_copy(model).to(dtype)
     generation = model.generation_config if model.can_generate() else None
     if generation:
         model.generation_config = type(generation)()  # see _write_files
@@ -92,7 +93,7 @@ def check_finite(name, tensor, path):
 
 def _state_dict_in(dtype, model, path):
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in merged(model):
         rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
         check_finite(name, rounded, path)
         state[name] = rounded.cpu().contiguous()

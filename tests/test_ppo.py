@@ -168,3 +168,10 @@ def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():
     assert rates[10] == pytest.approx(0.2)
     assert rates == sorted(rates, reverse=True)
     assert ppo.cosine_lr(2.0, 0, 1) == 2.0
+
+
+def test_warm_up_rises_in_equal_parts_to_the_peak():
+    rates = [ppo.cosine_lr(2.0, step, 14, warmup=3) for step in range(14)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[3:] == [ppo.cosine_lr(2.0, step, 11) for step in range(11)]
+    assert rates[13] == pytest.approx(0.2)

@@ -1,226 +1,633 @@
-"""Stages 1 and 2 as a user runs them, at a tiny size, and the data from which they make the demo's models."""
+"""Stages 1 and 2: the losses are those of plain transformers, and runs keep what PPO's runs keep."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import math
+import shutil
+import signal
+import socket
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tiny import (
+    ROOT,
+    finish,
+    flags,
+    launch,
+    launch_torchrun,
+    load_weights,
+    read_jsonl,
+    save_policy_dir,
+    wait_for,
+    without_time,
+    word_tokenizer,
+    write_jsonl,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from dataset.demo import make_data
-from dataset.lm_dataset import RLAIFDataset, conversation_ids, right_pad
-from dataset.records import open_records
+import export
+from dataset.lm_dataset import conversation_ids, right_pad
 from errors import InputError
-from model.loading import load_policy
-from trainer import train_reward, train_sft
+from model.loading import load_policy, load_tokenizer
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from model.saving import save_policy
+from trainer import stage, train_ppo, train_reward, train_sft
+from trainer.distributed import World
+from trainer.inputs import load_inputs
+from trainer.noise import noise_keys
+from trainer.reward_models import critic_start, load_reward_model
+from trainer.rollout import response_texts, sample
 
-ROOT = Path(__file__).resolve().parents[1]
-QUESTIONS = ["Is two small?", "Is six small?", "Is ten small?", "Is one small?"]
+WORDS = list("abcdefgh")
+ALONE = World(0, 1, torch.device("cpu"))
+SIZES = {
+    "device": "cpu",
+    "dtype": "float32",
+    "run_name": "r",
+    "batch_size": 4,
+    "max_steps": 6,
+    "eval_size": 5,
+}
+SIZES |= {
+    "save_interval": 2,
+    "eval_interval": 4,
+    "log_interval": 3,
+    "learning_rate": 3e-3,
+    "keep_checkpoints": 9,
+}
+SCRIPTS = {"sft": train_sft, "reward": train_reward}
 
 
-def write(path, records):
-    path.write_text("\n".join(json.dumps(record) for record in records), "utf-8")
-    return str(path)
+def words(n, i=0):
+    return " ".join(WORDS[(i + k) % 8] for k in range(n))
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory):
-    """A tiny policy trained from nothing: (folder, what main returned)."""
-    folder = tmp_path_factory.mktemp("sft")
-    data = write(folder / "sft.jsonl", [{"prompt": q, "answer": "yes"} for q in QUESTIONS * 30])
-    sizes = "--hidden_size 32 --num_hidden_layers 1 --epochs 6 --batch_size 8 --eval_size 8"
-    sizes += " --learning_rate 1e-2 --device cpu"
-    result = train_sft.main(["--data_path", data, "--out_dir", str(folder), *sizes.split()])
-    return folder, result
+def files(tmp_path_factory):
+    """{name: path} of a policy, demonstrations, pairs with margins, rated answers; lengths vary."""
+    folder = tmp_path_factory.mktemp("files")
+    demonstrations, pairs, rated = [], [], []
+    for n in range(25):
+        turns = [words(1 + n % 5, n), words(1 + n % 3, n + 2), words(2, n), words(1 + n % 4, n + 5)]
+        demonstrations.append({"conversations": [{"content": text} for text in turns]})
+        sides = {"chosen": words(1 + n % 4, n), "rejected": f"{words(1, n)} h {words(n % 3, n + 1)}".strip()}
+        pairs.append({"prompt": words(1 + n % 6, n), **sides, "margin": 0.5 * (n % 3)})
+        rated.append({"user_input": words(2, n), "completion": words(1 + n % 4, n), "score": n % 5 - 1.5})
+    names = {"sft": demonstrations, "pairs": pairs, "rated": rated}
+    found = {name: write_jsonl(folder / f"{name}.jsonl", records) for name, records in names.items()}
+    tokenizer = word_tokenizer([*WORDS, "user", "assistant"], chat=True)
+    return found | {"model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=3.0)}
 
 
-def test_sft_learns_and_both_of_its_outputs_load(sft):
-    folder, result = sft
-    assert result["after"] < 0.5 * result["before"]
-    directory, pth = folder / "full_sft_32", folder / "full_sft_32.pth"
-    state = torch.load(pth, weights_only=True)
-    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokens = torch.tensor([conversation_ids(tokenizer, QUESTIONS[0], "yes")])
-    reloaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    assert torch.equal(reloaded(tokens).logits, load_policy(pth)(tokens).logits)
-    # MiniMind 2's feed-forward width, rope and tied head
-    assert reloaded.config.intermediate_size == 128
-    assert reloaded.config.rope_parameters["rope_theta"] == 1e6
-    assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+def argv_of(files, kind, out_dir, **more):
+    data = files[{"sft": "sft", "reward": "pairs"}.get(kind, kind)]
+    extra = {} if kind == "sft" else {"max_gen_len": 5, "reference_samples": 5}
+    aids = {"parting_coef": 0.5, "lm_coef": 0.7, "score_penalty": 0.01} if kind == "reward" else {}
+    return flags(
+        **{"model": files["model"], "data_path": data, "out_dir": out_dir, **SIZES, **extra, **aids, **more}
+    )
 
 
-def test_sft_continues_from_a_model_and_repeats_itself(sft, tmp_path):
-    folder, _ = sft
-    data = write(tmp_path / "sft.jsonl", [{"prompt": q, "answer": "no"} for q in QUESTIONS * 6])
-    flags = [
-        "--model",
-        str(folder / "full_sft_32.pth"),
-        "--data_path",
-        data,
-        "--eval_size",
-        "4",
-        "--epochs",
-        "1",
+def build(files, kind, out_dir="/nowhere", **more):
+    """The run, not begun."""
+    script = SCRIPTS["sft" if kind == "sft" else "reward"]
+    return script.build(script.parse_args(argv_of(files, kind, out_dir, **more)), ALONE)
+
+
+def gradients_of(run, items, budget=4096):
+    """A batch's loss and gradients, in micro-batches of so many tokens -> (means, {name: gradient})"""
+    run.trained.zero_grad()
+    sums = stage.backward(run, items, [run.tokens(x) for x in items], run.weigh(items), budget)
+    return sums.means(ALONE), {
+        n: p.grad.clone() for n, p in run.trained.named_parameters() if p.grad is not None
+    }
+
+
+def close(left, right, tolerance=1e-6):
+    assert left.keys() == right.keys()
+    return all(torch.allclose(left[n], right[n], rtol=1e-4, atol=tolerance) for n in left)
+
+
+# ------------------------------------------------------------------------------------------- losses, by hand
+
+
+def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files):
+    run = build(files, "sft")
+    items = [run.data[i] for i in range(7)]
+    assert len({len(ids) for ids, _ in items}) > 3
+    means, gradients = gradients_of(run, items)
+
+    plain = AutoModelForCausalLM.from_pretrained(files["model"], dtype=torch.float32)
+    tokens, lengths = right_pad([ids for ids, _ in items]), torch.tensor([len(ids) for ids, _ in items])
+    learned = right_pad([mask for _, mask in items]).bool()
+    real = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    loss = plain(tokens, attention_mask=real, labels=tokens.masked_fill(~learned, -100)).loss
+    loss.backward()
+    assert means["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    wanted = {f"0.{name}": p.grad for name, p in plain.named_parameters()}
+    assert close(wanted, gradients)
+
+
+def test_the_loss_of_a_sample_does_not_depend_on_its_neighbours(files):
+    run = build(files, "sft")
+    items = [run.data[i] for i in range(6)]
+    alone = [run.nll([item])[0] for item in items]
+    for order in ([0, 1, 2, 3, 4, 5], [3, 0, 5], [5, 5, 2]):
+        together, _ = run.nll([items[i] for i in order])
+        assert torch.allclose(together, torch.cat([alone[i] for i in order]), atol=1e-6)
+
+
+def test_only_what_the_assistant_says_is_learned(files, tmp_path):
+    turns = [{"content": text} for text in ("a b", "c", "d", "e f")]
+    data = write_jsonl(tmp_path / "one.jsonl", [{"conversations": turns}] * 2)
+    run = build({**files, "sft": data}, "sft", eval_size=1)
+    ((ids, _),) = items = [run.data[0]]
+    vocabulary = run.tokenizer.get_vocab()
+    said = [
+        "user",
+        "a",
+        "b",
+        "</s>",
+        "assistant",
+        "c",
+        "</s>",
+        "user",
+        "d",
+        "</s>",
+        "assistant",
+        "e",
+        "f",
+        "</s>",
     ]
-    flags += ["--device", "cpu", "--batch_size", "4"]
-    results = [train_sft.main([*flags, "--out_dir", str(tmp_path / name)]) for name in "ab"]
-    assert results[0] == results[1] and results[0]["after"] < results[0]["before"]
-    first, second = (torch.load(tmp_path / name / "full_sft_32.pth", weights_only=True) for name in "ab")
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert ids == [vocabulary[word] for word in said]
+    logprobs = run.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    places = [5, 6, 11, 12, 13]  # c </s> e f </s>
+    wanted = torch.stack([-logprobs[place - 1, ids[place]] for place in places])
+    assert torch.allclose(run.nll(items)[0], wanted, atol=1e-6)
+    assert run.weigh(items) == [5, 1]
 
 
-def test_answer_loss_by_hand():
-    """One row: only the masked token counts, and it is predicted from the position before it."""
-    logits = torch.tensor([[[0.0, 0.0, 0.0], [1.0, 2.0, 3.0], [9.0, 9.0, 9.0]]])
-
-    class Fixed(torch.nn.Module):
-        def base_model(self, tokens):
-            return type("Output", (), {"last_hidden_state": logits})
-
-        def get_output_embeddings(self):
-            return torch.nn.Identity()
-
-    loss = train_sft.answer_loss(Fixed(), torch.tensor([[0, 1, 2]]), torch.tensor([[False, False, True]]))
-    expected = torch.logsumexp(torch.tensor([1.0, 2.0, 3.0]), 0) - 3.0
-    assert loss.item() == pytest.approx(expected.item())
+def test_pair_loss_by_hand():
+    chosen, rejected, margin = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]), torch.tensor([0.5, 0.0])
+    wanted = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(2.0))
+    assert train_reward.pair_loss(chosen, rejected, margin).item() == pytest.approx(wanted)
+    assert train_reward.parting([5, 6, 7], [5, 7, 7]) == 1
+    assert train_reward.parting([5, 6], [5, 6, 7]) == 1  # nothing that both have differs
 
 
-def test_reward_learns_to_rank_and_reloads(sft, tmp_path):
-    folder, _ = sft
-    pairs = [{"prompt": q, "chosen": "yes", "rejected": "no, or so"} for q in QUESTIONS]
-    data, held_out = (
-        write(tmp_path / "train.jsonl", pairs[:3] * 20),
-        write(tmp_path / "eval.jsonl", pairs[3:] * 4),
+def scores_of(model, rows):
+    """Plain transformers, padded."""
+    return model(right_pad(rows, model.config.pad_token_id), attention_mask=None).logits[:, 0]
+
+
+def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files):
+    """With the margin, and with everything that is off by default: written out for one pair at a time."""
+    run = build(files, "reward")
+    items = [run.data[i] for i in range(6)]
+    assert {margin for *_, margin in items} == {0.0, 0.5, 1.0}
+    means, gradients = gradients_of(run, items)
+    plain = run.modules["model"]
+    total, lm_tokens, pair_losses = 0.0, run.weigh(items)[1], []
+    for chosen, rejected, margin in items:
+        c, r = scores_of(plain, [chosen, rejected])
+        pair_losses.append(F.softplus(-(c - r - margin)))
+        total = total + (pair_losses[-1] + 0.01 * (c**2 + r**2)) / 6
+        part = next(i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
+        states = [plain.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in (chosen, rejected)]
+        at_c, at_r = (plain.score(x[part]).squeeze() for x in states)
+        total = total + 0.5 * F.softplus(-(at_c - at_r)) / 6
+        logits = run.modules["lm_head"](states[0][part - 1 : -1])
+        total = (
+            total + 0.7 * F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum") / lm_tokens
+        )
+    assert means["train/loss"] == pytest.approx(sum(pair_losses).item() / 6, abs=1e-6)
+    run.trained.zero_grad()
+    total.backward()
+    assert close({n: p.grad for n, p in run.trained.named_parameters() if p.grad is not None}, gradients)
+
+
+def test_regression_by_hand(files):
+    run = build(files, "rated")
+    items = [run.data[i] for i in range(5)]
+    scores, given = (
+        scores_of(run.model, [ids for ids, _ in items]).detach(),
+        torch.tensor([s for _, s in items]),
     )
-    flags = ["--model", str(folder / "full_sft_32"), "--data_path", data, "--eval_data_path", held_out]
-    flags += ["--tokenizer", str(folder / "full_sft_32"), "--out_dir", str(tmp_path / "reward")]
-    result = train_reward.main(
-        [*flags, "--epochs", "6", "--batch_size", "6", "--learning_rate", "3e-3", "--device", "cpu"]
+    assert given.tolist() == [-1.5, -0.5, 0.5, 1.5, 2.5]
+    error = (scores - given).square().mean().item()
+    assert gradients_of(run, items)[0]["train/loss"] == pytest.approx(error, rel=1e-5)
+    with torch.no_grad():
+        found = run.summarise(run.measure(items).means(ALONE))
+    assert found["eval/rmse"] == pytest.approx(error**0.5, rel=1e-5)
+    correlation = torch.corrcoef(torch.stack([scores, given]))[0, 1].item()
+    assert found["eval/correlation"] == pytest.approx(correlation, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "rated"])
+def test_gradients_do_not_depend_on_the_cut(files, kind):
+    run, cut = build(files, kind), build(files, kind, gradient_checkpointing=1)
+    items = [run.data[i] for i in range(9)]
+    means, whole = gradients_of(run, items)
+    for other, budget in ((run, 1), (run, 60), (cut, 60)):
+        again, pieces = gradients_of(other, items, budget)
+        assert close(whole, pieces)
+        assert again["train/loss"] == pytest.approx(means["train/loss"], abs=1e-6)
+
+
+def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
+    tokenizer = load_tokenizer(files["model"])
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512,
+    }
+    model = MiniMindForCausalLM(MiniMindConfig(use_moe=True, router_aux_loss_coef=0.1, **sizes))
+    save_policy(model, tokenizer, tmp_path / "moe.pth")
+    moe = {**files, "model": str(tmp_path / "moe.pth")}
+    train_sft.main(argv_of(moe, "sft", tmp_path, max_steps=2))
+    assert load_policy(tmp_path / "full_sft_32_moe.pth").config.use_moe
+    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["train/balance_loss"] > 0
+    run = build(moe, "sft")
+    items = [run.data[i] for i in range(5)]
+    whole, cut = (gradients_of(run, items, budget)[1] for budget in (4096, 20))
+    assert close(whole, cut)
+    assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
+
+
+# ------------------------------------------------------------------------------------------ what comes out
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """Both stages, run to their end -> {"sft": out_dir, "reward": out_dir}"""
+    outs = {}
+    for kind, script in SCRIPTS.items():
+        outs[kind] = tmp_path_factory.mktemp(kind)
+        script.main(argv_of(files, kind, outs[kind]))
+    return outs
+
+
+def test_sft_learns_and_ppo_starts_from_it(files, whole):
+    out = whole["sft"]
+    evaluations = [m for m in read_jsonl(out / "r" / "metrics.jsonl") if "eval/loss" in m]
+    assert [m["step"] for m in evaluations] == [0, 4, 6]
+    assert evaluations[-1]["eval/loss"] < 0.9 * evaluations[0]["eval/loss"]
+    assert evaluations[0]["eval/perplexity"] == pytest.approx(math.exp(evaluations[0]["eval/loss"]))
+    state = torch.load(out / "full_sft_32.pth", weights_only=True)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+    tuned = load_weights(out / "r", 6, "model")
+    assert all(state[name].equal(x.half()) for name, x in tuned.items())
+    plain = AutoModelForCausalLM.from_pretrained(out / "full_sft_32", dtype=torch.float32)
+    more = {"hidden_size": 32, "reasoning": 0, "out_dir": out, "data_path": files["sft"]}
+    args = train_ppo.parse_args(flags(**more, reward_fn="judge.py:score"))
+    actor, tokenizer, prompts, _ = load_inputs(args)
+    tokens = torch.tensor([prompts[0].prompt_ids])
+    assert torch.equal(actor(tokens).logits, plain(tokens).logits)
+    assert AutoTokenizer.from_pretrained(out / "full_sft_32").get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_model_from_nothing(files, tmp_path):
+    more = {
+        "model": "",
+        "tokenizer": files["model"],
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "max_steps": 1,
+    }
+    train_sft.main(argv_of(files, "sft", tmp_path, **more))
+    config = load_policy(tmp_path / "full_sft_32.pth").config  # MiniMind 2's feed-forward, rope and tied head
+    assert (config.intermediate_size, config.rope_parameters["rope_theta"]) == (128, 1e6)
+    with pytest.raises(InputError, match="--hidden_size was 32 and is now 64"):
+        train_sft.main(argv_of(files, "sft", tmp_path, **more | {"hidden_size": 64, "resume": "auto"}))
+
+
+def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole):
+    folder = whole["reward"] / "reward_32"
+    plain, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
     )
-    assert result["after"]["pair_accuracy"] == 1.0
-    assert result["after"]["chosen_mean"] > 0 > result["after"]["rejected_mean"]
+    assert not report["missing_keys"]
+    assert plain.config.num_labels == 1
+    assert plain.config.pad_token_id == 0
+    tokenizer, judge = AutoTokenizer.from_pretrained(folder), load_reward_model(str(folder), ALONE.device)
+    records = read_jsonl(files["pairs"])
+    pairs = [(record["prompt"], record["chosen"]) for record in records]
+    rows = [conversation_ids(tokenizer, *pair) for pair in pairs]
+    offset = plain.config.reward_offset
+    assert offset != 0
+    assert torch.allclose(scores_of(plain, rows) - offset, judge(pairs), atol=1e-5)
+    alone = torch.cat([plain(torch.tensor([row])).logits[:, 0] for row in rows])
+    assert torch.allclose(alone, scores_of(plain, rows), atol=1e-5)
 
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    assert model.config.num_labels == 1
-    rows = [conversation_ids(tokenizer, QUESTIONS[3], response) for response in ("yes", "no, or so")]
-    batched = model(right_pad(rows, model.config.pad_token_id)).logits[:, 0]
-    single = torch.cat([model(torch.tensor([row])).logits[:, 0] for row in rows])
-    assert torch.allclose(batched, single, atol=1e-6) and batched[0] > batched[1]
-
-
-def test_reward_losses_by_hand():
-    scores = torch.tensor([1.0, 0.0, 0.0, 2.0])  # pairs (1, 0) and (0, 2)
-    loss, accuracy = train_reward.pair_loss(scores, 0.1)
-    softplus = torch.nn.functional.softplus(torch.tensor([-1.0, 2.0])).mean()
-    assert loss.item() == pytest.approx(softplus.item() + 0.1 * 5 / 2)
-    assert accuracy.item() == 0.5
-
-
-def test_parting_loss_by_hand():
-    """The two responses part at the second token, with scores 2 and 9."""
-    tokens = torch.tensor([[5, 6, 7], [5, 7, 7]])
-    loss = train_reward.parting_loss(torch.tensor([[1.0, 2.0, 0.0], [0.0, 9.0, 0.0]]), tokens)
-    assert loss.item() == pytest.approx(torch.nn.functional.softplus(torch.tensor(7.0)).item())
+    # The answers of the reference to the held-out prompts, sampled here: 0 on average.
+    policy, asked = load_policy(files["model"]), [r["prompt"] for r in records[-5:]]
+    texts = [f"user {prompt} </s> assistant ".split() for prompt in asked]
+    ids = [[tokenizer.get_vocab()[word] for word in text] for text in texts]
+    rollout = sample(policy, ids, noise_keys(42, -1, range(5)), [0], 5, 1.0)
+    answers = judge(list(zip(asked, response_texts(rollout, tokenizer), strict=True)))
+    assert answers.std() > 0.01
+    assert answers.mean().item() == pytest.approx(0.0, abs=1e-5)
 
 
-def test_language_loss_by_hand():
-    """Of the chosen 1 2 3, only the 3 is learned: up to the 2 the rejected response says the same."""
-    tokens = torch.tensor([[1, 2, 3, 0], [1, 2, 4, 0]])
-    hidden = torch.zeros(2, 4, 5)
-    hidden[0, 1, 3] = 2.0  # the logits at the 2, which predict the 3
-    loss = train_reward.language_loss(hidden, tokens, torch.tensor([3]), torch.nn.Identity())
-    expected = torch.logsumexp(torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0]), 0) - 2.0
-    assert loss.item() == pytest.approx(expected.item())
+def test_a_critic_that_starts_from_it_starts_centred(files, whole):
+    from model.critic import CriticModel
+
+    judge = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
+    critic = CriticModel.from_model(
+        critic_start("reward", {"model": (judge, 1.0)}, load_tokenizer(files["model"]))
+    )
+    pair = ("a b", "c d e")
+    ids = conversation_ids(judge.tokenizer, *pair)
+    place = max(i for i, token in enumerate(ids) if token != 0)  # the last token that is not the pad token
+    assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(judge([pair]).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("offset", "says"), [("high", "reward_offset"), (math.inf, "reward_offset")])
+def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
+    folder = shutil.copytree(whole["reward"] / "reward_32", tmp_path / "reward")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"reward_offset": offset}))
+    with pytest.raises(InputError, match=says):
+        load_reward_model(str(folder), ALONE.device)
+
+
+def test_another_reference_and_ratings(files, tmp_path):
+    """Centred on the policy that is named, which has a tokenizer of its own; without samples, not at all.
+    From a dense MiniMind, which transformers knows as a Llama."""
+    tokenizer = word_tokenizer(["user", "assistant", *WORDS[::-1]], chat=True)
+    other = save_policy_dir(tmp_path / "other", tokenizer, seed=9, spread=4.0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 512,
+    }
+    save_policy(
+        MiniMindForCausalLM(MiniMindConfig(**sizes)), load_tokenizer(files["model"]), tmp_path / "mini.pth"
+    )
+    mini = {**files, "model": tmp_path / "mini.pth"}
+    for name, more in (("a", {"reference": other}), ("b", {"reference_samples": 0})):
+        train_reward.main(argv_of(mini, "rated", tmp_path / name, max_steps=1, **more))
+    offsets = [
+        json.loads((tmp_path / n / "reward_32" / "config.json").read_text())["reward_offset"] for n in "ab"
+    ]
+    assert offsets[0] != 0 == offsets[1]
+    last = read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
+    assert last["eval/rmse"] == pytest.approx(last["eval/loss"] ** 0.5)
+    assert -1 <= last["eval/correlation"] <= 1
+
+
+# ------------------------------------------------------------------------------------ runs, as PPO's are
+
+DRIVER = """import os, sys
+sys.path.insert(0, {root!r})
+from trainer import stage, train_sft, train_reward
+learn = stage.learn
+def until(run, step, items):
+    if step == {step}:
+        os.kill(os.getpid(), 9)
+    return learn(run, step, items)
+stage.learn = until
+{script}.main(sys.argv[1:])
+"""
+
+
+def same_stage(one, other, step=6):
+    left, right = (load_weights(folder, step, "model") for folder in (one, other))
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+    left, right = (load_weights(folder, step, "optimizer") for folder in (one, other))
+    assert all(left[name].equal(right[name]) for name in left)
+    lines = [without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other)]
+    assert lines[0] == lines[1]
+
+
+@pytest.fixture(scope="module")
+def killed(files, tmp_path_factory):
+    """Both runs, saved after steps 2 and 4 and killed in step 6 -> {"sft": out_dir, "reward": out_dir}"""
+    outs, processes = {}, []
+    for kind, script in SCRIPTS.items():
+        outs[kind] = tmp_path_factory.mktemp("killed")
+        driver = outs[kind] / "driver.py"
+        driver.write_text(
+            DRIVER.format(root=str(ROOT), step=5, script=script.__name__.removeprefix("trainer."))
+        )
+        processes.append(launch(argv_of(files, kind, outs[kind]), script=driver))
+    for process in processes:
+        finish(process, code=-signal.SIGKILL)
+    return outs
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, killed, tmp_path, kind):
+    run = shutil.copytree(killed[kind] / "r", tmp_path / "r")
+    assert [m["step"] for m in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+    SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
+    same_stage(whole[kind] / "r", run)
+    result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
+    for file in (whole[kind] / result).iterdir():
+        assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
+
+
+def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, capsys):
+    run, argv = shutil.copytree(killed["sft"] / "r", tmp_path / "r"), argv_of(files, "sft", tmp_path)
+    for flag, old, new in (
+        ("weight_decay", "0.1", "0.2"),
+        ("batch_size", "4", "2"),
+        ("warmup_ratio", "0.05", "0.1"),
+    ):
+        with pytest.raises(InputError, match=f"--{flag} was {old} and is now {new}"):
+            train_sft.main([*argv, f"--{flag}", new, "--resume", "auto"])
+    with pytest.raises(InputError, match="holds a run"):
+        train_sft.main(argv)
+    with pytest.raises(InputError, match=r"--data_path .* does not hold what the run began with"):
+        other = write_jsonl(tmp_path / "other.jsonl", read_jsonl(files["sft"])[::-1])
+        train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
+    with pytest.raises(InputError, match=r"is a run of train_sft.py; name one of train_reward.py"):
+        train_reward.main([*argv_of(files, "reward", tmp_path), "--resume", "auto"])
+    weights = run / "checkpoints" / "step_4" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    train_sft.main([*argv, "--resume", "auto"])
+    assert "step_4 is damaged (model.safetensors is damaged)" in capsys.readouterr().out
+    same_stage(whole["sft"] / "r", run)
+
+
+def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path):
+    argv = argv_of(files, "sft", tmp_path, max_steps=5000, epochs=5000, save_interval=9999, eval_interval=0)
+    process, metrics = (
+        launch(argv, script=ROOT / "trainer" / "train_sft.py"),
+        tmp_path / "r" / "metrics.jsonl",
+    )
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = finish(process, code=143)
+    assert "Traceback" not in err
+    done = read_jsonl(metrics)[-1]["step"]
+    assert (tmp_path / "r" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
+    assert f"{ROOT}/trainer/train_sft.py --model" in out.split("to go on: ")[1]
+    assert f"--resume {tmp_path / 'r'}" in out.split("to go on: ")[1]
+
+
+BOTH = """import json, os, sys
+sys.path.insert(0, {root!r})
+from trainer import train_sft, train_reward
+train_sft.main(json.loads(sys.argv[1]))
+# A meeting place of its own:
+os.environ |= {{"MASTER_PORT": sys.argv[3], "TORCHELASTIC_USE_AGENT_STORE": "False"}}
+train_reward.main(json.loads(sys.argv[2]))
+"""
+
+
+def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
+    (tmp_path / "both.py").write_text(BOTH.format(root=str(ROOT)))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
+    finish(launch_torchrun(2, [*argv, port], script=tmp_path / "both.py"))
+    for kind in SCRIPTS:
+        one, two = (load_weights(out / "r", 6, "model") for out in (whole[kind], tmp_path / kind))
+        difference = max((one[name] - two[name]).abs().max().item() for name in one)
+        print(f"{kind}: largest weight difference between one and two processes {difference:.1e}")
+        assert difference < 1e-5
+        left, right = (read_jsonl(out / "r" / "metrics.jsonl") for out in (whole[kind], tmp_path / kind))
+        for a, b in zip(left, right, strict=True):
+            assert a.keys() == b.keys()
+            for name in {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"} & a.keys():
+                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (a["step"], name)
+    offsets = [
+        json.loads((out / "reward_32" / "config.json").read_text())["reward_offset"]
+        for out in (whole["reward"], tmp_path / "reward")
+    ]
+    assert offsets[0] == pytest.approx(offsets[1], abs=1e-5)
+
+
+def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, monkeypatch):
+    loss = train_sft.FineTuning.loss
+
+    def cramped(run, items, totals):
+        if len(items) > 2:
+            raise torch.OutOfMemoryError("for three")
+        return loss(run, items, totals)
+
+    monkeypatch.setattr(train_sft.FineTuning, "loss", cramped)
+    train_sft.main(argv_of(files, "sft", tmp_path))
+    one, two = (load_weights(out / "r", 6, "model") for out in (whole["sft"], tmp_path))
+    assert close(one, two, 1e-5)
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert metrics[1]["perf/out_of_memory"] == 1
+    assert (
+        json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())["token_budget"]
+        < 2048
+    )
+
+
+def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
+    loss, bad = train_sft.FineTuning.loss, {2}
+
+    def spoiled(run, items, totals):
+        total, metrics = loss(run, items, totals)
+        return (total * math.nan if run.progress.step in bad else total), metrics
+
+    monkeypatch.setattr(train_sft.FineTuning, "loss", spoiled)
+    train_sft.main(argv_of(files, "sft", tmp_path, save_interval=1))
+    before, after = (load_weights(tmp_path / "r", step, "model") for step in (2, 3))
+    assert all(before[name].equal(after[name]) for name in before)
+    skipped = [m["train/skipped_steps"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]]
+    assert skipped == [0, 0, 1, 0, 0, 0]
+    bad |= {1, 2, 3, 4, 5}
+    with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite"):
+        train_sft.main(argv_of(files, "sft", tmp_path, run_name="bad"))
+
+
+# ----------------------------------------------------------------------------------------------- the page
+
+
+def test_the_commands_of_the_page_run(files, tmp_path):
+    """Those of docs/stages.md, one after the other, with our files and in our sizes."""
+    text = (ROOT / "docs" / "stages.md").read_text(encoding="utf-8").split("```")[1]
+    ours = {"base": files["model"], "demonstrations.jsonl": files["sft"], "pairs.jsonl": files["pairs"]}
+    ours |= {"prompts.jsonl": files["sft"], "exported": str(tmp_path / "exported"), "python": ""}
+    small = {"out_dir": tmp_path / "out", "max_steps": 1, "batch_size": 4} | {
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    more = {
+        "train_sft": flags(**small, eval_size=5),
+        "train_reward": flags(**small, eval_size=5, reference_samples=4, max_gen_len=5),
+        "train_ppo": flags(**small, mini_batch_size=4, critic_warmup_steps=0, max_gen_len=5),
+        "export": [],
+    }
+    mains = {"train_sft": train_sft, "train_reward": train_reward, "train_ppo": train_ppo, "export": export}
+    for line in text.strip().splitlines():
+        _, script, *argv = line.replace("512", "32").replace("out/", f"{tmp_path / 'out'}/").split()
+        name = script.removesuffix(".py").removeprefix("trainer/")
+        mains.pop(name).main([*(ours.get(word, word) for word in argv), *more[name]])
+    assert not mains
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.hidden_size == 32
+
+
+# ---------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "says"),
+    ("kind", "more", "says"),
     [
-        ("train_sft", "--data_path nowhere.jsonl", "nowhere.jsonl"),
-        ("train_sft", "--epochs 0", "--epochs"),
-        ("train_sft", "--hidden_size 100", "--hidden_size"),
-        ("train_sft", "--data_path {few} --max_seq_len 5", "--max_seq_len"),
-        ("train_sft", "--data_path {few} --eval_size 9", "--eval_size"),
-        ("train_reward", "--learning_rate -1", "--learning_rate"),
+        ("sft", {"data_path": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ("sft", {"data_path": "{empty}"}, "no records"),
+        ("sft", {"data_path": ""}, "--data_path"),
+        ("sft", {"eval_size": 25}, "--eval_size 25: leaves nothing to train on"),
+        ("sft", {"epochs": 0}, "--epochs 0: must be at least 1"),
+        ("sft", {"warmup_ratio": 2}, "--warmup_ratio 2.0: must be at most 1"),
+        ("sft", {"max_seq_len": 5}, "--max_seq_len"),
+        ("sft", {"max_seq_len": 500}, "--max_seq_len 500: .* has 256 positions"),
+        ("sft", {"hidden_size": 64}, "--hidden_size 64: .* has 32"),
+        ("sft", {"model": "", "hidden_size": 100}, "--hidden_size 100: must be a multiple of 16"),
+        ("sft", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
+        ("sft", {"run_name": "a/b"}, "--run_name a/b"),
+        ("sft", {"ddp": None}, "--ddp: start with 'torchrun"),
+        ("sft", {"kl_coef": 1}, "kl_coef"),
+        ("reward", {"data_path": "{sft}"}, "sft.jsonl:1: "),
+        ("reward", {"data_path": "{margin}"}, 'margin.jsonl:1: "margin" must be a number'),
+        ("reward", {"data_path": "{score}"}, 'score.jsonl:1: "score" must be a number'),
+        ("reward", {"eval_data_path": "{rated}"}, "--eval_data_path .* give the same kind"),
+        ("rated", {"parting_coef": 1}, "--parting_coef"),
+        ("reward", {"reference": "/nowhere"}, "/nowhere"),
+        ("reward", {"max_gen_len": 254}, "--max_gen_len 254: the reference has no room"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(script, flags, says, tmp_path):
-    module = {"train_sft": train_sft, "train_reward": train_reward}[script]
-    few = write(tmp_path / "few.jsonl", [{"prompt": "one", "answer": "1"}] * 9)
-    flags = flags.format(few=few)
+def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, more, says):
+    made = {
+        "empty": write_jsonl(tmp_path / "empty.jsonl", []),
+        "margin": write_jsonl(
+            tmp_path / "margin.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}]
+        ),
+        "score": write_jsonl(
+            tmp_path / "score.jsonl", [{"user_input": "a", "completion": "b", "score": "x"}]
+        ),
+    }
+    more = {name: x.format(**files, **made) if isinstance(x, str) else x for name, x in more.items()}
+    argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
+    argv += [f"--{name}" for name, x in more.items() if x is None]
     with pytest.raises(InputError, match=says):
-        module.main([*flags.split(), "--out_dir", str(tmp_path / "out"), "--device", "cpu"])
+        SCRIPTS["sft" if kind == "sft" else "reward"].main(argv)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_script_runs_from_any_folder_and_exits_with_2(tmp_path):
-    command = [sys.executable, str(ROOT / "trainer/train_reward.py"), "--model", "/nowhere.pth"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: /nowhere.pth")
-    assert "Traceback" not in done.stderr
+def test_a_result_never_replaces_its_own_start(files, tmp_path):
+    start = shutil.copytree(files["model"], tmp_path / "full_sft_32")
+    with pytest.raises(InputError, match="this run would write its result there"):
+        train_sft.main(argv_of(files, "sft", tmp_path, model=start))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The demo's data and tokenizer
-
-
-def test_demo_data_is_a_function_of_its_seed(tmp_path):
-    small = ["--demonstrations", "50", "--pairs", "50"]
-    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
-        make_data.main(["--out_dir", str(tmp_path / name), "--seed", seed, *small])
-    for file in (tmp_path / "a").iterdir():
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
-        assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
-
-
-def test_committed_data_is_what_the_script_makes(tmp_path):
-    make_data.main(["--out_dir", str(tmp_path)])
-    for file in tmp_path.iterdir():
-        assert file.read_bytes() == (make_data.HERE / file.name).read_bytes(), file.name
-
-
-def problem_of(text):
-    """A question -> (a, op, b, op, c)."""
-    words = text.rstrip("?.").split()[-5:]
-    symbols = {word: symbol for symbol, word in make_data.SPOKEN.items()}
-    return tuple(symbols[w] if w in symbols else make_data.WORDS.index(w) for w in words)
-
-
-def test_held_out_problems_occur_in_no_training_file():
-    def problems(name):
-        return {problem_of(record["prompt"]) for record in open_records(make_data.HERE / name)}
-
-    held_out = problems("eval.jsonl")
-    terms = {make_data.terms(problem) for problem in held_out}
-    assert len(held_out) == 500 and problems("preferences_eval.jsonl") == held_out
-    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl"):
-        assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
-
-
-def test_demonstrations_are_noisy_and_answers_right():
-    for record in open_records(make_data.HERE / "eval.jsonl"):
-        assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
-    right = well_formed = total = 0
-    for record in open_records(make_data.HERE / "sft.jsonl"):
-        answer = make_data.solve(problem_of(record["prompt"]))
-        total += 1
-        right += f"<answer>\n{answer}\n</answer>" in record["answer"]
-        well_formed += record["answer"].count("\n") == 6 and record["answer"].endswith("\n</answer>")
-    assert 0.5 < right / total < 0.7 and 0.75 < well_formed / total < 0.85
-
-
-def test_demo_tokenizer_keeps_digits_apart_and_encodes_anything():
-    tokenizer = AutoTokenizer.from_pretrained(make_data.HERE / "tokenizer")
-    assert len(tokenizer) <= 512
-    response = "<think>\n27 + 15 = 42\n</think>\n<answer>\n42\n</answer>"
-    ids = tokenizer(response)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids).count("4") == 2 and len(ids) == 21
-    assert tokenizer.decode(ids, skip_special_tokens=True) == response
-    for text in ("naïve 空 🎉\t\r\n", "  two  spaces ", "<answer>"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert RLAIFDataset(make_data.HERE / "eval.jsonl", tokenizer, 64).dropped == 0
+def test_a_script_exits_with_2_and_one_line(tmp_path):
+    process = launch(
+        ["--model", "/nowhere.pth", "--data_path", "x"], script=ROOT / "trainer" / "train_reward.py"
+    )
+    _, err = finish(process, code=2)
+    assert err.startswith("error: /nowhere.pth")
+    assert err.count("\n") == 1

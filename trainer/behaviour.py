@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model.lora import merged
 from trainer.layers import FAMILIES, is_quick_attention
 from trainer.packing import pack_sequences
 
@@ -58,13 +59,14 @@ def gated_mlp_forward(mlp, x):
 
 
 class BehaviourCopy:
-    """``model`` samples; ``load`` gives it the weights of a policy of the same architecture."""
+    """``model`` samples; ``load`` gives it the weights of a policy of the same architecture, whose adapters,
+    if it has any, are merged into them. ``policy``: one without adapters."""
 
     def __init__(self, policy, dtype):
         self.model = copy.deepcopy(policy).float().eval().requires_grad_(False)
         pack_sequences(self.model.base_model)
         self._cast(dtype)
-        self.parameters = list(self.model.parameters())
+        self.weights = dict(self.model.named_parameters())
         self.packed = []
         if self.model.device.type == "cpu":
             self._pack()
@@ -95,7 +97,12 @@ class BehaviourCopy:
 
     @torch.no_grad()
     def load(self, policy):
-        torch._foreach_copy_(self.parameters, list(policy.parameters()))
+        waiting = dict(self.weights)
+        for name, x in merged(policy):
+            if name in waiting:  # what is tied comes under two names
+                waiting.pop(name).copy_(x)
+        if waiting:
+            raise KeyError(f"the policy has no {', '.join(waiting)}")
         for layer in self.packed:
             layer.pack()
 

@@ -61,17 +61,16 @@ class World:
             ) from None
 
     def sum_gradients(self, module):
-        """Every parameter's gradient becomes the sum over all processes. Where no token has reached a
-        parameter (an expert's, say) it is zero, with one process as with several."""
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        for p in parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        while self.size > 1 and parameters:
+        """Every parameter's gradient becomes the sum over all processes. A parameter that no token of this
+        process reached (an expert, say) counts as zero."""
+        parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
+        while parameters:
             bucket, count = [], 0
             while parameters and (not bucket or count + parameters[0].numel() <= BUCKET):
                 bucket.append(parameters.pop(0))
                 count += bucket[-1].numel()
-            flat = self.sum(torch.cat([p.grad.flatten() for p in bucket]))
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = grad.view_as(p)
 

@@ -51,8 +51,8 @@ class _TokenLogprobs(torch.autograd.Function):
         states, weight, bias, targets = ctx.saved_tensors
         grad = (grad / ctx.temperature)[:, None]
         grad_states, table = torch.empty_like(states), weight.to(ctx.dtype)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen: none
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         if ctx.kept is None:
             logits = _chunks_of_logits(states, weight, bias, ctx.temperature, ctx.dtype)
             parts = ((c, z.softmax(-1)) for c, z in logits)
@@ -60,10 +60,12 @@ class _TokenLogprobs(torch.autograd.Function):
             parts = ((c, ctx.kept[c]) for c in _chunks(states, weight))
         for c, p in parts:
             grad_logits = p.mul_(-grad[c]).scatter_add_(1, targets[c, None], grad[c])
-            if bias is not None:
+            if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits, inputs = grad_logits.to(ctx.dtype), states[c].to(ctx.dtype)
             grad_states[c] = grad_logits @ table
+            if grad_weight is None:
+                continue
             if ctx.dtype == weight.dtype:
                 grad_weight.addmm_(grad_logits.T, inputs)
             else:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from model.lora import describe as describe_adapters
 from trainer.run_folder import short_hash, weights_hash
 from trainer.tracking import Look
 
@@ -58,12 +59,14 @@ def fingerprints(run):
 def introduction(run, held_out):
     """What a run is made of, in a few lines."""
     args, actor, prompts = run.args, run.actor, run.prompts
-    size = sum(p.numel() for p in actor.parameters()) / 1e6
+    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
+    adapters = describe_adapters(actor)
     tested = f", {len(held_out)} held out" if held_out else ""
     parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
     return (
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
-        f"reward   {' + '.join(p for p in parts if p)}\n"
+        + (f"lora     {adapters}\n" if adapters else "")
+        + f"reward   {' + '.join(p for p in parts if p)}\n"
         f"prompts  {prompts.describe()}{tested}"
     )
 

@@ -19,7 +19,6 @@ bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
 """
 
 import argparse
-import copy
 import math
 import sys
 import time
@@ -38,6 +37,7 @@ from errors import FlagParser, InputError, run_script
 from files import writing
 from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
+from model.lora import add_adapters, frozen_copy, learned, trained
 from model.saving import save_policy
 from trainer import ppo
 from trainer.checkpoints import Progress
@@ -69,6 +69,7 @@ def parse_args(argv=None):
     p.add_argument("--hidden_size", type=int, default=0, help="load out/{reason|full_sft}_{hidden_size}.pth")
     p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
     p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="load the _moe checkpoint")
+    p.add_argument("--lora_r", type=int, default=0, help="rank of LoRA adapters; 0: every weight trains")
     p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
     # data
     p.add_argument("--data_path", default="", help="prompts: a file, or a hub name; docs/data.md")
@@ -159,11 +160,11 @@ class Run:
 
     @property
     def modules(self):
-        """{file name: what a checkpoint has the weights of}"""
+        """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
         modules = {"actor": self.actor, "critic": self.critic}
         if self.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
             modules["old_actor"] = self.old_actor
-        return modules
+        return {name: learned(module) for name, module in modules.items()}
 
     @property
     def optimizers(self):
@@ -188,14 +189,19 @@ class Run:
 
 def build_run(args, world, actor, tokenizer, prompts):
     """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
-    reward model). Models are in eval mode throughout: the training forward is the scoring forward."""
+    reward model); with --lora_r they share its weights, frozen, and differ in their adapters. Models are in
+    eval mode throughout: the training forward is the scoring forward."""
     device, dtype = world.device, set_precision(args.dtype, world.device)
     reward = load_reward(args, device, dtype, tokenizer)
-    actor.to(device).eval()
+    actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
-    critic = CriticModel.from_model(start).to(device).eval()
-    for backbone in (actor.base_model, critic.backbone):
+    critic = CriticModel.from_model(start, share=args.lora_r > 0).to(device).eval()
+    backbones = actor.base_model, critic.backbone
+    for backbone in backbones:
         prepare(backbone, args.gradient_checkpointing)
+    ref = frozen_copy(actor)
+    for number, backbone in enumerate(backbones if args.lora_r else ()):
+        add_adapters(backbone, args.lora_r, args.seed + number)
     options = {"weight_decay": 0.0, "fused": True}
     run = Run(
         args=args,
@@ -207,14 +213,14 @@ def build_run(args, world, actor, tokenizer, prompts):
         prompts=prompts,
         total_steps=count_steps(args, len(prompts), world.size),
         actor=actor,
-        old_actor=copy.deepcopy(actor).requires_grad_(False),
-        sampler=Sampler(actor, dtype),
-        ref=copy.deepcopy(actor).requires_grad_(False),
+        old_actor=frozen_copy(actor),
+        sampler=Sampler(ref, dtype),
+        ref=ref,
         critic=critic,
         policy=PolicyScorer(actor, dtype),
         value=ValueScorer(critic, dtype),
-        actor_optimizer=AdamW(actor.parameters(), args.learning_rate, **options),
-        critic_optimizer=AdamW(critic.parameters(), args.critic_learning_rate, **options),
+        actor_optimizer=AdamW(trained(actor), args.learning_rate, **options),
+        critic_optimizer=AdamW(trained(critic), args.critic_learning_rate, **options),
         progress=Progress(token_budget=tokens_per_pass(device)),
     )
     if Path(args.model).resolve() == run.pth_path.resolve():

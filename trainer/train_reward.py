@@ -261,9 +261,9 @@ class RatingStage(RewardStage):
 def build(args, world):
     """Flags -> the run, everything checked."""
     code = args.trust_remote_code
+    policy = load_policy(args.model, code)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
     set_template(tokenizer, args.prompt_template)
-    policy = load_policy(args.model, code)
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
     data, held_out = stage.split(

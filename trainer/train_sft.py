@@ -12,7 +12,8 @@ held-out records (``--eval_data_path``, or the last ``--eval_size`` of the file)
     torchrun --nproc_per_node 2 trainer/train_sft.py …                   # two GPUs or processes
 
 It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
---reasoning 0`` starts, and the same model as a Hugging Face directory. What runs promise: docs/reliability.md.
+--reasoning 0`` starts, and the same model as a Hugging Face directory. What runs promise:
+docs/reliability.md.
 """
 
 import math
@@ -159,12 +160,11 @@ class FineTuning(stage.Stage):
 
 def build(args, world):
     """Flags -> the run, everything checked."""
+    model = load_policy(args.model, args.trust_remote_code) if args.model else None
     source = args.tokenizer or (tokenizer_source(args.model) if args.model else str(DEMO_TOKENIZER))
     tokenizer = load_tokenizer(source, args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
-    if args.model:
-        model = load_policy(args.model, args.trust_remote_code)
-    else:
+    if model is None:
         torch.manual_seed(args.seed)
         model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)
     check_policy(args, model, tokenizer)
