@@ -30,6 +30,7 @@ from trainer.heartbeat import Heartbeat
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN |= {"normalize_reward": 1}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
 SAME = {
@@ -40,6 +41,7 @@ SAME = {
     "policy/approx_kl",
     "policy/early_stop",
 }
+SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
@@ -94,8 +96,9 @@ def furthest(left, right, step=12):
 
 
 def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
-    """The same samples and weights over 12 updates, with PPO epochs, accumulation, whitening, critic warm-up,
-    early stops, a step that was skipped, epochs that end inside a batch and uneven evaluation."""
+    """The same samples and weights over 12 updates, with PPO epochs, accumulation, whitening, normalised
+    scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
+    evaluation."""
     left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (one, two))
     stops = [m["policy/early_stop"] > 0 for m in left[1:]]
     assert any(stops)
