@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from dataset.lm_dataset import conversation_ids
 from errors import InputError
 from model.checks import check_tokenizer
+from model.hub import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
 from trainer.memory import each_micro_batch
 from trainer.packing import pack_sequences, packed_states
@@ -106,6 +107,7 @@ class RemoteRewardModel:
 def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
     """A directory or hub name -> callable [(prompt, response)] -> scores [N]. InputError if it is none."""
     with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
+        check_hub(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
