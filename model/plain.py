@@ -15,16 +15,17 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 PLAIN = {2: (LlamaConfig, LlamaForCausalLM), 3: (Qwen3Config, Qwen3ForCausalLM)}  # by MiniMind's version
 SHARED = [  # the fields that say what is computed, under the same names in all configs
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",
-    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "attention_bias",
-]  # fmt: skip
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
+    "attention_bias",
+]
 EXPERTS = ["num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def as_plain(model):
-    """A dense MiniMind 2 as a Llama, a MiniMind 3 as a Qwen3 or, with experts, a Qwen3-MoE, others as they are.
+    """A dense MiniMind 2 as a Llama, a MiniMind 3 as a Qwen3 or with experts a Qwen3-MoE, others as they are.
 
     Dense weights are shared, not copied. Raises ``InputError`` for a MiniMind with experts that every token
     visits: Qwen3-MoE has none, and Qwen2-MoE sends theirs through a gate that is never quite open.
