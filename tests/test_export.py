@@ -131,7 +131,7 @@ print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 def in_a_fresh_process(code, folder, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [PYTHON, "-c", code, *map(str, arguments)]
+    command = [PYTHON, "-I", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
