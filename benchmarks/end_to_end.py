@@ -22,7 +22,7 @@ from common import EOS, PAD, VOCABULARY, policy, read, reward_model, show, sprea
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from dataset.lm_dataset import local_positions
+from dataset.order import local_positions
 from trainer import train_ppo
 from trainer.distributed import World
 from trainer.inputs import load_inputs
@@ -100,8 +100,9 @@ class Ours:
         size = self.args.batch_size
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        collected = train_ppo.collect(self.run, self.number, batch, local_positions(size, size, 0, 1))
-        metrics, _ = train_ppo.learn(self.run, self.number, batch, collected)
+        positions = local_positions(size, size, 0, 1)
+        collected = train_ppo.collect(self.run, self.number, iter([batch]), positions)
+        metrics, _ = train_ppo.learn(self.run, self.number, collected)
         self.number += 1
         self.metrics.append(metrics)
 

@@ -1,35 +1,26 @@
-"""Files to prompts, demonstrations and preference pairs; and the order in which prompts are visited.
+"""Datasets: prompts for PPO, demonstrations for stage 1, preference pairs or rated answers for stage 2.
 
-Every file is JSONL, one object a line:
+A dataset makes its items from the records of a file when they are asked for and keeps no text. A file of up
+to ``READ_WHOLE`` records is read through once at the start: whatever is wrong in it is an ``InputError`` that
+names the file and the line, and what exceeds ``max_length`` tokens is dropped and counted. Of a larger file
+only ``SAMPLE`` records are read at the start; one that turns out too long is passed over for the next.
 
-    prompts      {"conversations": [{"role", "content"}, ...]}   the last turn a placeholder or the answer
-                 {"prompt": text or messages, "answer": optional text}
-    SFT          the same two forms, with the answer
-    preferences  {"prompt": text or messages, "chosen": text, "rejected": text}
-                 {"chosen": messages, "rejected": messages}
-
-Nothing is ever truncated: what exceeds the limit is dropped when the file is read, counted in ``dropped``
-and left for the script to report. Nothing is ever left-padded. Whatever is wrong in a file is an
-``InputError`` that names the file and the line.
+Nothing is ever truncated, nothing is ever left-padded. Forms of records: formats.py; of files: records.py.
 """
 
-import random
+import hashlib
+import json
+from array import array
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
+from tqdm import tqdm
 
-from dataset.conversations import (
-    as_messages,
-    conversation_ids,
-    conversation_text,
-    encode,
-    for_tokenizer,
-    read_jsonl,
-    render,
-    split_record,
-)
+from dataset.conversations import conversation_ids, conversation_text, encode, for_tokenizer, render
+from dataset.formats import add_system, is_rated, to_demonstration, to_pair, to_prompt, to_rated
+from dataset.order import PromptBatches, epoch_order, global_batch, local_positions
+from dataset.records import located, open_records
 from dataset.special_tokens import mark_special
 from errors import InputError
 
@@ -38,15 +29,107 @@ __all__ = [
     "Prompt",
     "PromptBatches",
     "RLAIFDataset",
+    "RatedDataset",
     "SFTDataset",
     "conversation_ids",
     "epoch_order",
     "global_batch",
-    "length_batches",
     "local_positions",
-    "read_jsonl",
+    "reward_dataset",
     "right_pad",
 ]
+
+READ_WHOLE = 100_000  # records that are all read at the start: ten seconds, or so
+SAMPLE = 1_000  # of more, evenly spaced
+BLOCK = 256  # records tokenised together
+
+
+class RecordDataset(Dataset):
+    """What the datasets here share: items by number, made from records. Subclasses say how, in ``make``.
+
+    ``dropped``: records found too long at the start; ``longest``: tokens of the longest item, at the most;
+    ``fingerprint``: a hash of what was read at the start.
+
+    Raises InputError for a bad file, a bad record among those read, or if all of those are too long.
+    """
+
+    def __init__(self, path, tokenizer, max_length, system_prompt="", records=None):
+        self.path, self.tokenizer, self.max_length = str(path), tokenizer, max_length
+        self.system_prompt, self.records = system_prompt, records or open_records(path)
+        n = len(self.records)
+        self.whole = n <= READ_WHOLE
+        places = range(n) if self.whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
+        digest, lengths = hashlib.sha256(f"{n}".encode()), []
+        for block in _blocks(places, f"tokens of {path}"):
+            for item in self.make(block):
+                digest.update(json.dumps(item, default=vars).encode())
+                lengths.append(self.length(item))
+        fitting = [(i, length) for i, length in zip(places, lengths, strict=True) if length <= max_length]
+        if not fitting:
+            raise InputError(f"{path}: every record is longer than {max_length} tokens; raise --max_seq_len")
+        self._kept = array("L", [i for i, _ in fitting]) if self.whole else range(n)
+        self.dropped = len(lengths) - len(fitting)
+        self.longest = max(length for _, length in fitting) if self.whole else max_length
+        self.fingerprint = digest.hexdigest()[:12]
+
+    def make(self, indices):
+        """Record numbers -> their items, whatever their length."""
+        raise NotImplementedError
+
+    @staticmethod
+    def length(item):
+        """Tokens of an item."""
+        raise NotImplementedError
+
+    def __len__(self):
+        return len(self._kept)
+
+    def __getitems__(self, places):
+        """Several items, tokenised together: what a DataLoader asks for."""
+        items = self.make([self._kept[place] for place in places])
+        return [
+            item if self.length(item) <= self.max_length else self._next(place)
+            for place, item in zip(places, items, strict=True)
+        ]
+
+    def __getitem__(self, place):
+        if not 0 <= place < len(self):
+            raise IndexError(place)  # what ends a for loop
+        return self.__getitems__([place])[0]
+
+    def _next(self, place):
+        """The first item behind ``place`` that is short enough."""
+        for i in range(place + 1, place + len(self)):
+            (item,) = self.make([self._kept[i % len(self)]])
+            if self.length(item) <= self.max_length:
+                return item
+        raise InputError(
+            f"{self.path}: every record is longer than {self.max_length} tokens; raise --max_seq_len"
+        )
+
+    def describe(self):
+        """How many there are, for people."""
+        if not self.whole:
+            return f"{len(self)} (longer than --max_seq_len, like {self.dropped} in {SAMPLE}: passed over)"
+        return f"{len(self)}" + (
+            f" ({self.dropped} longer than --max_seq_len dropped)" if self.dropped else ""
+        )
+
+    def read(self, indices, form):
+        """Records by number, each through a function of formats.py -> a list of what that returns."""
+        rows = []
+        for i in indices:
+            with located(self.records, i):
+                rows.append(form(self.records[i]))
+        return rows
+
+
+def _blocks(places, what):
+    with tqdm(total=len(places), desc=what, unit=" records", delay=2, leave=False, disable=None) as bar:
+        for first in range(0, len(places), BLOCK):
+            yield places[first : first + BLOCK]
+            bar.update(BLOCK)
+
 
 # ---------------------------------------------------------------------------------------------------------
 # Prompts for PPO
@@ -54,168 +137,102 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``index`` is its place in the dataset; ``answer`` is for measuring, never for training."""
+    """One prompt. ``index`` is its record's number; ``answer`` is for measuring, never for training."""
 
     index: int
-    prompt: list | str  # as the file has it: messages or text; rewards have templates of their own
-    prompt_ids: list
+    prompt: list | str  # messages or text, for rewards have templates of their own
     answer: str | None
+    prompt_ids: list
 
 
-class RLAIFDataset(Dataset):
-    """The prompts of a JSONL file as ``Prompt`` items; ``dropped`` counts those over ``max_length`` tokens.
+class RLAIFDataset(RecordDataset):
+    """Items: ``Prompt``. Records of every form will do; only their prompts are used."""
 
-    Raises InputError for a bad file, a line without a prompt, or when every prompt is too long.
-    """
+    def make(self, indices):
+        rows = self.read(indices, self._row)
+        ids = encode(self.tokenizer, [text for _, _, text in rows])
+        for i, tokens in zip(indices, ids, strict=True):
+            with located(self.records, i):
+                if not tokens:
+                    raise InputError("the prompt has no tokens; fill it in or delete the line")
+        return [Prompt(i, *row[:2], tokens) for i, row, tokens in zip(indices, rows, ids, strict=True)]
 
-    def __init__(self, jsonl_path, tokenizer, max_length):
-        rows, texts, wheres = [], [], []
-        for number, record in read_jsonl(jsonl_path):
-            where = f"{jsonl_path}:{number}"
-            prompt, answer = split_record(record, where)
-            asked = for_tokenizer(tokenizer, prompt)
-            texts.append(asked if isinstance(asked, str) else render(tokenizer, asked, where, generate=True))
-            rows.append((prompt, answer))
-            wheres.append(where)
-        self.prompts = []
-        for (prompt, answer), ids, where in zip(rows, encode(tokenizer, texts), wheres, strict=True):
-            if not ids:
-                raise InputError(f"{where}: the prompt has no tokens; fill it in or delete the line")
-            if len(ids) <= max_length:
-                self.prompts.append(Prompt(len(self.prompts), prompt, ids, answer))
-        self.dropped = len(rows) - len(self.prompts)
-        check_any_left(self.prompts, jsonl_path, max_length)
+    def _row(self, record):
+        """-> (prompt, answer, the prompt as text for the tokenizer)"""
+        prompt, answer = to_prompt(record)
+        prompt = add_system(prompt, self.system_prompt)
+        asked = for_tokenizer(self.tokenizer, prompt)
+        return (
+            prompt,
+            answer,
+            asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True),
+        )
 
-    def __len__(self):
-        return len(self.prompts)
-
-    def __getitem__(self, index):
-        return self.prompts[index]
-
-
-def check_any_left(kept, path, max_length):
-    """Raise InputError when nothing of a file fits into ``max_length`` tokens."""
-    if not kept:
-        raise InputError(f"{path}: every record is longer than {max_length} tokens; raise --max_seq_len")
+    @staticmethod
+    def length(item):
+        return len(item.prompt_ids)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The order of prompts: pure functions, the same whatever the number of processes
+# Demonstrations (stage 1)
 
 
-def epoch_order(n, seed, epoch):
-    """A permutation of range(n), a pure function of its arguments."""
-    return random.Random(f"{seed}/{epoch}").sample(range(n), n)
-
-
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # a batch may reach into the next epoch
-
-
-def global_batch(n, seed, step, size):
-    """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
-    places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
-    return [_epoch_order(n, seed, epoch)[i] for epoch, i in places]
-
-
-def local_positions(batch_size, mini_batch_size, rank, world):
-    """Positions in the global batch of this process' rows, minibatch after minibatch.
-
-    Minibatch k is the k-th slice of ``world * mini_batch_size`` positions, of which ``rank`` holds every
-    ``world``-th: its local rows [k * mini_batch_size, (k + 1) * mini_batch_size).
-    """
-    positions = []
-    for first in range(0, batch_size, mini_batch_size):
-        last = min(first + mini_batch_size, batch_size)
-        positions.extend(range(first * world + rank, last * world, world))
-    return positions
-
-
-class PromptBatches(Sampler):
-    """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
-    [first_step, last_step). ``batch_size`` and ``mini_batch_size`` are per process."""
-
-    def __init__(self, n, seed, first_step, last_step, batch_size, mini_batch_size, rank, world):
-        self.n, self.seed, self.size = n, seed, world * batch_size
-        self.steps = range(first_step, last_step)
-        self.positions = local_positions(batch_size, mini_batch_size, rank, world)
-
-    def __len__(self):
-        return len(self.steps)
-
-    def __iter__(self):
-        for step in self.steps:
-            batch = global_batch(self.n, self.seed, step, self.size)
-            yield [batch[position] for position in self.positions]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Demonstrations (stage 1) and preference pairs (stage 2)
-
-
-class SFTDataset(Dataset):
-    """Items (token ids, loss mask): the mask is 1 on what the assistant says, up to its end of turn.
+class SFTDataset(RecordDataset):
+    """Items (token ids, loss mask): the mask is 1 on what the assistant says, up to its end of turn; of a
+    record that is just a text, on all but the first token.
 
     Text is tokenised piece by piece, prompt and answer apart, as it is when the model generates: no token
-    spans the two. Raises InputError for a bad file, a line without an answer, or nothing short enough.
+    spans the two.
     """
 
-    def __init__(self, path, tokenizer, max_length):
-        conversations = []  # each a list of (text, trained?) pieces
-        for number, record in read_jsonl(path):
-            where = f"{path}:{number}"
-            prompt, answer = split_record(record, where)
-            if answer is None:
-                raise InputError(
-                    f'{where}: no answer to learn from; end it with the assistant\'s turn or "answer"'
-                )
-            prompt, answer = for_tokenizer(tokenizer, prompt), mark_special(tokenizer, answer)
-            if isinstance(prompt, str):
-                if tokenizer.eos_token is None:
-                    raise InputError(
-                        f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with"
-                    )
-                conversations.append([(prompt, False), (answer + tokenizer.eos_token, True)])
-            else:
-                messages = [*prompt, {"role": "assistant", "content": answer}]
-                conversations.append(chat_pieces(tokenizer, messages, where))
-        first = encode(tokenizer, [pieces[0][0] for pieces in conversations])
+    def make(self, indices):
+        conversations = self.read(indices, self._pieces)
+        first = encode(self.tokenizer, [pieces[0][0] for pieces in conversations])
         later = [text for pieces in conversations for text, _ in pieces[1:]]
-        later = iter(encode(tokenizer, later, opening=False))
-        self.samples = []
+        later = iter(encode(self.tokenizer, later, opening=False))
+        samples = []
         for ids, pieces in zip(first, conversations, strict=True):
             ids, mask = list(ids), [0] * len(ids)
+            if pieces[0][1]:
+                mask[1:] = [1] * (len(ids) - 1)
             for _, trained in pieces[1:]:
                 piece = next(later)
                 ids += piece
-                mask += up_to_eos(piece, tokenizer.eos_token_id) if trained else [0] * len(piece)
-            if len(ids) <= max_length:
-                self.samples.append((ids, mask))
-        self.dropped = len(conversations) - len(self.samples)
-        check_any_left(self.samples, path, max_length)
+                mask += up_to_eos(piece, self.tokenizer.eos_token_id) if trained else [0] * len(piece)
+            samples.append((ids, mask))
+        return samples
 
-    def __len__(self):
-        return len(self.samples)
+    def _pieces(self, record):
+        """-> [(text, trained?), ...]"""
+        tokenizer, (prompt, answer) = self.tokenizer, to_demonstration(record)
+        answer = mark_special(tokenizer, answer)
+        if tokenizer.eos_token is None:
+            raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
+        if prompt is None:  # a text, learned as it is
+            return [(answer, True), (tokenizer.eos_token, True)]
+        prompt = for_tokenizer(tokenizer, add_system(prompt, self.system_prompt))
+        if isinstance(prompt, str):
+            return [(prompt, False), (answer + tokenizer.eos_token, True)]
+        messages = [*prompt, {"role": "assistant", "content": answer}]
+        pieces, done, full = [], 0, render(tokenizer, messages)
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant" or k == 0:
+                continue
+            before, after = (
+                render(tokenizer, messages[:k], generate=True),
+                render(tokenizer, messages[: k + 1]),
+            )
+            # Some templates rewrite earlier turns (Qwen3 strips old thoughts): such a turn is context only.
+            if full.startswith(after) and after.startswith(before) and len(before) > done:
+                pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
+                done = len(after)
+        if done < len(full):
+            raise InputError("this chat template cannot be split into prompt and answer for training")
+        return pieces
 
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
-def chat_pieces(tokenizer, messages, where):
-    """Messages -> [(text, trained?), ...] whose texts concatenate to the rendered conversation."""
-    full = render(tokenizer, messages, where)
-    pieces, done = [], 0
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i == 0:
-            continue
-        before = render(tokenizer, messages[:i], where, generate=True)
-        after = render(tokenizer, messages[: i + 1], where)
-        # Some templates rewrite earlier turns (Qwen3 strips old thoughts): such a turn is context only.
-        if full.startswith(after) and after.startswith(before) and len(before) > done:
-            pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
-            done = len(after)
-    if done < len(full):
-        raise InputError(f"{where}: this chat template cannot be split into prompt and answer for training")
-    return pieces
+    @staticmethod
+    def length(item):
+        return len(item[0])
 
 
 def up_to_eos(ids, eos_id):
@@ -224,60 +241,55 @@ def up_to_eos(ids, eos_id):
     return [1] * said + [0] * (len(ids) - said)
 
 
-class PreferenceDataset(Dataset):
-    """Items (chosen ids, rejected ids), each exactly the ``conversation_ids`` that PPO will have scored.
-
-    Raises InputError for a bad file, a line that is not a pair, or nothing short enough.
-    """
-
-    def __init__(self, path, tokenizer, max_length):
-        texts = []
-        for number, record in read_jsonl(path):
-            for prompt, response in split_pair(record, f"{path}:{number}"):
-                texts.append(conversation_text(tokenizer, prompt, response, f"{path}:{number}"))
-        ids = encode(tokenizer, texts)
-        pairs = list(zip(ids[::2], ids[1::2], strict=True))
-        self.pairs = [pair for pair in pairs if max(map(len, pair)) <= max_length]
-        self.dropped = len(pairs) - len(self.pairs)
-        check_any_left(self.pairs, path, max_length)
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __getitem__(self, index):
-        return self.pairs[index]
+# ---------------------------------------------------------------------------------------------------------
+# What people prefer (stage 2)
 
 
-def split_pair(record, where):
-    """A preference record -> ((prompt, chosen text), (prompt, rejected text))."""
-    sides = []
-    for side in ("chosen", "rejected"):
-        response = record.get(side)
-        if isinstance(response, str) and "prompt" in record:
-            sides.append((split_record({"prompt": record["prompt"]}, where)[0], response))
-        elif isinstance(response, list):
-            messages = as_messages(response, where)
-            if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise InputError(f'{where}: "{side}" must be a question and end with an assistant turn')
-            sides.append((messages[:-1], messages[-1]["content"]))
-        else:
-            raise InputError(f'{where}: "{side}" must be text beside a "prompt", or a list of messages')
-    return sides
+class PreferenceDataset(RecordDataset):
+    """Items (chosen ids, rejected ids, margin), each side the ``conversation_ids`` that PPO will have scored;
+    margin 0.0 where the record has none."""
+
+    def make(self, indices):
+        rows = self.read(indices, self._row)
+        ids = encode(self.tokenizer, [text for chosen, rejected, _ in rows for text in (chosen, rejected)])
+        return list(zip(ids[::2], ids[1::2], [margin for _, _, margin in rows], strict=True))
+
+    def _row(self, record):
+        *sides, margin = to_pair(record)
+        return *(self._text(*side) for side in sides), margin
+
+    def _text(self, prompt, response):
+        return conversation_text(self.tokenizer, add_system(prompt, self.system_prompt), response)
+
+    @staticmethod
+    def length(item):
+        return max(len(item[0]), len(item[1]))
 
 
-def length_batches(lengths, batch_size, seed, epoch):
-    """Dataset indices in batches of like length, a pure function of its arguments: less padding to compute.
+class RatedDataset(PreferenceDataset):
+    """Items (conversation ids, score)."""
 
-    A shuffled epoch is sorted by length within blocks of 16 batches, and the batches are shuffled again.
-    """
-    rng = random.Random(f"batches/{seed}/{epoch}")
-    order = rng.sample(range(len(lengths)), len(lengths))
-    batches = []
-    for first in range(0, len(order), 16 * batch_size):
-        block = sorted(order[first : first + 16 * batch_size], key=lambda i: lengths[i])
-        batches += [block[i : i + batch_size] for i in range(0, len(block), batch_size)]
-    rng.shuffle(batches)
-    return batches
+    def make(self, indices):
+        rows = self.read(indices, self._row)
+        return list(
+            zip(encode(self.tokenizer, [text for text, _ in rows]), [s for _, s in rows], strict=True)
+        )
+
+    def _row(self, record):
+        prompt, response, score = to_rated(record)
+        return self._text(prompt, response), score
+
+    @staticmethod
+    def length(item):
+        return len(item[0])
+
+
+def reward_dataset(path, tokenizer, max_length, system_prompt=""):
+    """Pairs or rated answers, whichever the first record is -> ``PreferenceDataset`` or ``RatedDataset``."""
+    records = open_records(path)
+    with located(records, 0):
+        kind = RatedDataset if is_rated(records[0]) else PreferenceDataset
+    return kind(path, tokenizer, max_length, system_prompt, records)
 
 
 def right_pad(rows, value=0):

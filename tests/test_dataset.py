@@ -15,11 +15,10 @@ from dataset.lm_dataset import (
     conversation_ids,
     epoch_order,
     global_batch,
-    length_batches,
     local_positions,
-    read_jsonl,
     right_pad,
 )
+from dataset.records import open_records
 from errors import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "shared/data"
@@ -90,7 +89,7 @@ def test_prompt_records(chat, plain, jsonl):
 def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     path = jsonl({"prompt": "2 " * 50}, {"prompt": "hi"}, {"prompt": "3 " * 50})
     data = RLAIFDataset(path, chat, 30)
-    assert len(data) == 1 and data.dropped == 2 and data[0].index == 0
+    assert len(data) == 1 and data.dropped == 2 and data[0].index == 1  # its record's number
     assert data[0].prompt == "hi"
     with pytest.raises(InputError, match="--max_seq_len"):
         RLAIFDataset(path, chat, 3)
@@ -119,14 +118,14 @@ def test_bad_lines_are_named(chat, jsonl, line, says):
 
 def test_bad_files(chat, plain, tmp_path, jsonl):
     with pytest.raises(InputError, match=r"nowhere\.jsonl"):
-        list(read_jsonl(tmp_path / "nowhere.jsonl"))
+        open_records(tmp_path / "nowhere.jsonl")
     with pytest.raises(InputError, match="cannot be read"):
-        list(read_jsonl(tmp_path))
+        open_records(tmp_path)
     with pytest.raises(InputError, match="no records"):
-        list(read_jsonl(jsonl("", "  ")))
+        open_records(jsonl("", "  "))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
     with pytest.raises(InputError, match=r"latin\.jsonl:2: not UTF-8"):
-        list(read_jsonl(tmp_path / "latin.jsonl"))
+        RLAIFDataset(tmp_path / "latin.jsonl", chat, 100)
     refusing = "{{ raise_exception('user turns only') }}"
     chat_template, chat.chat_template = chat.chat_template, refusing
     try:
@@ -163,8 +162,9 @@ def test_real_tokenizer_without_template(jsonl):
 
 def test_order_is_a_pure_function():
     assert sorted(epoch_order(20, 1, 0)) == list(range(20))
-    assert epoch_order(20, 1, 0) == epoch_order(20, 1, 0)
-    assert epoch_order(20, 1, 0) != epoch_order(20, 1, 1) != epoch_order(20, 2, 1)
+    orders = [epoch_order(20, *key).tolist() for key in ((1, 0), (1, 1), (2, 1), (2 + 2**32, 1), (1, 0))]
+    assert orders[0] == orders[4] and len({tuple(order) for order in orders}) == 4
+    assert epoch_order(8, 42, 3).tolist() == [2, 6, 5, 1, 3, 7, 0, 4]  # the same under every numpy
 
 
 def test_global_batches_are_one_endless_stream():
@@ -195,15 +195,6 @@ def test_local_positions_and_resuming():
     assert len(whole) == 6
     batch = global_batch(10, 0, 4, 8)
     assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
-
-
-def test_length_batches():
-    lengths = [i % 5 for i in range(103)]
-    batches = length_batches(lengths, 4, 0, 0)
-    assert sorted(i for batch in batches for i in batch) == list(range(103))
-    assert batches == length_batches(lengths, 4, 0, 0) != length_batches(lengths, 4, 0, 1)
-    widths = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches]
-    assert sum(widths) / len(widths) < 1  # without sorting it would be near 4
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -246,7 +237,7 @@ def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
         side: [user, {"role": "assistant", "content": as_text[side]}] for side in ("chosen", "rejected")
     }
     path = jsonl(as_text, {**as_text, "prompt": [user]}, as_messages)
-    pairs = list(PreferenceDataset(path, chat, 100))
+    pairs = [pair[:2] for pair in PreferenceDataset(path, chat, 100)]
     assert pairs[0] == pairs[1] == pairs[2]
     for ids, response in zip(pairs[0], "56", strict=True):
         text = chat.apply_chat_template([user, {"role": "assistant", "content": response}], tokenize=False)

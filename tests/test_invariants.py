@@ -271,11 +271,11 @@ def test_gradients_are_clipped_and_the_reference_never_moves(files):
 
 def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
     run, prompts = make_run(files, update_old_actor_freq=2, learning_rate=1e-2)
-    batch, start = [prompts[i] for i in range(16)], [p.detach().clone() for p in run.actor.parameters()]
-    positions = list(range(16))
-    train_ppo.learn(run, 0, batch, train_ppo.collect(run, 0, batch, positions))
+    batches = iter([[prompts[i] for i in range(16)]] * 2)
+    start, positions = [p.detach().clone() for p in run.actor.parameters()], list(range(16))
+    train_ppo.learn(run, 0, train_ppo.collect(run, 0, batches, positions))
     assert same(start, run.old_actor.parameters())  # still the old one: it samples the second batch as well
     assert not same(start, run.actor.parameters())
-    metrics, _ = train_ppo.learn(run, 1, batch, train_ppo.collect(run, 1, batch, positions))
+    metrics, _ = train_ppo.learn(run, 1, train_ppo.collect(run, 1, batches, positions))
     assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # an importance ratio all along
     assert same(run.actor.parameters(), run.old_actor.parameters())

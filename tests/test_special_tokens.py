@@ -259,7 +259,7 @@ def test_demonstrations(kind, tokenizer, tmp_path):
 def test_preferences_are_what_ppo_scores(tokenizer, tmp_path):
     for number, text in enumerate(spelled(tokenizer)):
         pair = {"prompt": text, "chosen": text, "rejected": "the"}
-        ((chosen, rejected),) = PreferenceDataset(write(tmp_path / f"{number}", [pair]), tokenizer, 10**6)
+        ((chosen, rejected, _),) = PreferenceDataset(write(tmp_path / f"{number}", [pair]), tokenizer, 10**6)
         assert chosen == conversation_ids(tokenizer, text, text)
         assert rejected == conversation_ids(tokenizer, text, "the")
         assert specials(tokenizer, chosen) == specials(tokenizer, conversation_ids(tokenizer, "the", "the"))

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dataset.demo import make_data
-from dataset.lm_dataset import RLAIFDataset, conversation_ids, read_jsonl, right_pad
+from dataset.lm_dataset import RLAIFDataset, conversation_ids, right_pad
+from dataset.records import open_records
 from errors import InputError
 from model.loading import load_policy
 from trainer import train_reward, train_sft
@@ -192,7 +193,7 @@ def problem_of(text):
 
 def test_held_out_problems_occur_in_no_training_file():
     def problems(name):
-        return {problem_of(record["prompt"]) for _, record in read_jsonl(make_data.HERE / name)}
+        return {problem_of(record["prompt"]) for record in open_records(make_data.HERE / name)}
 
     held_out = problems("eval.jsonl")
     terms = {make_data.terms(problem) for problem in held_out}
@@ -202,10 +203,10 @@ def test_held_out_problems_occur_in_no_training_file():
 
 
 def test_demonstrations_are_noisy_and_answers_right():
-    for _, record in read_jsonl(make_data.HERE / "eval.jsonl"):
+    for record in open_records(make_data.HERE / "eval.jsonl"):
         assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
     right = well_formed = total = 0
-    for _, record in read_jsonl(make_data.HERE / "sft.jsonl"):
+    for record in open_records(make_data.HERE / "sft.jsonl"):
         answer = make_data.solve(problem_of(record["prompt"]))
         total += 1
         right += f"<answer>\n{answer}\n</answer>" in record["answer"]

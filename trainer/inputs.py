@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from dataset.lm_dataset import RLAIFDataset
+from dataset.templates import set_template
 from errors import InputError
 from model.checks import check_output_head, check_tokenizer, is_moe, most_positions, not_finite
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
@@ -141,6 +142,7 @@ def check_sampling(policy):
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None), each checked against the others."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
+    set_template(tokenizer, args.prompt_template)
     actor = load_policy(args.model, args.trust_remote_code)
     check_tokenizer(tokenizer, actor)
     if name := not_finite(actor):
@@ -153,11 +155,11 @@ def load_inputs(args):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
     if args.use_moe and not is_moe(actor):
         raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")
-    prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
-    held_out = None
-    if args.eval_data_path:
-        held_out = RLAIFDataset(args.eval_data_path, tokenizer, args.max_seq_len)
-    longest = max(len(p.prompt_ids) for data in (prompts, held_out) if data for p in data)
+    prompts, held_out = (
+        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt) if path else None
+        for path in (args.data_path, args.eval_data_path)
+    )
+    longest = max(data.longest for data in (prompts, held_out) if data)
     limit = most_positions(actor.config)
     if longest + args.max_gen_len > limit:
         raise InputError(

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from dataset.lm_dataset import conversation_ids
+from dataset.conversations import conversation_ids
+from dataset.formats import to_messages
 from errors import InputError
 from model.checks import check_tokenizer
 from model.hub import check_hub
@@ -97,11 +98,9 @@ class RemoteRewardModel:
         return torch.tensor([self._score(*pair) for pair in conversations], dtype=torch.float32)
 
     def _score(self, prompt, response):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*to_messages(prompt), {"role": "assistant", "content": response}]
         with as_input_error("--reward_model: its get_score failed"):
-            return float(
-                self.model.get_score(self.tokenizer, [*messages, {"role": "assistant", "content": response}])
-            )
+            return float(self.model.get_score(self.tokenizer, messages))
 
 
 def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):

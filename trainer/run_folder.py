@@ -144,11 +144,10 @@ def configuration(run):
 def fingerprints(run):
     """{flag: a short hash of what it names}: the weights that a run starts from and is judged by, the texts
     and tokens of its prompts, the code of its reward function."""
-    prompts = [(p.prompt, p.prompt_ids, p.answer) for p in run.prompts]
     found = {
         "model": _hash([_weights_hash(run.ref), run.eos]),
         "tokenizer": _hash(sorted(run.tokenizer.get_vocab().items())),
-        "data_path": _hash(prompts),
+        "data_path": run.prompts.fingerprint,
     }
     judges = []
     for judge, weight in run.reward.models.values():

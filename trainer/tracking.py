@@ -192,13 +192,12 @@ def introduction(run, held_out, folder):
     """What is about to happen, in a few lines."""
     args, actor, prompts = run.args, run.actor, run.prompts
     size = sum(p.numel() for p in actor.parameters()) / 1e6
-    dropped = f" ({prompts.dropped} longer than --max_seq_len dropped)" if prompts.dropped else ""
     tested = f", {len(held_out)} held out" if held_out else ""
     parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
     return (
         f"policy   {args.model}: {size:.2f}M parameters, {actor.config.model_type}\n"
         f"reward   {' + '.join(p for p in parts if p)}\n"
-        f"prompts  {len(prompts)}{dropped}{tested}\n"
+        f"prompts  {prompts.describe()}{tested}\n"
         f"run      {run.total_steps} steps of {args.batch_size * run.world.size} prompts, {run.world.size} x "
         f"{run.world.device.type} in {str(run.dtype).removeprefix('torch.')}, in {folder.path}"
         + (f"\nresumed  after step {run.progress.step}" if folder.checkpoint else "")

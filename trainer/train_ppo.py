@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 
-from dataset.lm_dataset import PromptBatches, RLAIFDataset, epoch_order, local_positions
+from dataset.lm_dataset import RLAIFDataset
+from dataset.order import PromptBatches, epoch_order, local_positions, next_batch, prompt_loader
 from errors import FlagParser, InputError, run_script
 from model.checks import eos_ids, is_moe
 from model.critic import CriticModel
@@ -70,8 +70,10 @@ def parse_args(argv=None):
     p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="load the _moe checkpoint")
     p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
     # data
-    p.add_argument("--data_path", default="", help="prompts, JSONL")
-    p.add_argument("--eval_data_path", default="", help="held-out prompts, JSONL")
+    p.add_argument("--data_path", default="", help="prompts: a file, or a hub name; docs/data.md")
+    p.add_argument("--eval_data_path", default="", help="held-out prompts")
+    p.add_argument("--system_prompt", default="", help="system message of every prompt that has none")
+    p.add_argument("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     p.add_argument("--max_seq_len", type=int, default=256, help="longest prompt in tokens; longer: dropped")
     p.add_argument("--num_workers", type=int, default=0, help="data loader processes")
     # reward: the sum of what is given
@@ -340,25 +342,28 @@ def update(run, rollout, step, std, metrics):
             metrics.add("policy/skipped_steps", not stepped, 1)
 
 
-def collect(run, step, batch, positions):
-    """The old actor answers the prompts, the rewards judge -> (rollout, texts, score parts, seconds).
+def collect(run, step, batches, positions):
+    """The next prompts, which the old actor answers and the rewards judge -> (prompts, rollout, texts, score
+    parts, seconds).
 
-    Nothing has been learned yet. Raises InputError on all processes where one's reward fails.
+    Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
     """
     start = time.perf_counter()
     with run.world.all_or_none():
+        batch = next_batch(batches)
         keys = noise_keys(run.args.seed, step, positions)
         rollout, texts = roll_out(run, run.old_actor, batch, keys, run.args.temperature)
         sampled = time.perf_counter()
         opinions = judge(run, batch, rollout, texts)
     parts = run.reward.settle(opinions, run.progress.raw_scores, run.world)
-    return rollout, texts, parts, {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
+    seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
+    return batch, rollout, texts, parts, seconds
 
 
-def learn(run, step, batch, collected):
+def learn(run, step, collected):
     """Fill the rollout, update the models -> (metrics, rows for samples.jsonl)."""
     args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
-    rollout, texts, parts, seconds = collected
+    batch, rollout, texts, parts, seconds = collected
     std = fill_rollout(run, rollout, parts["score"], metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, std, metrics)
@@ -395,19 +400,19 @@ def train(run, held_out, tracker):
     args, world, progress = run.args, run.world, run.progress
     share = (args.batch_size, args.mini_batch_size, world.rank, world.size)
     order = PromptBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *share)
-    loader = DataLoader(run.prompts, batch_sampler=order, collate_fn=list, num_workers=args.num_workers)
+    batches = iter(prompt_loader(run.prompts, order, args.num_workers))
     with StopRequest("\nstopping after this step; once more: at once\n") as stop:
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
             save(run, tracker)
         if progress.step == 0:
             record(run, tracker, 0, evaluate_actor(run, held_out))
-        for step, batch in enumerate(loader, start=progress.step):
+        for step in order.steps:
             try:
-                collected = collect(run, step, batch, local_positions(*share))
+                collected = collect(run, step, batches, local_positions(*share))
             except InputError:
                 save(run, tracker)
                 raise
-            metrics, rows = learn(run, step, batch, collected)
+            metrics, rows = learn(run, step, collected)
             world.check_identical(actor=run.actor, critic=run.critic)
             progress.step = done = step + 1
             last, signal = done == run.total_steps, stop.agreed(world)

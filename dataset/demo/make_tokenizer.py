@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from dataset.conversations import read_jsonl
+from dataset.records import open_records
 from errors import run_script
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -58,7 +58,7 @@ def build_tokenizer(texts, vocab_size=512):
 def corpus(path):
     """The demo's sentences and the words of the chat template, without the tags."""
     yield "system\nuser\nassistant\n"
-    for _, record in read_jsonl(path):
+    for record in open_records(path):
         yield record["prompt"]
         answer = record["answer"]
         for tag in TAGS:
