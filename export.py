@@ -4,8 +4,8 @@
     python export.py out/ppo_actor_128.pth exported/ --run out/run_1    with the run's figures in the card
     python export.py exported/ model.pth                                the .pth and the folder beside it
 
-A dense MiniMind 2 becomes a LlamaForCausalLM and a dense MiniMind 3 a Qwen3ForCausalLM, with the same weights
-under the same names: what reads those classes reads the directory, without this repository. Other models stay
+A dense MiniMind 2 becomes a LlamaForCausalLM, a MiniMind 3 a Qwen3ForCausalLM or Qwen3MoeForCausalLM, with
+the same weights: what reads those classes reads the directory, without this repository. Other models stay
 what they are. Nothing that is there is overwritten.
 """
 
@@ -23,7 +23,7 @@ from errors import FlagParser, InputError, run_script
 from files import writing
 from model.checks import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
-from model.plain import as_plain
+from model.plain import as_minimind, as_plain
 from model.saving import check_finite, save_policy
 
 
@@ -201,7 +201,7 @@ def main(argv=None):
         check_free(args.target.removesuffix(".pth"))
     figures = read_figures(args.run)
     model = load_policy(args.source, args.trust_remote_code)
-    model = model if to_pth else as_plain(model)
+    model = as_minimind(model) if to_pth else as_plain(model)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
     if to_pth:

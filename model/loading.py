@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
+from model.hub import check_hub
 from model.model_minimind import MiniMindConfig
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
@@ -50,6 +51,7 @@ def load_tokenizer(path, trust_remote_code=False):
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
+        check_hub(path)
         kind = PreTrainedTokenizerFast if _is_whole_in_json(path) else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
@@ -91,6 +93,7 @@ def _load_pretrained(path, trust_remote_code):
             raise InputError(f"{path} has no config.json: it is not a model directory")
         _check_size(path, trust_remote_code)
     with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+        check_hub(path)
         model, report = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=torch.float32,

@@ -1,34 +1,92 @@
-"""A dense MiniMind as the class of transformers that it is: others then load it without this repository."""
+"""A MiniMind as the class of transformers that it is: others then load it without this repository."""
 
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from errors import InputError
-from model.model_minimind import MiniMindConfig
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 
 PLAIN = {2: (LlamaConfig, LlamaForCausalLM), 3: (Qwen3Config, Qwen3ForCausalLM)}  # by MiniMind's version
-SHARED = (  # the fields that say what is computed, under the same names in all three configs
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim hidden_act max_position_embeddings initializer_range rms_norm_eps rope_parameters "
-    "tie_word_embeddings pad_token_id bos_token_id eos_token_id attention_bias"
-)
+SHARED = [  # the fields that say what is computed, under the same names in all configs
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
+    "attention_bias",
+]
+EXPERTS = ["num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def as_plain(model):
-    """A dense MiniMind 2 as a Llama, a dense MiniMind 3 as a Qwen3, any other model as it is.
+    """A dense MiniMind 2 as a Llama, a MiniMind 3 as a Qwen3 or with experts a Qwen3-MoE, others as they are.
 
-    The weights are shared, not copied. Raises ``InputError`` for a MiniMind with experts.
+    Dense weights are shared, not copied. Raises ``InputError`` for a MiniMind with experts that every token
+    visits: Qwen3-MoE has none, and Qwen2-MoE sends theirs through a gate that is never quite open.
     """
     config = model.config
     if not isinstance(config, MiniMindConfig):
         return model
-    if config.use_moe:
+    sizes, state = _fields(config, SHARED), dict(model.state_dict())
+    if not config.use_moe:
+        config_class, model_class = PLAIN[config.minimind_version]
+        sizes["intermediate_size"] = config.intermediate_size
+    elif config.minimind_version == 3 and not config.n_shared_experts:
+        # Top-k gates that add up to one, as MiniMind's do. Its version brings it back: see as_minimind.
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+        sizes |= {**_fields(config, EXPERTS), "moe_intermediate_size": config.intermediate_size}
+        sizes |= {"norm_topk_prob": True, "minimind_version": 3}
+        for layer in range(config.num_hidden_layers):
+            _merge_experts(state, f"model.layers.{layer}.mlp.experts.", config.num_experts)
+    else:
         raise InputError(
-            "a MiniMind with experts is not exported: it has them in a form of its own, which transformers, "
-            "vLLM and llama.cpp could not load; chat.py and --model take its .pth"
+            "a MiniMind 2 with experts is not exported: its shared expert is in a form of its own, which "
+            "transformers, vLLM and llama.cpp could not load; chat.py and --model take its .pth"
         )
-    config_class, model_class = PLAIN[config.minimind_version]
-    plain = model_class(config_class(**{name: getattr(config, name) for name in SHARED.split()}))
-    plain.load_state_dict(model.state_dict(), strict=True, assign=True)
-    plain.tie_weights()
-    plain.generation_config = model.generation_config
-    return plain.eval()
+    return _filled(model_class(config_class(**sizes)), state, model)
+
+
+def as_minimind(model):
+    """The Qwen3-MoE that ``as_plain`` has made of a MiniMind as that MiniMind, any other model as it is."""
+    config = model.config
+    if not isinstance(config, Qwen3MoeConfig) or getattr(config, "minimind_version", None) != 3:
+        return model
+    state = dict(model.state_dict())
+    for layer in range(config.num_hidden_layers):
+        _split_experts(state, f"model.layers.{layer}.mlp.experts.")
+    sizes = {**_fields(config, SHARED + EXPERTS), "intermediate_size": config.moe_intermediate_size}
+    own = MiniMindForCausalLM(MiniMindConfig(minimind_version=3, use_moe=True, **sizes))
+    return _filled(own, state, model)
+
+
+def _fields(config, names):
+    return {name: getattr(config, name) for name in names}
+
+
+def _filled(empty, state, model):
+    empty.load_state_dict(state, strict=True, assign=True)
+    empty.tie_weights()
+    empty.generation_config = model.generation_config
+    return empty.eval()
+
+
+def _merge_experts(state, prefix, count):
+    """Three matrices an expert -> gate_up_proj [E, 2 I, H], gates above ups, and down_proj [E, H, I]."""
+    gate, up, down = (
+        torch.stack([state.pop(f"{prefix}{expert}.{name}.weight") for expert in range(count)])
+        for name in PROJECTIONS
+    )
+    state[f"{prefix}gate_up_proj"], state[f"{prefix}down_proj"] = torch.cat([gate, up], 1), down
+
+
+def _split_experts(state, prefix):
+    gate, up = state.pop(f"{prefix}gate_up_proj").chunk(2, dim=1)
+    for name, stacked in zip(PROJECTIONS, (gate, up, state.pop(f"{prefix}down_proj")), strict=True):
+        for expert, matrix in enumerate(stacked):
+            state[f"{prefix}{expert}.{name}.weight"] = matrix.contiguous()

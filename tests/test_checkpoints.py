@@ -46,6 +46,7 @@ SIZES = {
     "epochs": 9,
 }
 SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "run_name": "r"}
+SIZES |= {"normalize_reward": 1}  # its statistics have to survive as well
 QUIET = {"device": "cpu", "log_interval": 1000}
 
 
@@ -108,6 +109,7 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(whole, half):
     state = json.loads((run / "checkpoints" / "step_6" / "state.json").read_text())
     assert state == json.loads((whole / "checkpoints" / "step_6" / "state.json").read_text())
     assert state["step"] == 6
+    assert state["raw_scores"]["model"]["count"] == 6 * SIZES["batch_size"]  # none of the evaluations'
     scores = {m["step"]: m["eval/score"] for m in read_jsonl(run / "metrics.jsonl") if "eval/score" in m}
     assert state["best_step"] in scores
     assert state["best_score"] == max(scores.values())

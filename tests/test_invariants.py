@@ -41,7 +41,7 @@ def filled_rollout(run, prompts, step=0):
     batch = [prompts[i] for i in range(run.args.batch_size)]
     keys = noise_keys(run.args.seed, step, list(range(len(batch))))
     rollout, texts = train_ppo.roll_out(run, run.old_actor, batch, keys, run.args.temperature)
-    parts = train_ppo.judge(run, batch, rollout, texts)
+    parts = run.reward.settle(train_ppo.judge(run, batch, rollout, texts), {})
     metrics = Metrics()
     std = train_ppo.fill_rollout(run, rollout, parts["score"], metrics)
     return rollout, std, metrics
@@ -189,8 +189,8 @@ def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
         with torch.no_grad():
             for p in run.ref.parameters():
                 p.mul_(1.1)
-        reward = run.reward
-        run.reward = lambda *a, reward=reward, scale=scale: {k: scale * v for k, v in reward(*a).items()}
+        settle = run.reward.settle
+        run.reward.settle = lambda *a, own=settle, scale=scale: {k: scale * v for k, v in own(*a).items()}
         rollout, std, _ = filled_rollout(run, prompts)
         gradients(run, rollout.rows(range(8)), std)
         grads.append([p.grad.clone() for p in run.actor.parameters()])

@@ -1,11 +1,15 @@
 """The model room: parity with MiniMind's own code, loading and saving, the critic, and every bad input."""
 
 import json
-import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -24,12 +28,13 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
-from model import loading
+from model import hub, loading
 from model.checks import check_output_head, check_tokenizer, eos_ids
 from model.critic import CriticModel
 from model.loading import disable_dropout, load_policy, load_tokenizer, tokenizer_source
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification
 from model.saving import save_policy
+from trainer.reward_models import load_reward_model
 
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
 
@@ -599,19 +604,75 @@ def test_bad_model_folder(tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
-def test_unreachable_hub_name(monkeypatch):
-    def offline(*args, **kwargs):
-        raise OSError("We couldn't connect to the hub\nand more lines")
+@pytest.fixture
+def nobody_there(monkeypatch):
+    """A port at which nobody listens, as HF_ENDPOINT."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        yield constants.ENDPOINT
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", offline)
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", offline)
-    message = (
-        "the hub as nobody/no-such-model (there is no such directory here): OSError: We couldn't connect"
-    )
-    for load in (load_policy, load_tokenizer):
-        with pytest.raises(InputError, match=re.escape(message)) as caught:
-            load("nobody/no-such-model")
-        assert "\n" not in str(caught.value)
+
+LOADERS = {
+    "policy": load_policy,
+    "tokenizer": load_tokenizer,
+    "reward model": lambda name: load_reward_model(name, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
+    start = time.monotonic()
+    message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached \(.*refused\); give a directory"
+    with pytest.raises(InputError, match=message) as caught:
+        LOADERS[kind]("nobody/no-such-model")
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 5  # huggingface_hub alone takes 46
+
+
+def test_a_hub_that_hangs_is_given_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+        with pytest.raises(InputError, match="cannot be reached"):
+            hub.check_hub("nobody/no-such-model")
+
+
+def test_a_hub_that_answers_is_asked(monkeypatch):
+    """Whatever it says to the first question: the name is looked for as ever."""
+
+    class NotFound(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    asked, server = [], HTTPServer(("127.0.0.1", 0), NotFound)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    template = f"{constants.ENDPOINT}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(InputError, match="the hub as nobody/no-such-model"):
+        load_policy("nobody/no-such-model")
+    server.shutdown()
+    server.server_close()
+    assert any("nobody/no-such-model" in path for path in asked)
+
+
+def test_what_needs_no_hub_asks_none(nobody_there, monkeypatch, tmp_path):
+    hub.check_hub(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--some--model" / "snapshots" / "1").mkdir(parents=True)
+    with pytest.raises(InputError, match="cannot be reached"):
+        hub.check_hub("some/model")
+    (tmp_path / "models--some--model" / "snapshots" / "1" / "config.json").write_text("{}")
+    hub.check_hub("some/model")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.check_hub("other/model")
 
 
 def test_bad_tokenizer_folder(tmp_path):

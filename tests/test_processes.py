@@ -14,6 +14,7 @@ from tiny import (
     ROOT,
     finish,
     flags,
+    launch,
     launch_torchrun,
     load_weights,
     read_jsonl,
@@ -30,6 +31,7 @@ from trainer.heartbeat import Heartbeat
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN |= {"normalize_reward": 1}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
 SAME = {
@@ -40,6 +42,7 @@ SAME = {
     "policy/approx_kl",
     "policy/early_stop",
 }
+SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
@@ -80,8 +83,23 @@ def two(files, tmp_path_factory):
     out = tmp_path_factory.mktemp("two")
     overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     argv = argv_of(files, out, TWO, reward_fn=overflow, keep_checkpoints=9)
-    finish(launch_torchrun(2, [*argv, "--ddp"]))
+    for process in launch_two([*argv, "--ddp"]):
+        finish(process)
     return out / "r"
+
+
+def launch_two(argv, **environment):
+    """Two processes with the environment that torchrun gives them, but without torchrun, which takes longer
+    to start than they take to train. What it does when one ends, or when it is asked to, is tested below."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
+    return [launch(argv, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
 
 
 def furthest(left, right, step=12):
@@ -94,8 +112,9 @@ def furthest(left, right, step=12):
 
 
 def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
-    """The same samples and weights over 12 updates, with PPO epochs, accumulation, whitening, critic warm-up,
-    early stops, a step that was skipped, epochs that end inside a batch and uneven evaluation."""
+    """The same samples and weights over 12 updates, with PPO epochs, accumulation, whitening, normalised
+    scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
+    evaluation."""
     left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (one, two))
     stops = [m["policy/early_stop"] > 0 for m in left[1:]]
     assert any(stops)
@@ -124,7 +143,7 @@ def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, pr
         train_ppo.main(argv_of(files, tmp_path, ONE, **more))
         out = capsys.readouterr().out
     else:
-        out, _ = finish(launch_torchrun(2, argv_of(files, tmp_path, TWO, **more)))
+        (out, _), _ = map(finish, launch_two(argv_of(files, tmp_path, TWO, **more)))
     assert f"note: processes were {3 - processes} and are {processes}" in out
     difference = furthest(one, tmp_path / "r")
     print(f"largest weight difference after going on with {processes}: {difference:.1e}")
@@ -156,8 +175,9 @@ def test_when_one_process_dies_all_end_and_the_run_resumes(files, tmp_path):
 def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
     argv = argv_of(files, tmp_path, TWO, target_kl=0)
     fault = "raise KeyError('no such answer')"
-    out, err = finish(launch_torchrun(2, argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9"), code=1)
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9")
+    (out, err), (_, other) = (finish(process, code=2) for process in processes)
+    lines = [line for line in (err + other).splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert "process 1: --reward_fn: KeyError: 'no such answer' at" in lines[0]
     assert "step_6" in out  # two calls were evaluations; the seventh batch has taught nothing
@@ -180,12 +200,6 @@ def test_one_that_hangs_is_noticed(files, tmp_path):
     process = launch_torchrun(2, argv, script=tmp_path / "hang.py", **environment)
     _, err = finish(process, code=1, seconds=60)
     assert "error: process 0 ends: process 1 has not been heard of for 4 s" in err
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize("group", [True, False])

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from forks import Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -105,6 +106,7 @@ def load_weights(run_folder, step, name="actor"):
 
 
 PYTHON = sys.executable
+LINUX = sys.platform == "linux"
 
 # A reward function that goes wrong for real: at call $FAULT_AT, on process $FAULT_RANK, it runs $FAULT.
 FAULTY_REWARD = """import os, sys, time
@@ -142,7 +144,8 @@ SCRIPT = ROOT / "trainer" / "train_ppo.py"
 
 def launch(argv, script=SCRIPT, **environment):
     """Start train_ppo.py as users do -> the process. ``environment``: more variables."""
-    return _start([PYTHON, str(script), *argv], environment)
+    kind = Forked if LINUX and script == SCRIPT else subprocess.Popen
+    return _start([PYTHON, str(script), *argv], environment, kind)
 
 
 def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
@@ -153,11 +156,9 @@ def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
     return _start([*command, str(script), *argv], environment)
 
 
-def _start(command, environment):
+def _start(command, environment, kind=subprocess.Popen):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(
-        command, **pipes, cwd="/", env={**os.environ, **environment}, start_new_session=True
-    )
+    return kind(command, **pipes, cwd="/", env={**os.environ, **environment}, start_new_session=True)
 
 
 def finish(process, code=0, seconds=120):

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from errors import InputError
 from files import move, sync, writing
 from model.checks import not_finite
+from trainer.running import Running
 
 SUMS = "SHA256SUMS"
 
@@ -38,6 +39,7 @@ class Progress:
     skipped_steps: int = 0  # and all of them
     best_score: float | None = None  # of the evaluations so far, and the step it was made at
     best_step: int = 0
+    raw_scores: dict = field(default_factory=dict)  # {part of the reward: Running}, see --normalize_reward
 
 
 def save(folder, run, config, keep):
@@ -167,7 +169,8 @@ def load(path, run):
 
 def _read_progress(path, total_steps):
     progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
-    counts = [x for name, x in asdict(progress).items() if name != "best_score"]
+    progress.raw_scores = {part: Running(**x) for part, x in progress.raw_scores.items()}
+    counts = [x for name, x in vars(progress).items() if name not in ("best_score", "raw_scores")]
     score = progress.best_score
     if not all(type(n) is int and n >= 0 for n in counts) or not (score is None or type(score) is float):
         raise ValueError("state.json holds something else than counts")

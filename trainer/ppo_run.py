@@ -89,7 +89,8 @@ def before_after_table(records):
         return ""
     before, after = records[0], records[-1]
     rows = ["| held-out | sampled before | after | greedy before | after |", "|---|---|---|---|---|"]
-    for name in ("accuracy", "format_rate", "score", "length", "finished"):
+    raw = [name.removeprefix("eval/") for name in after if name.startswith("eval/") and name.endswith("_raw")]
+    for name in ("accuracy", "format_rate", "score", *raw, "length", "finished"):
         keys = [f"eval/{name}", f"eval/{name}_greedy"]
         if keys[0] in after:
             cells = " | ".join(f"{before[key]:.3f} | **{after[key]:.3f}**" for key in keys)

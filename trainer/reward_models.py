@@ -14,6 +14,7 @@ from dataset.conversations import conversation_ids
 from dataset.formats import to_messages
 from errors import InputError
 from model.checks import check_tokenizer
+from model.hub import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
 from trainer.memory import each_micro_batch
 from trainer.packing import pack_sequences, packed_states
@@ -120,6 +121,7 @@ class RemoteRewardModel:
 def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
     """A directory or hub name -> callable [(prompt, response)] -> scores [N]. InputError if it is none."""
     with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
+        check_hub(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):

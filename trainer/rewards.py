@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,13 +19,14 @@ from errors import InputError
 from trainer.interrupt import TimeUp, time_limit
 from trainer.reward_models import load_reward_models
 from trainer.reward_server import RewardServer
+from trainer.running import Running
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPEATED = re.compile(r"\w+|[^\w\s]")  # words and single signs: what trigrams are made of
 LENGTHS = (20, 800)  # characters that a response should have
-SCORE_LIMIT = 3.0  # reward-model scores are clipped to ±3
+SCORE_LIMIT = 3.0  # reward-model scores are clipped to ±3, normalised ones of a server as well
 
 
 def format_reward(response):
@@ -84,10 +86,20 @@ def load_reward_function(spec):
     return function
 
 
+@dataclass
+class Opinions:
+    """What was said of B responses, before it is weighed: ``settle`` makes scores of it."""
+
+    parts: dict = field(default_factory=dict)  # {name: [B]}, raw where the scale is the judge's own
+    blocks: list = field(default_factory=list)  # which responses have an answer block
+    alone: dict = field(default_factory=dict)  # {reward model: [len(blocks)]}, raw, of the answers alone
+
+
 class Reward:
     """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum.
 
     models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``.
+    The call is ``ask``, then ``settle``; training has the other processes' scores come in between.
     """
 
     def __init__(
@@ -96,6 +108,7 @@ class Reward:
         function=None,
         server=None,
         reasoning=True,
+        normalize=False,
         missing_eos_penalty=0.0,
         repetition_penalty=0.0,
         length_reward=0.0,
@@ -104,18 +117,23 @@ class Reward:
         self.models, self.function, self.server, self.timeout = models or {}, function, server, timeout
         self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
         self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
+        self.normalized = {*self.models, "server"} if normalize else set()  # parts of a scale of their own
 
     def __call__(self, prompts, responses, answers, finished):
-        """B prompts (text or messages), texts, answers (or None), bools -> {part: [B]}, "score" their sum.
+        return self.settle(self.ask(prompts, responses, answers, finished), {})
+
+    def ask(self, prompts, responses, answers, finished):
+        """B prompts (text or messages), texts, answers (or None), bools -> ``Opinions``.
 
         Raises InputError where a reward fails: an exception, no answer in time, a score that is no number.
         """
-        parts = {}
+        opinions = Opinions()
+        parts = opinions.parts
         if self.reasoning:
             parts["format"] = torch.tensor([format_reward(r) for r in responses])
             parts["marks"] = torch.tensor([mark_reward(r) for r in responses])
-        for name, (model, weight) in self.models.items():
-            parts[name] = weight * self._model_scores(model, prompts, responses)
+        for name, (model, _) in self.models.items():
+            self._ask_model(name, model, prompts, responses, opinions)
         if self.function:
             parts["function"] = self._function_scores(prompts, responses, answers)
         if self.server:
@@ -127,19 +145,41 @@ class Reward:
             parts["length"] = torch.tensor([length_reward(r, self.length_reward) for r in responses])
         if self.missing_eos_penalty:
             parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(finished)).float()
-        parts["score"] = torch.stack(list(parts.values())).sum(0)
-        return parts
+        return opinions
 
-    def _model_scores(self, model, prompts, responses):
-        """[B], scores clipped; with an answer block 0.4 of the whole response + 0.6 of the answer alone."""
-        conversations = list(zip(prompts, responses, strict=True))
+    def _ask_model(self, name, model, prompts, responses, opinions):
+        """Every whole response, and every answer block alone."""
         answers = [answer_text(r) if self.reasoning else None for r in responses]
-        blocks = [i for i, answer in enumerate(answers) if answer is not None]
-        scores = model(conversations + [(prompts[i], answers[i]) for i in blocks])
-        scores = scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
-        whole, alone = scores[: len(responses)], scores[len(responses) :]
-        whole[blocks] = 0.4 * whole[blocks] + 0.6 * alone
-        return finite("--reward_model", whole, responses)
+        opinions.blocks = [i for i, answer in enumerate(answers) if answer is not None]
+        asked = list(zip(prompts, responses, strict=True)) + [
+            (prompts[i], answers[i]) for i in opinions.blocks
+        ]
+        scores = finite("--reward_model", model(asked), [text for _, text in asked])
+        opinions.parts[name], opinions.alone[name] = scores.split([len(responses), len(opinions.blocks)])
+
+    def settle(self, opinions, running, world=None):
+        """``Opinions`` -> {part: [B]}, "score" their sum; with ``--normalize_reward`` "<part>_raw" beside it.
+
+        running: {part: ``Running``} of all raw scores of whole responses. With a ``world`` they first take in
+        those of all its processes, which all must call it; without, as in evaluation, they stay as they are.
+        """
+        if world:
+            mine = {name: Running.of(x) for name, x in opinions.parts.items() if name in self.normalized}
+            for theirs in world.gather(mine) if self.normalized else ():
+                running.update({name: running.get(name, Running()) + new for name, new in theirs.items()})
+        parts = {}
+        for name, scores in opinions.parts.items():
+            seen = running.get(name, Running()) if name in self.normalized else None
+            if name in self.models:
+                scores, alone = limited(scores, seen), limited(opinions.alone[name], seen)
+                scores[opinions.blocks] = 0.4 * scores[opinions.blocks] + 0.6 * alone
+                scores = self.models[name][1] * scores
+            elif seen:
+                scores = limited(scores, seen)
+            parts[name] = scores
+        parts["score"] = torch.stack(list(parts.values())).sum(0)
+        raw = {f"{name}_raw": x for name, x in opinions.parts.items() if name in self.normalized}
+        return parts | raw
 
     def _function_scores(self, prompts, responses, answers):
         try:
@@ -164,6 +204,20 @@ class Reward:
         return finite("--reward_fn", torch.tensor(scores), responses)
 
 
+def limited(scores, seen=None):
+    """Raw scores within ±3, normalised by ``seen`` (a ``Running``) if there is one."""
+    return (seen.scale(scores) if seen else scores).clamp(-SCORE_LIMIT, SCORE_LIMIT)
+
+
+def running_metrics(running):
+    """{part: Running} -> {"reward/<part>_mean", "reward/<part>_std"} of its raw scores so far."""
+    return {
+        f"reward/{part}_{what}": getattr(seen, what)
+        for part, seen in running.items()
+        for what in ("mean", "std")
+    }
+
+
 def finite(flag, scores, responses):
     """The scores [B] as they are. InputError if one is NaN or infinite: it would spoil the whole batch."""
     wrong = (~scores.isfinite()).nonzero()
@@ -180,6 +234,7 @@ def load_reward(args, device, dtype, tokenizer):
         function=load_reward_function(args.reward_fn) if args.reward_fn else None,
         server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,
         reasoning=args.reasoning,
+        normalize=args.normalize_reward,
         missing_eos_penalty=args.missing_eos_penalty,
         repetition_penalty=args.repetition_penalty,
         length_reward=args.length_reward,

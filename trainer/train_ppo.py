@@ -51,7 +51,7 @@ from trainer.ppo_run import LOOK, fingerprints, introduction
 from trainer.precision import set_precision
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.reward_models import critic_start
-from trainer.rewards import Reward, load_reward
+from trainer.rewards import Reward, load_reward, running_metrics
 from trainer.rollout import Sampler, response_texts
 from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
 from trainer.stepping import forget_gradients, gradients_that_fit, step_if_finite
@@ -87,6 +87,7 @@ def parse_args(argv=None):
     p.add_argument("--reward_timeout", type=float, default=600, help="seconds for function or server; 0: any")
     p.add_argument("--repetition_penalty", type=float, default=0.0, help="at most, off for repeated trigrams")
     p.add_argument("--length_reward", type=float, default=0.0, help="for 20 to 800 characters, off otherwise")
+    p.add_argument("--normalize_reward", type=int, default=0, choices=[0, 1], help="by running mean, std")
     # rollout
     p.add_argument("--batch_size", type=int, default=128, help="prompts a step, per process")
     p.add_argument("--max_gen_len", type=int, default=64, help="longest response in tokens")
@@ -236,9 +237,9 @@ def roll_out(run, model, prompts, keys, temperature):
 
 
 def judge(run, prompts, rollout, texts):
-    """Responses -> score parts {name: [B]}, "score" their sum."""
+    """Responses -> opinions: what each reward says of them, before it is weighed."""
     answers = [p.answer for p in prompts]
-    return run.reward([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
+    return run.reward.ask([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
 
 
 def fill_rollout(run, rollout, scores, metrics):
@@ -349,7 +350,8 @@ def collect(run, step, batches, positions):
         keys = noise_keys(run.args.seed, step, positions)
         rollout, texts = roll_out(run, run.old_actor, batch, keys, run.args.temperature)
         sampled = time.perf_counter()
-        parts = judge(run, batch, rollout, texts)
+        opinions = judge(run, batch, rollout, texts)
+    parts = run.reward.settle(opinions, run.progress.raw_scores, run.world)
     seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
     return batch, rollout, texts, parts, seconds
 
@@ -371,6 +373,7 @@ def learn(run, step, collected):
     means = metrics.means(run.world)
     seconds = {**seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
     means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+    means |= running_metrics(run.progress.raw_scores)
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
     return means, sample_rows(batch, texts, parts)
 
@@ -383,7 +386,7 @@ def evaluate_actor(run, prompts):
     def answer(batch, temperature):
         keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in batch])
         rollout, texts = roll_out(run, run.actor, batch, keys, temperature)
-        return rollout, texts, judge(run, batch, rollout, texts)
+        return rollout, texts, run.reward.settle(judge(run, batch, rollout, texts), run.progress.raw_scores)
 
     return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
 
