@@ -15,7 +15,12 @@ def reward_from(policy, tokenizer, extra_layers=0):
     The extra layers can. They start as the identity (their outputs are zero), so nothing is lost. Raises
     InputError for families that have no such classifier.
     """
-    policy = as_plain(policy)  # a dense MiniMind is a Llama or a Qwen3
+    try:
+        policy = as_plain(policy)  # a dense MiniMind is a Llama or a Qwen3
+    except InputError:
+        raise InputError(
+            "--model: no sequence classifier exists for a MiniMind with experts; start from a dense one"
+        ) from None
     sizes = policy.config.to_dict()
     sizes["num_hidden_layers"] += extra_layers
     if extra_layers:

@@ -35,8 +35,8 @@ def read(path):
         ("a.json", LINES),
         ("a.json", json.dumps(RECORDS).encode()),
         ("a.json", b"\xef\xbb\xbf\n" + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()),
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode())),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode(), mtime=0)),
         ("no suffix", LINES),
     ],
 )
@@ -108,9 +108,9 @@ def test_hub_names(monkeypatch):
         ("a.json", b"[" * 100_000, r"a\.json: has lists or objects nested too deeply"),
         ("a.txt", b" \n", "no records"),
         ("a.jsonl.gz", LINES, "no whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "no whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b""), "no records"),
-        ("a.jsonl.gz", gzip.compress(LINES + b"{"), r"a\.jsonl\.gz:4: not JSON"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "no whole gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "no records"),
+        ("a.jsonl.gz", gzip.compress(LINES + b"{", mtime=0), r"a\.jsonl\.gz:4: not JSON"),
     ],
 )
 def test_bad_files(tmp_path, name, content, says):

@@ -155,8 +155,8 @@ def check_policy(args, policy, tokenizer):
         raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
-        has, wanted = getattr(policy.config, flag), getattr(args, flag)
-        if wanted not in (0, has):
+        wanted = getattr(args, flag)
+        if wanted and wanted != (has := getattr(policy.config, flag)):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
     if args.use_moe and not is_moe(policy):
         raise InputError(f"--use_moe 1: {args.model} is no mixture of experts; leave the flag out")

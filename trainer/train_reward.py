@@ -22,6 +22,7 @@ import copy
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -110,6 +111,15 @@ def parting(chosen, rejected):
 # ------------------------------------------------------------------------------------------------- the stages
 
 
+class Reading(NamedTuple):
+    """What the model makes of B conversations of N tokens in all."""
+
+    scores: torch.Tensor  # [B] fp32
+    states: torch.Tensor  # [N, H]
+    starts: torch.Tensor  # [B] the place of each one's first token among the N
+    balance: torch.Tensor  # the balance loss of a mixture of experts
+
+
 class RewardStage(stage.Stage):
     """What pairs and rated answers share. See ``stage.Stage``."""
 
@@ -129,21 +139,21 @@ class RewardStage(stage.Stage):
         return found | ({"reference": self.reference.fingerprint()} if self.reference else {})
 
     def read(self, conversations):
-        """Lists of ids -> (scores [B] in fp32, states [N, H] of all tokens, where each row starts among them
-        [B], the balance loss of a mixture of experts)."""
+        """Lists of ids -> ``Reading``."""
         tokens, lengths = pad_right(conversations, self.world.device)
         with autocast(tokens.device, self.dtype):
             output = packed_states(self.model.base_model, tokens, lengths, **self.balance.extra)
         places = score_places(tokens, lengths, self.model.config.pad_token_id)
         scores = self.head(output.last_hidden_state[places])
-        return scores, output.last_hidden_state, lengths.cumsum(0) - lengths, self.balance(output, lengths)
+        starts = lengths.cumsum(0) - lengths
+        return Reading(scores, output.last_hidden_state, starts, self.balance(output, lengths))
 
     def head(self, states):
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
         return self.model.score(states.float()).squeeze(-1)
 
-    def numbers(self, values):
-        return torch.tensor(values, device=self.world.device)
+    def numbers(self, values, dtype=torch.float32):
+        return torch.tensor(values, dtype=dtype, device=self.world.device)
 
     def save_result(self):
         """Nothing yet: scores have no zero before the end."""
@@ -179,42 +189,41 @@ class PairStage(RewardStage):
         return [(chosen, max(parting(chosen, rejected), 1)) for chosen, rejected, _ in items]
 
     def judge(self, items, prefix):
-        """-> (pair loss, scores chosen [B], rejected [B], states, starts, balance loss, metrics)"""
-        scores, states, starts, balance = self.read([x[0] for x in items] + [x[1] for x in items])
-        chosen, rejected = scores.chunk(2)
-        loss, metrics = pair_loss(chosen, rejected, self.numbers([x[2] for x in items])), Metrics()
+        """-> (pair loss, ``Reading`` of all chosen and then all rejected answers, Metrics)"""
+        reading, metrics = self.read([x[0] for x in items] + [x[1] for x in items]), Metrics()
+        chosen, rejected = reading.scores.chunk(2)
+        loss = pair_loss(chosen, rejected, self.numbers([x[2] for x in items]))
         parts = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
         metrics.add_all({f"{prefix}/{name}": x for name, x in parts.items()}, len(items))
-        return loss, chosen, rejected, states, starts, balance, metrics
+        return loss, reading, metrics
 
     def loss(self, items, totals):
         args, (pairs, language_tokens) = self.args, totals
-        loss, chosen, rejected, states, starts, balance, metrics = self.judge(items, "train")
+        loss, reading, metrics = self.judge(items, "train")
         if self.balance.weight:
-            metrics.add("train/balance_loss", balance, 2 * len(items))
-        total = (loss + args.score_penalty * (chosen.square() + rejected.square()).sum()) / pairs
+            metrics.add("train/balance_loss", reading.balance, 2 * len(items))
+        total = (loss + args.score_penalty * reading.scores.square().sum() + reading.balance / 2) / pairs
         if args.parting_coef:  # a score at the very end would have to find the fault itself: here it is named
-            places = self.numbers([parting(*x[:2]) for x in items]).repeat(2) + starts
-            part = pair_loss(*self.head(states[places]).chunk(2), 0.0)
+            places = self.numbers([parting(*x[:2]) for x in items], torch.int64).repeat(2) + reading.starts
+            part = pair_loss(*self.head(reading.states[places]).chunk(2), 0.0)
             metrics.add("train/parting_loss", part, len(items))
             total = total + args.parting_coef * part / pairs
         if args.lm_coef and language_tokens:
-            language = self.language_loss(items, states, starts)
-            metrics.add(
-                "train/lm_loss", language, sum(len(x) - start for x, start in self.from_parting(items))
-            )
-            total = total + args.lm_coef * language / language_tokens
-        return total + balance / (2 * pairs), metrics
+            nll = self.language_nll(items, reading)
+            metrics.add("train/lm_loss", nll.sum(), len(nll))
+            total = total + args.lm_coef * nll.sum() / language_tokens
+        return total, metrics
 
-    def language_loss(self, items, states, starts):
-        """-log p of each chosen token from where the responses part, summed."""
+    def language_nll(self, items, reading):
+        """-log p of each of the N chosen tokens from where the answers part -> [N]"""
         places, targets = [], []
-        for (chosen, start), first in zip(self.from_parting(items), starts.tolist(), strict=False):
+        for (chosen, start), first in zip(self.from_parting(items), reading.starts.tolist(), strict=False):
             places += range(first + start - 1, first + len(chosen) - 1)
             targets += chosen[start:]
-        picked, head = take_rows(states, self.numbers(places)), self.modules["lm_head"]
-        with autocast(states.device, self.dtype):
-            return -token_logprobs(head, picked, self.numbers(targets), 1.0)[0].sum()
+        places, targets = (self.numbers(x, torch.int64) for x in (places, targets))
+        with autocast(places.device, self.dtype):
+            states, head = take_rows(reading.states, places), self.modules["lm_head"]
+            return -token_logprobs(head, states, targets, 1.0)[0]
 
     def measure(self, items):
         *_, metrics = self.judge(items, "eval")
@@ -234,8 +243,8 @@ class RatingStage(RewardStage):
 
     def judge(self, items):
         """-> (scores [B], given ones [B], balance loss)"""
-        scores, _, _, balance = self.read([ids for ids, _ in items])
-        return scores, self.numbers([score for _, score in items]), balance
+        reading = self.read([ids for ids, _ in items])
+        return reading.scores, self.numbers([score for _, score in items]), reading.balance
 
     def loss(self, items, totals):
         (total,), metrics, (scores, given, balance) = totals, Metrics(), self.judge(items)
