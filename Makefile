@@ -26,7 +26,7 @@ demo-assets: .venv/train.stamp
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --hf_dir model/demo/policy
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \
 		--data_path dataset/demo/references.jsonl --out_dir out/demo_backbone
-	$(BIN)/python trainer/train_reward.py $(SMALL) --epochs 3 --batch_size 24 --extra_layers 2 \
+	$(BIN)/python trainer/train_reward.py $(SMALL) --epochs 5 --batch_size 24 --extra_layers 2 \
 		--parting_coef 1 --lm_coef 1 --score_penalty 0.0045 \
 		--model out/demo_backbone/full_sft_128 --reference model/demo/policy \
 		--data_path dataset/demo/preferences.jsonl --eval_data_path dataset/demo/preferences_eval.jsonl \

@@ -5,6 +5,8 @@ import math
 import shutil
 import signal
 import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import export
 from dataset.lm_dataset import conversation_ids, right_pad
-from errors import InputError
+from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
@@ -571,6 +573,20 @@ def test_the_commands_of_the_page_run(files, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.hidden_size == 32
 
 
+def test_the_flags_of_make_demo_assets_exist():
+    done = subprocess.run(["make", "-n", "demo-assets"], cwd=ROOT, capture_output=True, text=True, check=True)
+    commands = [
+        line.split("trainer/")[1].split()
+        for line in done.stdout.replace("\\\n", " ").splitlines()
+        if "trainer/" in line
+    ]
+    assert [script for script, *_ in commands] == ["train_sft.py", "train_sft.py", "train_reward.py"]
+    for script, *argv in commands:
+        args = {"train_sft.py": train_sft, "train_reward.py": train_reward}[script].parse_args(argv)
+        assert Path(args.data_path).is_file()
+    assert args.parting_coef == args.lm_coef == 1
+
+
 # ---------------------------------------------------------------------------------------------- bad input
 
 
@@ -624,10 +640,8 @@ def test_a_result_never_replaces_its_own_start(files, tmp_path):
         train_sft.main(argv_of(files, "sft", tmp_path, model=start))
 
 
-def test_a_script_exits_with_2_and_one_line(tmp_path):
-    process = launch(
-        ["--model", "/nowhere.pth", "--data_path", "x"], script=ROOT / "trainer" / "train_reward.py"
-    )
-    _, err = finish(process, code=2)
-    assert err.startswith("error: /nowhere.pth")
-    assert err.count("\n") == 1
+def test_a_script_exits_with_2_and_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: train_reward.main(["--model", "/nowhere.pth", "--data_path", "x"]))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: /nowhere.pth: no such file\n"
