@@ -40,8 +40,8 @@ def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
         reward_fn=f"{tmp_path / 'water.py'}:score",
         data_path=write_jsonl(tmp_path / "starts.jsonl", [{"prompt": s} for s in starts]),
         out_dir=tmp_path, reasoning=0, epochs=1000, max_steps=30, batch_size=32, mini_batch_size=16,
-        ppo_epochs=2, max_gen_len=48, learning_rate=3e-4, critic_learning_rate=1e-3,
-        missing_eos_penalty=0, kl_coef=0.1,
+        ppo_epochs=2, max_gen_len=48, learning_rate=4e-4, critic_learning_rate=1e-3,
+        missing_eos_penalty=0, kl_coef=0.07,
     )  # fmt: skip
     metrics = read_jsonl(tmp_path / "run_1" / "metrics.jsonl")[1:]
     first, last = metrics[:5], metrics[-5:]

@@ -169,7 +169,7 @@ def load(path, run):
 
 def _read_progress(path, total_steps):
     progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
-    progress.raw_scores = {part: Running(**x) for part, x in progress.raw_scores.items()}
+    progress.raw_scores = {part: Running(**x) for part, x in dict(progress.raw_scores).items()}
     counts = [x for name, x in vars(progress).items() if name not in ("best_score", "raw_scores")]
     score = progress.best_score
     if not all(type(n) is int and n >= 0 for n in counts) or not (score is None or type(score) is float):
