@@ -50,7 +50,7 @@ def memory(folder, device, rank):
     return float(done.stdout.split()[-1])
 
 
-def run(device, steps=4, seeds=(0, 1, 2)):
+def run(device, steps=4, seeds=(0,)):
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), SIZE, None, VOCABULARY)
         peaks = {kind: memory(folder, device, rank) for kind, rank in KINDS.items()}
