@@ -20,6 +20,8 @@ LONGEST = [
     "fuzz",
     "chaos",
     "chat",
+    "stages",
+    "export",
 ]
 
 

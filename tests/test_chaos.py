@@ -15,7 +15,7 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
         "batch_size": 8,
         "mini_batch_size": 4,
         "max_gen_len": 6,
-        "max_steps": 12,
+        "max_steps": 24,
         "epochs": 9,
         "update_old_actor_freq": 3,
         "eval_interval": 5,
@@ -33,4 +33,4 @@ def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path
     assert "differences |" in done.stdout
     assert "| none |" in done.stdout
     steps = [m["step"] for m in read_jsonl(folder / "storm" / "run" / "metrics.jsonl")]
-    assert steps == list(range(13))
+    assert steps == list(range(25))
