@@ -47,11 +47,12 @@ def prompt_text(tokenizer, prompt):
 
 def conversation_text(tokenizer, prompt, response):
     """What a reward model reads, marked: the template over prompt and response; without one both and a
-    newline, or the transcript gone on with."""
+    newline, or the transcript gone on with, behind a space."""
     asked, response = for_tokenizer(tokenizer, prompt), mark_special(tokenizer, response)
     if isinstance(asked, str):
-        goes_on = isinstance(prompt, str) and is_transcript(prompt)
-        return f"{asked}{' ' if goes_on else chr(10)}{response}"
+        if isinstance(prompt, str) and is_transcript(prompt):
+            return f"{asked} {response.removeprefix(' ')}"
+        return f"{asked}\n{response}"
     return render(tokenizer, [*asked, {"role": "assistant", "content": response}])
 
 

@@ -22,6 +22,7 @@ from errors import InputError
 
 PLACEHOLDERS = ("", "空", "无")  # what MiniMind's prompt files have in place of an answer
 PROMPT_KEYS = {"conversations", "messages", "chosen", "user_input", "prompt"}
+QUESTIONS = {"question", "query", "instruction", "input", "conversations", "messages", "user_input"}
 ROLE_NAMES = {
     "human": "user",
     "gpt": "assistant",
@@ -71,6 +72,8 @@ def to_pair(record):
     """-> ((prompt, chosen text), (prompt, rejected text), margin: how much better, 0 where nobody says)."""
     chosen, rejected = (_preferred(record, side) for side in ("chosen", "rejected"))
     if chosen[0] is None and rejected[0] is None:
+        if other := sorted(QUESTIONS & record.keys()):
+            raise InputError(f'the question is under "{other[0]}"; call it "prompt"')
         chosen, rejected = _common_start(chosen[1], rejected[1])
     if not chosen[0] or not rejected[0]:
         raise InputError('"chosen" and "rejected" must both be answers to a prompt that is not empty')
@@ -178,7 +181,7 @@ def _with_completion(prompt, record):
         if answer is None:
             raise InputError('"completion" must end with an assistant turn')
         return (to_messages(prompt) + turns if turns else prompt), answer
-    return prompt, _optional_text(record, "answer" if "answer" in record else "completion")
+    return prompt, _optional_text(record, "completion" if record.get("answer") is None else "answer")
 
 
 def _preferred(record, side):
@@ -204,7 +207,7 @@ def _common_start(chosen, rejected):
     """Two texts without a prompt -> ((start, rest), (start, other rest)): they part at a word."""
     alike = itertools.takewhile(lambda signs: signs[0] == signs[1], zip(chosen, rejected, strict=False))
     start = "".join(sign for sign, _ in alike)
-    start = start[: start.rfind(" ") + 1].rstrip()
+    start = re.match(r"(.*\s)?", start, re.DOTALL)[0].rstrip()
     if not start:
         raise InputError('no prompt; the texts do not begin alike: add a "prompt"')
     return (start, chosen[len(start) :]), (start, rejected[len(start) :])
@@ -222,9 +225,10 @@ def _optional_text(record, name):
 
 def _number(record, name, default=None):
     value = record.get(name, default)
-    if isinstance(value, str):  # ChatLLaMA's files have them in quotes
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f'"{name}" must be a number, not {str(value)[:50]!r}')
-    return float(value)
+    number = math.nan
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)  # ChatLLaMA's files have them in quotes
+    if not math.isfinite(number):
+        raise InputError(f'"{name}" must be a number, not {repr(value)[:50]}')
+    return number

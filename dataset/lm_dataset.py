@@ -55,6 +55,8 @@ class RecordDataset(Dataset):
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", records=None):
         self.path, self.tokenizer, self.max_length = str(path), tokenizer, max_length
+        if system_prompt and tokenizer.chat_template is None:
+            raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
         self.system_prompt, self.records = system_prompt, records or open_records(path)
         n = len(self.records)
         self.whole = n <= READ_WHOLE
@@ -68,7 +70,7 @@ class RecordDataset(Dataset):
         if not fitting:
             raise InputError(f"{path}: every record is longer than {max_length} tokens; raise --max_seq_len")
         self._kept = array("L", [i for i, _ in fitting]) if self.whole else range(n)
-        self.dropped = len(lengths) - len(fitting)
+        self.edge, self.dropped = len(self._kept), len(lengths) - len(fitting)
         self.longest = max(length for _, length in fitting) if self.whole else max_length
         self.fingerprint = digest.hexdigest()[:12]
 
@@ -97,10 +99,16 @@ class RecordDataset(Dataset):
             raise IndexError(place)  # what ends a for loop
         return self.__getitems__([place])[0]
 
+    def hold_out(self, count):
+        """Keep the last ``count`` items apart: none before them is passed over for one of them, nor one of
+        them for another."""
+        self.edge = len(self) - count
+
     def _next(self, place):
-        """The first item behind ``place`` that is short enough."""
-        for i in range(place + 1, place + len(self)):
-            (item,) = self.make([self._kept[i % len(self)]])
+        """The first item behind ``place`` that is short enough, on its side of the edge."""
+        first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
+        for i in range(place + 1, place + last - first):
+            (item,) = self.make([self._kept[first + (i - first) % (last - first)]])
             if self.length(item) <= self.max_length:
                 return item
         raise InputError(

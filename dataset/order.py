@@ -1,6 +1,7 @@
 """The order in which records are visited: pure functions, the same whatever the number of processes."""
 
 import os
+import signal
 from functools import lru_cache
 
 import numpy as np
@@ -63,12 +64,13 @@ class PromptBatches(Sampler):
 def prompt_loader(dataset, order, num_workers):
     """The batches of ``order`` as lists of items, made by ``num_workers`` processes ahead of time, if any."""
     # Forked, since what a dataset has open does not travel otherwise.
-    how = {"multiprocessing_context": "fork", "worker_init_fn": _one_thread} if num_workers else {}
+    how = {"multiprocessing_context": "fork", "worker_init_fn": _prepare_worker} if num_workers else {}
     return DataLoader(dataset, batch_sampler=order, collate_fn=list, num_workers=num_workers, **how)
 
 
-def _one_thread(worker):
+def _prepare_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # their threads do not survive a fork
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a whole group: the main process saves, then ends them
 
 
 def next_batch(batches):

@@ -162,6 +162,8 @@ def _seekable(path):
     file = _opened(path)
     if file.seekable():
         return file
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(f"{path}: several processes cannot read one pipe; write it to a file first")
     with file, _temporary(path) as copy:
         shutil.copyfileobj(file, copy, 1 << 20)
     return copy

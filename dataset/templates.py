@@ -30,12 +30,12 @@ def set_template(tokenizer, template):
     """
     if not template:
         return
-    if os.path.isfile(template):
+    if os.path.isfile(template):  # whose last line an editor has ended
         with (
             as_input_error(f"--prompt_template {template}: cannot be read"),
             open(template, encoding="utf-8") as f,
         ):
-            text = f.read()
+            text = f.read().removesuffix("\n")
     else:
         text = template.replace("\\n", "\n").replace("\\t", "\t")
     if "{{" in text or "{%" in text:

@@ -178,15 +178,16 @@ def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path, number):
     assert [m["step"] for m in read_jsonl(metrics)] == list(range(len(read_jsonl(metrics))))
 
 
-def test_ctrl_c_reaches_the_loaders_workers_too_and_does_no_harm(files, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_loaders_workers_too_and_does_no_harm(number, files, tmp_path):
     argv = argv_of(
         files, tmp_path, max_steps=500, epochs=1000, save_interval=1000, eval_interval=0, num_workers=2
     )
     process = launch(argv)
     metrics = tmp_path / "r" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, err = finish(process, code=130)
+    os.killpg(process.pid, number)  # as a terminal does, or Slurm
+    _, err = finish(process, code=128 + number)
     assert err == "\nstopping after this step; once more: at once\n"
     assert (tmp_path / "r" / "checkpoints" / f"step_{read_jsonl(metrics)[-1]['step']}").is_dir()
 
@@ -493,6 +494,15 @@ def test_resume_compares_what_files_hold(files, half, tmp_path):
     ):
         with pytest.raises(InputError, match=rf"--{flag} .* does not hold what the run began with"):
             train_ppo.main([*argv, f"--{flag}", other, "--resume", "auto"])
+
+
+def test_resume_notices_another_zero_of_the_scores(files, half, tmp_path):
+    _, argv = half
+    reward = shutil.copytree(files["reward_model"], tmp_path / "reward")
+    config = json.loads((reward / "config.json").read_text())
+    (reward / "config.json").write_text(json.dumps(config | {"reward_offset": 0.5}))
+    with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
+        train_ppo.main([*argv, "--reward_model", str(reward), "--resume", "auto"])
 
 
 def test_resume_notices_another_end_of_response(files, half, tmp_path):

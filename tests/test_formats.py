@@ -105,6 +105,12 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
         " blue.",
         " green.",
     ),
+    "implicit, text of lines": (
+        {"chosen": "What is 2 + 3?\nFive", "rejected": "What is 2 + 3?\nFour"},
+        "What is 2 + 3?",
+        "\nFive",
+        "\nFour",
+    ),
     "hh": (
         {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": f"{TALK}\n\nAssistant: 6"},
         ASKED,
@@ -177,6 +183,8 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         (to_demonstration, {"prompt": "hi"}, "no answer"),
         (to_pair, {"prompt": "hi"}, '"chosen" must be'),
         (to_pair, {"prompt": "hi", "chosen": "5"}, '"rejected" must be'),
+        (to_pair, {"question": "2 + 3?", "chosen": "It is 5", "rejected": "It is 6"}, 'call it "prompt"'),
+        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
         (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, "both be answers"),
         (to_pair, {"chosen": "good", "rejected": "bad"}, "do not begin alike"),
         (to_pair, {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": "6"}, "both be answers"),
@@ -220,7 +228,7 @@ def test_a_text_is_learned_whole(chat, plain, jsonl):  # noqa: F811
         assert mask == [0] + [1] * (len(ids) - 1)  # nothing comes before the first token
 
 
-def test_system_prompt(chat, jsonl):  # noqa: F811
+def test_system_prompt(chat, plain, jsonl):  # noqa: F811
     system = {"role": "system", "content": "be short"}
     path = jsonl({"prompt": "hi"}, {"prompt": [{"role": "system", "content": "own"}, user("hi")]})
     one, two = RLAIFDataset(path, chat, 100, "be short")
@@ -233,6 +241,8 @@ def test_system_prompt(chat, jsonl):  # noqa: F811
     assert PreferenceDataset(path, chat, 100, "be short")[0][0] == conversation_ids(
         chat, [system, user("hi")], "5"
     )
+    with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
+        RLAIFDataset(path, plain, 100, "be short")
     assert SFTDataset(path, chat, 100, "be short")[0][0][: len(one.prompt_ids)] == one.prompt_ids
 
 
@@ -242,7 +252,7 @@ def test_system_prompt(chat, jsonl):  # noqa: F811
 
 def test_prompt_template(plain, jsonl, tmp_path):  # noqa: F811
     template = "\\n\\nHuman: {prompt}\\n\\nAssistant:"
-    (tmp_path / "template.txt").write_text(template.replace("\\n", "\n"), "utf-8")
+    (tmp_path / "template.txt").write_text(template.replace("\\n", "\n") + "\n", "utf-8")
     for given in (template, str(tmp_path / "template.txt")):
         plain.chat_template = None
         set_template(plain, given)

@@ -177,6 +177,23 @@ def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
         RLAIFDataset(write_jsonl(tmp_path / "c.jsonl", records[:-1]), word_tokenizer("ab"), 2)
 
 
+def test_nothing_is_passed_over_for_what_is_held_out(tmp_path, small_limits):
+    records = [{"prompt": "a b a b" if i in (29, 35, 39) else "a"} for i in range(40)]
+    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
+    data.hold_out(10)
+    assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
+
+
+def test_several_processes_cannot_read_a_pipe(monkeypatch):
+    end, start = os.pipe()
+    os.write(start, LINES)
+    os.close(start)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="several processes cannot read one pipe"):
+        open_records(f"/dev/fd/{end}")
+    os.close(end)
+
+
 def test_a_bad_line_behind_the_sample(tmp_path, small_limits):
     lines = ['{"prompt": "a"}'] * 40
     lines[7] = '{"prompt": 7}'

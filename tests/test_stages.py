@@ -28,6 +28,7 @@ from tiny import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import export
+from dataset import lm_dataset
 from dataset.lm_dataset import conversation_ids, right_pad
 from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
@@ -559,8 +560,8 @@ def test_the_commands_of_the_page_run(files, tmp_path):
         "dtype": "float32",
     }
     more = {
-        "train_sft": flags(**small, eval_size=5),
-        "train_reward": flags(**small, eval_size=5, reference_samples=4, max_gen_len=5),
+        "train_sft": flags(**small, eval_size=5, max_seq_len=100),
+        "train_reward": flags(**small, eval_size=5, max_seq_len=100, reference_samples=4, max_gen_len=5),
         "train_ppo": flags(**small, mini_batch_size=4, critic_warmup_steps=0, max_gen_len=5),
         "export": [],
     }
@@ -571,6 +572,25 @@ def test_the_commands_of_the_page_run(files, tmp_path):
         mains.pop(name).main([*(ours.get(word, word) for word in argv), *more[name]])
     assert not mains
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.hidden_size == 32
+
+
+def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_dataset, "READ_WHOLE", 5)
+    monkeypatch.setattr(lm_dataset, "SAMPLE", 2)
+    lines = Path(files["sft"]).read_text().splitlines()
+    lines[9] = "{"
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    argv = argv_of(files | {"sft": tmp_path / "bad.jsonl"}, "sft", tmp_path, run_name="r", eval_size=2)
+    with pytest.raises(InputError, match=r"bad\.jsonl:10: not JSON"):
+        train_sft.main([*argv, "--epochs", "9"])
+    done = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "r" / "checkpoints" / f"step_{done}").is_dir()
+
+
+def test_an_end_that_ppo_does_not_know_is_not_taught(files, tmp_path):
+    template = "{% for m in messages %}{{ m['content'] + ' a ' }}{% endfor %}"
+    with pytest.raises(InputError, match="does not end answers with the tokenizer's EOS"):
+        train_sft.main([*argv_of(files, "sft", tmp_path), "--prompt_template", template])
 
 
 def test_the_flags_of_make_demo_assets_exist():

@@ -47,7 +47,9 @@ def fingerprints(run):
     judges = []
     for judge, weight in run.reward.models.values():
         vocabulary = sorted(judge.tokenizer.get_vocab().items())
-        judges.append([weights_hash(judge.model), vocabulary, judge.tokenizer.chat_template, weight])
+        config = judge.model.config.to_dict()
+        scale = [weight, config.get("reward_offset", 0.0), config.get("pad_token_id")]  # and where it is read
+        judges.append([weights_hash(judge.model), vocabulary, judge.tokenizer.chat_template, *scale])
     if judges:
         found["reward_model"] = short_hash(judges)
     if run.args.reward_fn:

@@ -149,6 +149,7 @@ def split(args, load):
                 f"--eval_size {kept}: leaves nothing to train on of the {len(data)} records in "
                 f"{args.data_path}; lower it"
             )
+        data.hold_out(kept)
         held_out = Subset(data, range(len(data) - kept, len(data)))
     return Subset(data, range(len(data) - kept)), held_out
 
@@ -225,8 +226,12 @@ def train(stage, tracker):
         if progress.step == 0:
             record(stage, tracker, 0, evaluate(stage))
         for step in range(progress.step, total):
-            with world.all_or_none():
-                items = next_batch(batches)
+            try:
+                with world.all_or_none():
+                    items = next_batch(batches)
+            except InputError:
+                save(stage, tracker)
+                raise
             metrics = learn(stage, step, items)
             world.check_identical(model=stage.trained)
             progress.step = done = step + 1

@@ -296,7 +296,8 @@ def build(args, world):
     if args.reference_samples:
         speaker = policy, tokenizer
         if args.reference:
-            source = tokenizer_source(args.reference)
+            beside = args.tokenizer and args.reference.endswith(".pth")
+            source = args.tokenizer if beside else tokenizer_source(args.reference)
             speaker = load_policy(args.reference, code), load_tokenizer(source, code)
             set_template(speaker[1], args.prompt_template)
         reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)

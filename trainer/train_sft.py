@@ -31,7 +31,7 @@ from dataset.lm_dataset import SFTDataset
 from dataset.templates import set_template
 from errors import FlagParser, InputError, run_script
 from files import writing
-from model.checks import is_moe
+from model.checks import eos_ids, is_moe
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from model.saving import save_directory, save_policy
 from trainer import stage
@@ -172,7 +172,17 @@ def build(args, world):
     data, held_out = stage.split(
         args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len, args.system_prompt)
     )
+    check_ends(data[0], tokenizer, model)
     return FineTuning(args, world, tokenizer, model, data, held_out)
+
+
+def check_ends(item, tokenizer, model):
+    """InputError if a model would learn to end its answers with what PPO and chat.py do not stop at."""
+    if not any(mask and token in eos_ids(tokenizer, model) for token, mask in zip(*item, strict=True)):
+        raise InputError(
+            f"the chat template does not end answers with the tokenizer's EOS, {tokenizer.eos_token}: name "
+            "what ends a turn as eos_token in tokenizer_config.json, or give another --prompt_template"
+        )
 
 
 def main(argv=None):
