@@ -7,7 +7,7 @@ import torch
 import transformers as T
 from tiny import tiny_llama
 
-from trainer.layers import FAMILIES, is_quick_attention, quicken
+from trainer.layers import FAMILIES, attention_forward, is_quick, layer_forward, mlp_forward, quicken
 from trainer.packing import SHAPES, pack_sequences, packed_states
 from trainer.rollout import ROWS, Sampler
 
@@ -46,7 +46,9 @@ def test_values_and_gradients_are_those_of_transformers(name):
     plain, quick = copy.deepcopy(model).base_model, copy.deepcopy(model).base_model
     assert pack_sequences(quick)
     layer = quick.layers[0]
-    assert is_quick_attention(layer.self_attn)
+    assert is_quick(layer, layer_forward)
+    assert is_quick(layer.self_attn, attention_forward)
+    assert is_quick(layer.mlp, mlp_forward)
     assert "forward" in vars(layer.input_layernorm)
     for a, b in zip(states_and_gradients(plain), states_and_gradients(quick), strict=True):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())

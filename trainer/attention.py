@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from trainer import kernels
+
 ATTENTION = "small_lm"
 LONG = 128  # in fp32 a CPU's fused kernel is slower or equal below, and faster from here on
 
@@ -33,16 +35,12 @@ def attention(module, query, key, value, attention_mask, packing=None, **kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def cache_dtype(model):
-    """Of cached keys and values: on a CPU, products of slices of a cache are slower in bf16, and copied."""
-    ours = model.config._attn_implementation == ATTENTION
-    return torch.float32 if ours and model.device.type == "cpu" else model.dtype
-
-
 def _causal(module, query, key, value, **kwargs):
     """Each token sees itself and what came before, within the sliding window if there is one."""
     length, window = query.shape[2], kwargs.get("sliding_window")
     products = query.device.type == "cpu" and (length < LONG or value.dtype != torch.float32)
+    if products and kernels.ready(query.new_empty(0)):
+        return _CausalProducts.apply(query, key, value, window, kwargs["scaling"])
     mask = None
     if products or (window and window < length):
         mask = causal_mask(length, window, query.dtype, query.device)
@@ -66,6 +64,36 @@ def by_products(query, key, value, mask, scaling):
     scores = torch.baddbmm(mask, packed, key.flatten(0, 1).transpose(1, 2), alpha=scaling)
     out = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
     return out.view(batch, heads, width, -1).transpose(1, 2)
+
+
+class _CausalProducts(torch.autograd.Function):
+    """``by_products`` with a causal mask that is not there: what a token does not see is not computed."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, window, scaling):
+        batch, heads, width, dim = query.shape
+        groups = key.shape[1]
+        packed = query.reshape(batch * groups, heads // groups * width, dim)
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        scores = torch.bmm(packed, key.transpose(1, 2))
+        p = kernels.causal_softmax_(scores, window, scaling)
+        ctx.save_for_backward(packed, key, value, p)
+        ctx.scaling, ctx.shape = scaling, (batch, groups, width)
+        return torch.bmm(p, value).view(batch, heads, width, -1).transpose(1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        query, key, value, p = ctx.saved_tensors
+        batch, groups, width = ctx.shape
+        grad = grad.transpose(1, 2).reshape(len(p), p.shape[1], -1)
+        grad_value = torch.bmm(p.transpose(1, 2), grad)
+        grad_p = torch.bmm(grad, value.transpose(1, 2))
+        grad_scores = kernels.causal_softmax_backward_(p, grad_p, ctx.scaling)
+        grad_query = torch.bmm(grad_scores, key).view(batch, -1, width, key.shape[2])
+        grad_key = torch.bmm(grad_scores.transpose(1, 2), query)
+        grads = (x.view(batch, groups, *x.shape[1:]) for x in (grad_key, grad_value))
+        return grad_query, *grads, None, None
 
 
 def _packed(module, query, key, value, packing, **kwargs):

@@ -6,14 +6,12 @@ two are apart.
 """
 
 import copy
-from types import MethodType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.lora import merged
-from trainer.layers import FAMILIES, is_quick_attention
+from trainer.layers import attention_forward, is_quick, mlp_forward
 from trainer.packing import pack_sequences
 
 
@@ -52,12 +50,6 @@ def _joined(parameters):
     return torch.cat([p.detach() for p in parameters]) if len(parameters) > 1 else parameters[0].detach()
 
 
-def gated_mlp_forward(mlp, x):
-    """down(silu(gate(x)) * up(x)), with gate and up as one product."""
-    gate, up = mlp.gate_up(x).split(mlp.gate_up.sizes, -1)
-    return mlp.down_proj(F.silu(gate) * up)
-
-
 class BehaviourCopy:
     """``model`` samples; ``load`` gives it the weights of a policy of the same architecture, whose adapters,
     if it has any, are merged into them. ``policy``: one without adapters."""
@@ -83,13 +75,12 @@ class BehaviourCopy:
     def _pack(self):
         """Put packed layers in the place of linear ones, one for all that have the same input."""
         for module in list(self.model.modules()):
-            if is_quick_attention(module):
+            if is_quick(module, attention_forward):
                 module.qkv = PackedLinear(module.q_proj, module.k_proj, module.v_proj)
                 module.q_proj = module.k_proj = module.v_proj = None
-            if is_gated_mlp(module):
+            if is_quick(module, mlp_forward):
                 module.gate_up = PackedLinear(module.gate_proj, module.up_proj)
                 module.gate_proj = module.up_proj = None
-                module.forward = MethodType(gated_mlp_forward, module)
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child))
@@ -106,10 +97,3 @@ class BehaviourCopy:
         for layer in self.packed:
             layer.pack()
 
-
-def is_gated_mlp(module):
-    """Whether this is the feed-forward of Llama and its relatives."""
-    if type(module).__name__ not in [family + "MLP" for family in FAMILIES]:
-        return False
-    x = torch.linspace(-3, 3, 31)
-    return torch.allclose(module.act_fn(x), F.silu(x))

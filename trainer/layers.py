@@ -1,18 +1,21 @@
 """Llama's layers in fewer operations, for training and sampling alike.
 
-transformers writes norms, rotary positions and attention as dozens of small operations, each of which reads
-and writes every activation. The same is computed here with gradients of our own. A module keeps its class,
+transformers writes norms, rotary positions, gates and attention as dozens of small operations, each of which
+reads and writes every activation. The same is computed here with gradients of our own: by the compiled
+functions of ``kernels.py`` on a CPU, by fewer of torch's operations elsewhere. A module keeps its class,
 parameters and names; only its ``forward`` is replaced, and only where it gives the same numbers
 (``quicken`` compares), so models of other families stay what they are.
 
 Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, Su et al. 2021
-(arXiv:2104.09864).
+(arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).
 """
 
 from types import MethodType
 
 import torch
+import torch.nn.functional as F
 
+from trainer import kernels
 from trainer.attention import attention
 from trainer.precision import compute_dtype
 
@@ -22,37 +25,79 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, dtype):
-        y, r = _normed(x, weight, eps)
+        y, _, r = _normed(x, None, weight, eps, dtype)
         ctx.save_for_backward(x, weight, r)
-        return y.to(dtype)
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        """LayerNorm's own gradient for mean 0 and 1/std r is ours, but for a mean that it takes off."""
-        x, weight, r = ctx.saved_tensors
-        grad, width = grad.float(), x.shape[-1]
-        zero, wanted = torch.zeros_like(r), [True, ctx.needs_input_grad[1], False]
-        layer_norm = torch.ops.aten.native_layer_norm_backward
-        grad_x, grad_weight, _ = layer_norm(grad, x.float(), [width], zero, r, weight, None, wanted)
-        grad_x += torch.matmul(grad, weight)[..., None].mul_(r / width)
-        return grad_x.to(x.dtype), grad_weight, None, None
+        grad_x, _, grad_weight = _norm_backward(*ctx.saved_tensors, grad)
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
 
 
-def _normed(x, weight, eps):
-    """-> x r w in the weight's dtype, r [..., 1] in fp32."""
-    wide = x.float()
+class _AddNorm(torch.autograd.Function):
+    """(s, norm of s) with s = x + delta: what lies between attention and feed-forward."""
+
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps, dtype):
+        y, total, r = _normed(x, delta, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, r)
+        ctx.delta_dtype = delta.dtype
+        return total, y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_total, grad):
+        grad_x, grad_delta, grad_weight = _norm_backward(
+            *ctx.saved_tensors, grad, grad_total, ctx.delta_dtype
+        )
+        return grad_x, grad_delta, grad_weight if ctx.needs_input_grad[2] else None, None, None
+
+
+def _normed(x, delta, weight, eps, dtype):
+    """-> (y in ``dtype``, x + delta or None, r [rows] in fp32)"""
+    if kernels.ready(x, delta, weight):
+        return kernels.rms_norm(x, weight, eps, dtype, delta)
+    total = None if delta is None else x + delta
+    wide = (x if delta is None else total).float()
     # The norm of a row is one cheap pass, its mean square would be three.
     r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     r = r.add_(eps).rsqrt_()
-    return (wide * r).to(weight.dtype).mul_(weight), r
+    return (wide * r).to(weight.dtype).mul_(weight).to(dtype), total, r.flatten()
+
+
+def _norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
+    """-> gradients of x, of delta in its dtype, and of the weight. grad_x: what x has besides."""
+    grad = grad.contiguous()
+    grad_x = None if grad_x is None else grad_x.contiguous()
+    if kernels.ready(x, weight, grad, grad_x):
+        return kernels.rms_norm_backward(x, weight, r, grad, grad_x, delta_dtype)
+    grad, width, r = grad.float(), x.shape[-1], r.view(*x.shape[:-1], 1)
+    # LayerNorm's own gradient for mean 0 and 1/std r is ours, but for a mean that it takes off.
+    layer_norm = torch.ops.aten.native_layer_norm_backward
+    known = [x.float(), [width], torch.zeros_like(r), r, weight, None, [True, True, False]]
+    out, grad_weight, _ = layer_norm(grad, *known)
+    out += torch.matmul(grad, weight.float())[..., None].mul_(r / width)
+    if grad_x is not None:
+        out += grad_x
+    return out.to(x.dtype), None if delta_dtype is None else out.to(delta_dtype), grad_weight
 
 
 def rms_norm_forward(norm, x):
-    eps = norm.variance_epsilon
+    eps, dtype = norm.variance_epsilon, compute_dtype(x)
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, norm.weight, eps, compute_dtype(x))
-    return _normed(x, norm.weight, eps)[0].to(compute_dtype(x))
+        return _RMSNorm.apply(x, norm.weight, eps, dtype)
+    return _normed(x, None, norm.weight, eps, dtype)[0]
+
+
+def add_norm(x, delta, norm):
+    """-> (x + delta, its norm)"""
+    eps, dtype = norm.variance_epsilon, compute_dtype(x)
+    if torch.is_grad_enabled():
+        return _AddNorm.apply(x, delta, norm.weight, eps, dtype)
+    y, total, _ = _normed(x, delta, norm.weight, eps, dtype)
+    return total, y
 
 
 class _Rotate(torch.autograd.Function):
@@ -66,23 +111,50 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
 
 
 def rotate(x, cos, sin):
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin)
 
 
-def _turn(x, cos, sin):
+def _turn(x, cos, sin, back=False):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), where 1 and 2 are the halves of a head."""
-    half = x.shape[-1] // 2
-    if x.dtype == torch.bfloat16 and half < 32:  # where the operations below are slow
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-    out, sin = x * cos, sin[..., :half]
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
+    if kernels.ready(x, cos, sin) and cos.shape == (*x.shape[:2], 1, x.shape[3]):
+        return kernels.rotate(x, cos, sin, back)
+    half, cos, sin = x.shape[-1] // 2, cos.to(x.dtype), sin[..., : x.shape[-1] // 2].to(x.dtype)
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin, value=1 if back else -1)
+    out[..., half:].addcmul_(x[..., :half], sin, value=-1 if back else 1)
     return out
+
+
+class _SiluMul(torch.autograd.Function):
+    """silu(gate) up"""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return kernels.silu_mul(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return kernels.silu_mul_backward(*ctx.saved_tensors, grad.contiguous())
+
+
+def mlp_forward(mlp, x):
+    """The gated feed-forward: down(silu(gate(x)) up(x))"""
+    if hasattr(mlp, "gate_up"):  # the behaviour copy computes the two at once
+        joint = mlp.gate_up(x)
+        gate, up = joint.chunk(2, -1)
+        fits = kernels.ready(joint)
+    else:
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        fits = kernels.ready(gate, up)
+    if not fits:
+        return mlp.down_proj(F.silu(gate) * up)
+    return mlp.down_proj((_SiluMul.apply if torch.is_grad_enabled() else kernels.silu_mul)(gate, up))
 
 
 def attention_forward(
@@ -91,60 +163,73 @@ def attention_forward(
     """The attention layer of Llama, Qwen2 and Qwen3: hidden states [B, T, H] -> (the same, None)."""
     rows = hidden_states.shape[:-1]
     cos, sin = (x[:, :, None] for x in position_embeddings)
+    window = getattr(layer, "sliding_window", None)
+    if getattr(past_key_values, "fused", False) and past_key_values.positions is not None:
+        norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
+        out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, norms, window)
+        return layer.o_proj(out.view(*rows, -1)), None
     query, key, value = _rotated(layer, hidden_states, cos, sin)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, layer.layer_idx)
-    kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, getattr(layer, "sliding_window", None)
+    kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, window
     out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
     return layer.o_proj(out.reshape(*rows, -1)), None
 
 
 def _rotated(layer, x, cos, sin):
     """Hidden states -> queries and keys with their positions, values, all [B, T, heads, dim]."""
-    shape, normed = (*x.shape[:-1], -1, layer.head_dim), hasattr(layer, "q_norm")
+    shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the behaviour copy computes the three at once
-        joint, sizes = layer.qkv(x).view(shape), [size // layer.head_dim for size in layer.qkv.sizes]
-        if not normed:  # and then turns queries and keys at once
-            turned = rotate(joint[:, :, : sizes[0] + sizes[1]], cos, sin)
-            return *turned.split(sizes[:2], 2), joint[:, :, sizes[0] + sizes[1] :]
-        query, key, value = joint.split(sizes, 2)
+        query, key, value = layer.qkv(x).view(shape).split([n // layer.head_dim for n in layer.qkv.sizes], 2)
     else:
         query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    if normed:
+    if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return rotate(query.contiguous(), cos, sin), rotate(key.contiguous(), cos, sin), value
 
 
-FORWARDS = {"RMSNorm": rms_norm_forward, "Attention": attention_forward}
+def layer_forward(layer, hidden_states, **kwargs):
+    """A decoder layer: x + attention(norm(x)), and of that y + feed-forward(norm(y))."""
+    out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    hidden_states, normed = add_norm(hidden_states, out, layer.post_attention_layernorm)
+    return hidden_states + layer.mlp(normed)
+
+
+FORWARDS = {
+    "RMSNorm": rms_norm_forward,
+    "MLP": mlp_forward,
+    "Attention": attention_forward,
+    "DecoderLayer": layer_forward,
+}
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORWARDS.items()}
 
 
 def quicken(backbone):
     """Replace ``forward`` in layers named after what the functions above compute, if they do compute it."""
-    for module in backbone.modules():
+    for module in reversed(list(backbone.modules())):  # a layer after what it consists of
         forward = KNOWN.get(type(module).__name__)
         if forward is not None and "forward" not in vars(module):
-            case = _norm_case if forward is rms_norm_forward else _attention_case
-            if _same(module, MethodType(forward, module), *case(module, backbone)):
+            if _same(module, MethodType(forward, module), *_case(module, forward, backbone)):
                 module.forward = MethodType(forward, module)
 
 
-def is_quick_attention(module):
-    """Whether ``quicken`` has replaced the forward of this attention layer."""
-    return getattr(vars(module).get("forward"), "__func__", None) is attention_forward
+def is_quick(module, forward):
+    """Whether ``quicken`` has given this layer that forward."""
+    return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
-def _norm_case(norm, _):
-    return torch.linspace(-2, 3, 3 * norm.weight.numel(), device=norm.weight.device).view(3, -1), ()
-
-
-def _attention_case(layer, backbone):
-    places = torch.arange(5, device=backbone.device).expand(2, 5)
-    x = torch.linspace(-2, 3, 10 * backbone.config.hidden_size, device=backbone.device).view(2, 5, -1).sin()
-    return x, (backbone.rotary_emb(x, places), None)
+def _case(module, forward, backbone):
+    """What to compare a module's two forwards on -> (input, further arguments)"""
+    device, width = backbone.device, backbone.config.hidden_size
+    if forward is rms_norm_forward:  # of heads as well
+        width = module.weight.numel()
+    x = torch.linspace(-2, 3, 10 * width, device=device).view(2, 5, width).sin()
+    if forward not in (attention_forward, layer_forward):
+        return x, {}
+    places = torch.arange(5, device=device).expand(2, 5)
+    return x, {"position_embeddings": backbone.rotary_emb(x, places), "attention_mask": None}
 
 
 @torch.enable_grad()
@@ -153,7 +238,7 @@ def _same(module, forward, x, others):
     results, trained = [], [p for p in module.parameters() if p.requires_grad]
     try:
         for function in (module, forward):
-            y = function(x.requires_grad_(True), *others)
+            y = function(x.requires_grad_(True), **others)
             y = y if torch.is_tensor(y) else y[0]
             results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *trained])])
     except RuntimeError:  # sizes that do not fit, or an operation that this device does not have

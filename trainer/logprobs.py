@@ -9,6 +9,7 @@ computed again, chunk by chunk.
 import torch
 import torch.nn.functional as F
 
+from trainer import kernels
 from trainer.precision import compute_dtype
 
 # Elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, for a CPU's cache; 256 MiB, to keep a GPU busy
@@ -36,12 +37,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         keep = any(ctx.needs_input_grad) and len(states) * len(weight) <= KEPT
         ctx.kept = torch.empty(len(states), len(weight), device=states.device) if keep else None
-        for c, z in _chunks_of_logits(states, weight, bias, temperature, dtype):
-            p = torch.softmax(z, -1, out=ctx.kept[c]) if keep else z.softmax(-1)
-            # log sum e^z, from the largest logit and its probability: two cheap passes instead of a dear one
-            total = z.amax(-1) - p.amax(-1).log()
-            logprobs[c] = z.gather(1, targets[c, None]).squeeze(1) - total
-            entropy[c] = total - z.mul_(p).sum(-1)
+        for c, logits in _chunks_of_logits(states, weight, bias, dtype):
+            p = ctx.kept[c] if keep else None
+            logprobs[c], entropy[c] = _logprobs(logits, targets[c], temperature, p)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -49,20 +47,15 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
         states, weight, bias, targets = ctx.saved_tensors
-        grad = (grad / ctx.temperature)[:, None]
+        grad = grad / ctx.temperature
         grad_states, table = torch.empty_like(states), weight.to(ctx.dtype)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen: none
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
-        if ctx.kept is None:
-            logits = _chunks_of_logits(states, weight, bias, ctx.temperature, ctx.dtype)
-            parts = ((c, z.softmax(-1)) for c, z in logits)
-        else:
-            parts = ((c, ctx.kept[c]) for c in _chunks(states, weight))
-        for c, p in parts:
-            grad_logits = p.mul_(-grad[c]).scatter_add_(1, targets[c, None], grad[c])
+        for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets):
+            grad_logits = _grad_logits(p, targets[c], grad[c], ctx.dtype)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            grad_logits, inputs = grad_logits.to(ctx.dtype), states[c].to(ctx.dtype)
+            inputs = states[c].to(ctx.dtype)
             grad_states[c] = grad_logits @ table
             if grad_weight is None:
                 continue
@@ -74,24 +67,56 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_states, grad_weight, grad_bias, None, None, None
 
 
+def _logprobs(logits, targets, temperature, p=None):
+    """logits [n, V], overwritten -> log-probs [n] of targets [n], entropy [n]; probabilities [n, V] into p."""
+    if kernels.ready(logits):
+        return kernels.token_logprobs(logits, targets, temperature, p)
+    z = logits.float()
+    if temperature != 1:
+        z /= temperature
+    z.clamp_(min=torch.finfo(z.dtype).min)  # -inf times a probability of 0 would be NaN
+    p = torch.softmax(z, -1, out=p)
+    # log sum e^z, from the largest logit and its probability: two cheap passes instead of a dear one
+    total = z.amax(-1) - p.amax(-1).log()
+    return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1)
+
+
+def _grad_logits(p, targets, grad, dtype):
+    """grad (onehot - p) [n, V], where p may be overwritten"""
+    if kernels.ready(p, grad):
+        return kernels.token_logprobs_backward(p, targets, grad, dtype)
+    return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
+
+
 def _chunks(states, weight):
     """Slices over the tokens, none of whose logits are more than CHUNK elements (or LEAST tokens)."""
     size = max(LEAST, CHUNK[states.device.type] // len(weight))
     return [slice(start, min(start + size, len(states))) for start in range(0, len(states), size)]
 
 
-def _chunks_of_logits(states, weight, bias, temperature, dtype):
-    """Yields (slice, its logits [n, V] in fp32), all in the same memory: use them before the next."""
+def _chunks_of_logits(states, weight, bias, dtype):
+    """Yields (slice, its logits [n, V]), fp32 ones all in the same memory: use them before the next."""
     chunks, table = _chunks(states, weight), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    memory = torch.empty(chunks[0].stop if chunks else 0, len(weight), device=states.device)
+    plain = dtype == torch.float32 and bias is None
+    memory = torch.empty(chunks[0].stop, len(weight), device=states.device) if plain and chunks else None
     for c in chunks:
         inputs = states[c].to(dtype)
-        z = memory[: len(inputs)]
-        if dtype == torch.float32 and bias is None:
-            torch.mm(inputs, table.T, out=z)
+        if plain:
+            yield c, torch.mm(inputs, table.T, out=memory[: len(inputs)])
         else:
-            z.copy_(F.linear(inputs, table, bias))
-        if temperature != 1:
-            z /= temperature
-        yield c, z.clamp_(min=torch.finfo(z.dtype).min)  # -inf times a probability of 0 would be NaN
+            yield c, F.linear(inputs, table, bias)
+
+
+def _chunks_of_probabilities(ctx, states, weight, bias, targets):
+    """Yields (slice, its probabilities [n, V] in fp32): those that were kept, or the same once more."""
+    if ctx.kept is not None:
+        yield from ((c, ctx.kept[c]) for c in _chunks(states, weight))
+        return
+    memory = None
+    for c, logits in _chunks_of_logits(states, weight, bias, ctx.dtype):
+        if memory is None:
+            memory = torch.empty(logits.shape, device=logits.device)
+        p = memory[: len(logits)]
+        _logprobs(logits, targets[c], ctx.temperature, p)
+        yield c, p

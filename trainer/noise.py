@@ -9,6 +9,8 @@ uninterrupted one would have.
 import torch
 import torch.nn.functional as F
 
+from trainer import kernels
+
 BLOCK = 64  # columns of the CDF's coarse level
 
 
@@ -51,6 +53,8 @@ def pick_tokens(logits, temperature, u):
     one block, so that no running sum passes over the whole vocabulary. u * total stays below the total, and
     no token of probability 0 is ever drawn.
     """
+    if kernels.ready(logits):
+        return kernels.pick_tokens(logits, temperature, u)
     if temperature not in (0, 1):
         logits = logits.float() / temperature
     probs = logits.softmax(-1, dtype=torch.float32)

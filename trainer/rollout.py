@@ -7,14 +7,13 @@ What is sampled depends on none of that: see ``noise.py``.
 
 import torch
 
-from trainer.attention import cache_dtype
 from trainer.behaviour import BehaviourCopy
 from trainer.graphs import Graphs
 from trainer.memory import attempt, too_long
 from trainer.noise import pick_tokens, uniform
 from trainer.ppo import length_mask
 from trainer.record import Rollout, micro_batches, pad_right, tokens_per_pass
-from trainer.slots import SlotCache, slots_that_fit
+from trainer.slots import SlotCache, cache_dtype, slots_that_fit
 
 SLOTS = 256  # sequences decoded together at the most
 CACHE_BYTES = 4 << 30  # of their keys and values at the most: then there are fewer
@@ -77,10 +76,9 @@ class Engine:
     def __init__(self, model, slots, rows, width, limit):
         device = model.device
         self.model, self.head = model, model.get_output_embeddings()
-        dtype = cache_dtype(model)
-        fit = slots_that_fit(model.config, width, dtype.itemsize, CACHE_BYTES)
+        fit = slots_that_fit(model.config, width, cache_dtype(model).itemsize, CACHE_BYTES)
         self.sizes, self.slots = (rows, width, limit), min(slots, rows, fit)
-        self.cache = SlotCache(model.config, self.slots, width, device, dtype)
+        self.cache = SlotCache(model, self.slots, width)
         self.graphs = Graphs(device)
 
         def zeros(*shape, dtype=torch.int64):

@@ -6,10 +6,14 @@ copied to take a step, and attention reads no column beyond the longest live row
 """
 
 import torch
+import torch.nn.functional as F
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from trainer.attention import out_of_sight
+from trainer import kernels
+from trainer.attention import ATTENTION, out_of_sight
+from trainer.kernels import LANES
+from trainer.layers import attention_forward, is_quick
 
 
 def slots_that_fit(config, width, bytes_each, most_bytes):
@@ -17,6 +21,19 @@ def slots_that_fit(config, width, bytes_each, most_bytes):
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return max(1, most_bytes // (2 * config.num_hidden_layers * heads * dim * width * bytes_each))
+
+
+def is_fused(model):
+    """Whether one function computes what lies between the products of every attention layer."""
+    layers = [module for module in model.modules() if is_quick(module, attention_forward)]
+    return kernels.ready(torch.empty(0, device=model.device)) and len(layers) == model.config.num_hidden_layers
+
+
+def cache_dtype(model):
+    """Of cached keys and values: on a CPU, torch's products of slices of a cache are slower in bf16, and
+    copied."""
+    ours = model.config._attn_implementation == ATTENTION and model.device.type == "cpu"
+    return torch.float32 if ours and not is_fused(model) else model.dtype
 
 
 class SlotLayer(CacheLayerMixin):
@@ -34,6 +51,8 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], width, x.shape[3], dtype=dtype) for x in (key_states, value_states)
         )
+        if self.cache.fused:  # 16 keys side by side are multiplied at once
+            self.keys = _in_blocks(self.keys).contiguous()
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -42,13 +61,22 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         cache, (rows, _, columns, _) = self.cache, key_states.shape
         if cache.positions is None:  # new sequences attend to themselves alone
-            self.keys[cache.first : cache.first + rows, :, :columns] = key_states
-            self.values[cache.first : cache.first + rows, :, :columns] = value_states
+            new, keys = slice(cache.first, cache.first + rows), key_states
+            if cache.fused:
+                keys = _in_blocks(F.pad(keys, (0, 0, 0, -columns % LANES)))
+            self.keys[new, :, : keys.shape[2]] = keys
+            self.values[new, :, :columns] = value_states
             return key_states, value_states
         place = (cache.numbers[:rows], slice(None), cache.positions)
         self.keys[place] = key_states[:, :, 0].to(self.keys.dtype)
         self.values[place] = value_states[:, :, 0].to(self.values.dtype)
         return self.keys[:rows, :, : cache.longest], self.values[:rows, :, : cache.longest]
+
+    def move(self, source, target, longest):
+        """The sequences in slots ``source`` [k] move to ``target`` [k]; ``longest``: of their lengths."""
+        blocks = -(-longest // LANES) if self.cache.fused else longest
+        self.keys[target, :, :blocks] = self.keys[source, :, :blocks]
+        self.values[target, :, :longest] = self.values[source, :, :longest]
 
     def get_seq_length(self):
         return 0
@@ -60,11 +88,19 @@ class SlotLayer(CacheLayerMixin):
         return query_length, 0
 
 
+def _in_blocks(keys):
+    """[n, heads, width, head_dim] -> [n, heads, width / 16, head_dim, 16]"""
+    return keys.unflatten(2, (-1, LANES)).transpose(3, 4)
+
+
 class SlotCache(Cache):
     """``slots`` sequences of at most ``width`` tokens. Before a forward, say ``prefill`` or ``decode``."""
 
-    def __init__(self, config, slots, width, device, dtype):
-        self.config, self.slots, self.width, self.dtype = config, slots, width, dtype
+    def __init__(self, model, slots, width):
+        config, device = model.config, model.device
+        self.config, self.slots = config, slots
+        self.fused, self.dtype = is_fused(model), cache_dtype(model)
+        self.width = width = width + (-width % LANES if self.fused else 0)
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         super().__init__(layers=[SlotLayer(self) for _ in range(config.num_hidden_layers)])
@@ -77,6 +113,8 @@ class SlotCache(Cache):
         """The next forward brings one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> additive masks [n, 1, 1, longest], in the form that the model takes."""
         self.positions, self.longest = positions, longest
+        if self.fused:  # nobody reads a mask; four dimensions mean that transformers need not make one
+            return positions.new_zeros(1, 1, 1, 1, dtype=torch.bool)
         behind = positions[:, None] - self.columns[:longest]  # how far back each column lies
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
@@ -87,8 +125,17 @@ class SlotCache(Cache):
             masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
+    def attend(self, layer, joint, cos, sin, norms, window):
+        """Where the cache is ``fused``: the new tokens' queries, keys and values [n, 1, …] of an attention
+        layer, not yet normed or rotated, into the cache, and attention over it -> [n, heads, head_dim]."""
+        own = self.layers[layer.layer_idx]
+        joint = joint.view(len(joint), -1, layer.head_dim)
+        weights, eps = [getattr(x, "weight", None) for x in norms], getattr(norms[0], "variance_epsilon", 0.0)
+        return kernels.decode_attention(
+            joint, cos, sin, weights, eps, self.positions, own.keys, own.values, window, layer.scaling
+        )
+
     def move(self, source, target, longest):
         """The sequences in slots ``source`` [k] move to ``target`` [k]; ``longest``: of their lengths."""
         for layer in self.layers:
-            for x in (layer.keys, layer.values):
-                x[target, :, :longest] = x[source, :, :longest]
+            layer.move(source, target, longest)

@@ -46,6 +46,7 @@ from trainer.evaluation import evaluate
 from trainer.inputs import check_ppo_flags, count_steps, fill_paths, load_inputs
 from trainer.interrupt import StopRequest
 from trainer.keeping import begin, record, save
+from trainer.memory import keep_freed_memory
 from trainer.noise import noise_keys
 from trainer.ppo_run import LOOK, fingerprints, introduction
 from trainer.precision import set_precision
@@ -193,6 +194,7 @@ def build_run(args, world, actor, tokenizer, prompts):
     reward model); with --lora_r they share its weights, frozen, and differ in their adapters. Models are in
     eval mode throughout: the training forward is the scoring forward."""
     device, dtype = world.device, set_precision(args.dtype, world.device)
+    keep_freed_memory()
     reward = load_reward(args, device, dtype, tokenizer)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor

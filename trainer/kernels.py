@@ -1,0 +1,189 @@
+"""kernels.c, compiled for this machine, as functions of tensors.
+
+The first process that needs them compiles them (a second or two) into ``__pycache__``, where Python keeps its
+own compiled files. ``ready`` says whether they serve some tensors: on a CPU, in fp32 or bf16, contiguous, and
+with a C compiler (``CC``, or cc) at hand. Everything here has its equal in torch's operations, which are used
+otherwise; tests/test_kernels.py holds the two against each other.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.c")
+OPTIONS = "-O3 -march=native -Wno-psabi -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared -lm"
+LANES = PARTS = 16  # as in kernels.c
+NO_WINDOW = 1 << 62
+TYPES = (torch.float32, torch.bfloat16)
+
+
+@cache
+def library():
+    """The compiled kernels, or None where they cannot be compiled."""
+    command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.split()]
+    name = f"kernels_{_key(command)}.so"
+    try:
+        kept = SOURCE.parent / "__pycache__" / name
+        if kept.exists():
+            return ctypes.CDLL(str(kept))
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder) / name
+            subprocess.run(
+                [*command[:-1], str(SOURCE), "-o", str(built), command[-1]],
+                check=True,
+                capture_output=True,
+                timeout=300,
+            )
+            loaded = ctypes.CDLL(str(built))
+            _keep(built, kept)
+            return loaded
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _key(command):
+    """What a compiled file depends on: source, command and the machine's instructions."""
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = sorted({line for line in facts if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        cpu = [platform.processor()]
+    parts = [SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *cpu]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _keep(built, kept):
+    """Copy the file to where the next process finds it, all at once; where that fails, it compiles again."""
+    try:
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+            copy.write(built.read_bytes())
+        os.replace(copy.name, kept)
+    except OSError:
+        pass
+
+
+def ready(*tensors):
+    """Whether the kernels can compute with these tensors (None stands for one that is left out)."""
+    for x in tensors:
+        if x is not None and not (x.is_cpu and x.dtype in TYPES and x.is_contiguous()):
+            return False
+    return library() is not None
+
+
+def _call(name, numbers, tensors):
+    """Call a kernel. numbers: its int and float arguments; tensors: its pointers, None for NULL."""
+    mask, pointers = 0, []
+    for i, x in enumerate(tensors):
+        if x is not None and x.dtype is torch.bfloat16:
+            mask |= 1 << i
+        pointers.append(None if x is None else x.data_ptr())
+    function = getattr(library(), name)
+    if function.argtypes is None:
+        kinds = [ctypes.c_float if isinstance(x, float) else ctypes.c_int64 for x in numbers]
+        function.argtypes = [ctypes.c_int64, ctypes.c_int64, *kinds, *[ctypes.c_void_p] * len(pointers)]
+        function.restype = None
+    function(mask, torch.get_num_threads(), *numbers, *pointers)
+
+
+def rms_norm(x, weight, eps, dtype, delta=None):
+    """Norm of x [..., width], or of s = x + delta -> (y in ``dtype``, s or None, r [rows])."""
+    width, y = x.shape[-1], torch.empty_like(x, dtype=dtype)
+    rows = x.numel() // width
+    total = None if delta is None else torch.empty_like(x)
+    r = torch.empty(rows, dtype=torch.float32)
+    _call("rms_norm", (rows, width, float(eps)), (x, delta, weight, total, y, r))
+    return y, total, r
+
+
+def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
+    """-> gradients of x (that of the sum, ``grad_x``, included), the same as ``delta_dtype`` if any, and of
+    the weight."""
+    width, out = x.shape[-1], torch.empty_like(x)
+    delta = None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)
+    parts = torch.empty(PARTS, width)
+    _call("rms_norm_backward", (x.numel() // width, width), (x, weight, r, grad, grad_x, out, delta, parts))
+    return out, delta, parts.sum(0).to(weight.dtype)
+
+
+def rotate(x, cos, sin, back=False):
+    """x [..., heads, dim] turned by cos and sin [..., 1, dim], or back -> the same shape"""
+    y, (heads, dim) = torch.empty_like(x), x.shape[-2:]
+    _call("rotate", (x.numel() // (heads * dim), heads, dim, int(back)), (x, cos, sin, y))
+    return y
+
+
+def silu_mul(gate, up):
+    """silu(gate) * up of [..., width], both contiguous, or the two halves of one contiguous tensor"""
+    width = gate.shape[-1]
+    y = torch.empty(gate.shape, dtype=gate.dtype)
+    _call("silu_mul", (y.numel() // width, width, gate.stride(-2)), (gate, up, y))
+    return y
+
+
+def silu_mul_backward(gate, up, grad):
+    """-> gradients of gate and up"""
+    width, grads = gate.shape[-1], (torch.empty_like(gate), torch.empty_like(up))
+    _call("silu_mul_backward", (gate.numel() // width, width), (gate, up, grad, *grads))
+    return grads
+
+
+def causal_softmax_(scores, window, scale):
+    """scores [..., length, length] -> probabilities in the same memory: 0 where a token does not see"""
+    length = scores.shape[-1]
+    _call("causal_softmax", (scores.numel() // length, length, window or NO_WINDOW, float(scale)), (scores,))
+    return scores
+
+
+def causal_softmax_backward_(probabilities, grad, scale):
+    """The gradient of the probabilities -> of the scores, in the same memory"""
+    length = grad.shape[-1]
+    _call("causal_softmax_backward", (grad.numel() // length, length, float(scale)), (probabilities, grad))
+    return grad
+
+
+def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, window, scale):
+    """joint [n, heads + 2 groups, dim], the queries, keys and values of n new tokens at ``positions`` [n] of
+    the first n rows of a cache, ``keys`` [slots, groups, width / 16, dim, 16] and ``values`` [slots, groups,
+    width, dim] -> [n, heads, dim].
+
+    norms: the weights by which queries and keys are normed, or (None, None).
+    """
+    (n, heads, dim), (_, groups, width, _) = joint.shape, values.shape
+    heads -= 2 * groups
+    out = joint.new_empty(n, heads, dim)
+    numbers = (n, heads, groups, dim, width, window or NO_WINDOW, float(scale), float(eps))
+    _call("decode_attention", numbers, (joint, cos, sin, *norms, positions, keys, values, out))
+    return out
+
+
+def token_logprobs(logits, targets, temperature, probabilities=None):
+    """logits [n, V] -> (log-probs [n] of the targets [n], entropy [n]), and the probabilities in fp32 [n, V]
+    into the tensor given for them, which may be that of the logits."""
+    logprobs, entropy = torch.empty(len(logits)), torch.empty(len(logits))
+    tensors = (logits, targets, logprobs, entropy, probabilities)
+    _call("token_logprobs", (*logits.shape, float(temperature)), tensors)
+    return logprobs, entropy
+
+
+def token_logprobs_backward(probabilities, targets, grad, dtype):
+    """-> grad (onehot(targets) - probabilities) [n, V] in ``dtype``; grad [n]"""
+    out = torch.empty_like(probabilities, dtype=dtype)
+    _call("token_logprobs_backward", tuple(out.shape), (probabilities, targets, grad, out))
+    return out
+
+
+def pick_tokens(logits, temperature, u):
+    """``noise.pick_tokens``: logits [n, V], u [n] fp64 -> (tokens [n], their log-probs [n] fp32)"""
+    tokens = torch.empty(len(u), dtype=torch.int64)
+    logprobs = torch.empty(len(u), dtype=torch.float32)
+    _call("pick_tokens", (*logits.shape, float(temperature)), (logits, u.double().contiguous(), tokens, logprobs))
+    return tokens, logprobs
