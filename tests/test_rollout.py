@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as T
-from tiny import llama_config, tiny_llama, word_tokenizer
+from tiny import tiny_llama, word_tokenizer
 
 from errors import InputError
 from model.model_minimind import MiniMindConfig
@@ -180,7 +180,7 @@ def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     sampler = Sampler(model)
     rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
     assert sampler.engine.slots == 5
-    assert sampler.engine.cache.layers[1].keys.shape == (5, 1, 16, 16)
+    assert sampler.engine.cache.layers[1].values.shape == (5, 1, 16, 16)
     assert rollout.responses() == draw(model, range(24)).responses()
 
 
@@ -259,7 +259,7 @@ def test_where_capturing_fails_steps_run_plainly_and_one_line_says_so(model, mon
 
 def test_attention_reads_no_more_than_the_longest_live_row():
     """A long sequence leaves; from then on the columns that only it had are not read."""
-    cache = SlotCache(llama_config(5), slots=3, width=50, device="cpu", dtype=torch.float32)
+    cache = SlotCache(tiny_llama(5), slots=3, width=50)
     cache.prefill(0)
     x = torch.randn(3, 1, 9, 16)
     cache.update(x, x, 0)

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from trainer import kernels
 
 ATTENTION = "small_lm"
+COMPILED = 1 << 16  # length times head_dim up to which compiled attention has its arrays on a thread's stack
 LONG = 128  # in fp32 a CPU's fused kernel is slower or equal below, and faster from here on
 
 
@@ -39,8 +40,6 @@ def _causal(module, query, key, value, **kwargs):
     """Each token sees itself and what came before, within the sliding window if there is one."""
     length, window = query.shape[2], kwargs.get("sliding_window")
     products = query.device.type == "cpu" and (length < LONG or value.dtype != torch.float32)
-    if products and kernels.ready(query.new_empty(0)):
-        return _CausalProducts.apply(query, key, value, window, kwargs["scaling"])
     mask = None
     if products or (window and window < length):
         mask = causal_mask(length, window, query.dtype, query.device)
@@ -66,34 +65,29 @@ def by_products(query, key, value, mask, scaling):
     return out.view(batch, heads, width, -1).transpose(1, 2)
 
 
-class _CausalProducts(torch.autograd.Function):
-    """``by_products`` with a causal mask that is not there: what a token does not see is not computed."""
+class _Compiled(torch.autograd.Function):
+    """``kernels.attention``; tensors [1, tokens, heads, dim]"""
 
     @staticmethod
-    def forward(ctx, query, key, value, window, scaling):
-        batch, heads, width, dim = query.shape
-        groups = key.shape[1]
-        packed = query.reshape(batch * groups, heads // groups * width, dim)
-        key, value = key.flatten(0, 1), value.flatten(0, 1)
-        scores = torch.bmm(packed, key.transpose(1, 2))
-        p = kernels.causal_softmax_(scores, window, scaling)
-        ctx.save_for_backward(packed, key, value, p)
-        ctx.scaling, ctx.shape = scaling, (batch, groups, width)
-        return torch.bmm(p, value).view(batch, heads, width, -1).transpose(1, 2)
+    def forward(ctx, query, key, value, cos, sin, starts, window, scaling):
+        ctx.save_for_backward(query, key, value, cos, sin, starts)
+        ctx.window, ctx.scaling = window, scaling
+        return kernels.attention(query, key, value, cos, sin, starts, window, scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        query, key, value, p = ctx.saved_tensors
-        batch, groups, width = ctx.shape
-        grad = grad.transpose(1, 2).reshape(len(p), p.shape[1], -1)
-        grad_value = torch.bmm(p.transpose(1, 2), grad)
-        grad_p = torch.bmm(grad, value.transpose(1, 2))
-        grad_scores = kernels.causal_softmax_backward_(p, grad_p, ctx.scaling)
-        grad_query = torch.bmm(grad_scores, key).view(batch, -1, width, key.shape[2])
-        grad_key = torch.bmm(grad_scores.transpose(1, 2), query)
-        grads = (x.view(batch, groups, *x.shape[1:]) for x in (grad_key, grad_value))
-        return grad_query, *grads, None, None
+        more = ctx.window, ctx.scaling, grad.contiguous()
+        return *kernels.attention_backward(*ctx.saved_tensors, *more), None, None, None, None, None
+
+
+def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
+    """Attention of a packed row, [1, tokens, heads, head_dim] each, whose queries and keys are still to be
+    rotated by cos and sin [1, tokens, 1, head_dim] -> the same shape; None where it is not compiled."""
+    fits = packing is not None and max(packing.lengths) * query.shape[3] <= COMPILED
+    if not fits or not kernels.ready(query, key, value, cos, sin):
+        return None
+    return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)
 
 
 def _packed(module, query, key, value, packing, **kwargs):

@@ -96,4 +96,3 @@ class BehaviourCopy:
             raise KeyError(f"the policy has no {', '.join(waiting)}")
         for layer in self.packed:
             layer.pack()
-

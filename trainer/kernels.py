@@ -13,13 +13,14 @@ import platform
 import shlex
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
 SOURCE = Path(__file__).with_name("kernels.c")
-OPTIONS = "-O3 -march=native -Wno-psabi -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared -lm"
+OPTIONS = "-O3 -march=native -Wno-psabi -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
 LANES = PARTS = 16  # as in kernels.c
 NO_WINDOW = 1 << 62
 TYPES = (torch.float32, torch.bfloat16)
@@ -29,24 +30,16 @@ TYPES = (torch.float32, torch.bfloat16)
 def library():
     """The compiled kernels, or None where they cannot be compiled."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.split()]
-    name = f"kernels_{_key(command)}.so"
-    try:
-        kept = SOURCE.parent / "__pycache__" / name
-        if kept.exists():
-            return ctypes.CDLL(str(kept))
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / name
-            subprocess.run(
-                [*command[:-1], str(SOURCE), "-o", str(built), command[-1]],
-                check=True,
-                capture_output=True,
-                timeout=300,
-            )
-            loaded = ctypes.CDLL(str(built))
-            _keep(built, kept)
-            return loaded
-    except (OSError, subprocess.SubprocessError):
-        return None
+    kept = SOURCE.parent / "__pycache__" / f"kernels_{_key(command)}.so"
+    with suppress(OSError):  # there is none yet, or it is damaged
+        return ctypes.CDLL(str(kept))
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / kept.name
+        subprocess.run([*command, str(SOURCE), "-o", str(built), "-lm"], check=True, capture_output=True)
+        loaded = ctypes.CDLL(str(built))
+        _keep(built, kept)
+        return loaded
+    return None
 
 
 def _key(command):
@@ -61,14 +54,14 @@ def _key(command):
 
 
 def _keep(built, kept):
-    """Copy the file to where the next process finds it, all at once; where that fails, it compiles again."""
-    try:
+    """Copy the file, all at once, to where the next process looks for it. Failing that, it compiles again."""
+    copy = kept.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
         kept.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
-            copy.write(built.read_bytes())
-        os.replace(copy.name, kept)
-    except OSError:
-        pass
+        copy.write_bytes(built.read_bytes())
+        os.replace(copy, kept)
+    with suppress(OSError):
+        copy.unlink()
 
 
 def ready(*tensors):
@@ -136,18 +129,25 @@ def silu_mul_backward(gate, up, grad):
     return grads
 
 
-def causal_softmax_(scores, window, scale):
-    """scores [..., length, length] -> probabilities in the same memory: 0 where a token does not see"""
-    length = scores.shape[-1]
-    _call("causal_softmax", (scores.numel() // length, length, window or NO_WINDOW, float(scale)), (scores,))
-    return scores
+def attention(query, key, value, cos, sin, starts, window, scale):
+    """Causal attention within sequences that stand one behind the other: query [tokens, heads, dim], key and
+    value [tokens, groups, dim], cos and sin [tokens, dim] by which queries and keys are rotated, starts
+    [sequences + 1] the first token of each, and the number of all -> [tokens, heads, dim]."""
+    out = torch.empty_like(query)
+    _call("attention", _sizes(query, key, starts, window, scale), (query, key, value, cos, sin, starts, out))
+    return out
 
 
-def causal_softmax_backward_(probabilities, grad, scale):
-    """The gradient of the probabilities -> of the scores, in the same memory"""
-    length = grad.shape[-1]
-    _call("causal_softmax_backward", (grad.numel() // length, length, float(scale)), (probabilities, grad))
-    return grad
+def attention_backward(query, key, value, cos, sin, starts, window, scale, grad):
+    """-> gradients of query, key and value"""
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    tensors = (query, key, value, cos, sin, starts, grad, *grads)
+    _call("attention_backward", _sizes(query, key, starts, window, scale), tensors)
+    return grads
+
+
+def _sizes(query, key, starts, window, scale):
+    return len(starts) - 1, query.shape[-2], key.shape[-2], query.shape[-1], window or NO_WINDOW, float(scale)
 
 
 def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, window, scale):
@@ -185,5 +185,9 @@ def pick_tokens(logits, temperature, u):
     """``noise.pick_tokens``: logits [n, V], u [n] fp64 -> (tokens [n], their log-probs [n] fp32)"""
     tokens = torch.empty(len(u), dtype=torch.int64)
     logprobs = torch.empty(len(u), dtype=torch.float32)
-    _call("pick_tokens", (*logits.shape, float(temperature)), (logits, u.double().contiguous(), tokens, logprobs))
+    _call(
+        "pick_tokens",
+        (*logits.shape, float(temperature)),
+        (logits, u.double().contiguous(), tokens, logprobs),
+    )
     return tokens, logprobs

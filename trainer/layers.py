@@ -10,13 +10,14 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 (arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).
 """
 
+from functools import partial
 from types import MethodType
 
 import torch
 import torch.nn.functional as F
 
 from trainer import kernels
-from trainer.attention import attention
+from trainer.attention import attention, rotated_attention
 from trainer.precision import compute_dtype
 
 
@@ -145,16 +146,12 @@ class _SiluMul(torch.autograd.Function):
 
 def mlp_forward(mlp, x):
     """The gated feed-forward: down(silu(gate(x)) up(x))"""
-    if hasattr(mlp, "gate_up"):  # the behaviour copy computes the two at once
+    if hasattr(mlp, "gate_up"):  # the behaviour copy has the two in one
         joint = mlp.gate_up(x)
         gate, up = joint.chunk(2, -1)
-        fits = kernels.ready(joint)
-    else:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        fits = kernels.ready(gate, up)
-    if not fits:
-        return mlp.down_proj(F.silu(gate) * up)
-    return mlp.down_proj((_SiluMul.apply if torch.is_grad_enabled() else kernels.silu_mul)(gate, up))
+        return mlp.down_proj(kernels.silu_mul(gate, up) if kernels.ready(joint) else F.silu(gate) * up)
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    return mlp.down_proj(_SiluMul.apply(gate, up) if kernels.ready(gate, up) else F.silu(gate) * up)
 
 
 def attention_forward(
@@ -168,29 +165,39 @@ def attention_forward(
         norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
         out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, norms, window)
         return layer.o_proj(out.view(*rows, -1)), None
-    query, key, value = _rotated(layer, hidden_states, cos, sin)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, layer.layer_idx)
-    kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, window
-    out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
+    query, key, value = _heads(layer, hidden_states)
+    out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
+    if out is None:
+        query, key, value = rotate(query, cos, sin), rotate(key, cos, sin), value
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, layer.layer_idx)
+        kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, window
+        out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
     return layer.o_proj(out.reshape(*rows, -1)), None
 
 
-def _rotated(layer, x, cos, sin):
-    """Hidden states -> queries and keys with their positions, values, all [B, T, heads, dim]."""
+def _heads(layer, x):
+    """Hidden states -> queries, keys and values [B, T, heads, dim], without positions."""
     shape = (*x.shape[:-1], -1, layer.head_dim)
     if hasattr(layer, "qkv"):  # the behaviour copy computes the three at once
-        query, key, value = layer.qkv(x).view(shape).split([n // layer.head_dim for n in layer.qkv.sizes], 2)
+        sizes = [n // layer.head_dim for n in layer.qkv.sizes]
+        query, key, value = (x.contiguous() for x in layer.qkv(x).view(shape).split(sizes, 2))
     else:
         query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    return rotate(query.contiguous(), cos, sin), rotate(key.contiguous(), cos, sin), value
+    return query, key, value
 
 
 def layer_forward(layer, hidden_states, **kwargs):
     """A decoder layer: x + attention(norm(x)), and of that y + feed-forward(norm(y))."""
+    if layer.gradient_checkpointing and layer.training:  # as the forward would that is replaced
+        return layer._gradient_checkpointing_func(partial(_layer, layer, **kwargs), hidden_states)
+    return _layer(layer, hidden_states, **kwargs)
+
+
+def _layer(layer, hidden_states, **kwargs):
     out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
     hidden_states, normed = add_norm(hidden_states, out, layer.post_attention_layernorm)
     return hidden_states + layer.mlp(normed)
@@ -210,9 +217,10 @@ def quicken(backbone):
     """Replace ``forward`` in layers named after what the functions above compute, if they do compute it."""
     for module in reversed(list(backbone.modules())):  # a layer after what it consists of
         forward = KNOWN.get(type(module).__name__)
-        if forward is not None and "forward" not in vars(module):
-            if _same(module, MethodType(forward, module), *_case(module, forward, backbone)):
-                module.forward = MethodType(forward, module)
+        if forward is None or "forward" in vars(module):
+            continue
+        if _same(module, MethodType(forward, module), *_case(module, forward, backbone)):
+            module.forward = MethodType(forward, module)
 
 
 def is_quick(module, forward):

@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logprobs(logits, targets, temperature, p=None):
-    """logits [n, V], overwritten -> log-probs [n] of targets [n], entropy [n]; probabilities [n, V] into p."""
+    """logits [n, V], overwritten -> log-probs of targets [n], entropy [n]; probabilities [n, V] into p."""
     if kernels.ready(logits):
         return kernels.token_logprobs(logits, targets, temperature, p)
     z = logits.float()
@@ -109,9 +109,9 @@ def _chunks_of_logits(states, weight, bias, dtype):
 
 
 def _chunks_of_probabilities(ctx, states, weight, bias, targets):
-    """Yields (slice, its probabilities [n, V] in fp32): those that were kept, or the same once more."""
+    """Yields (slice, its probabilities [n, V] in fp32): all that were kept, or the same once more."""
     if ctx.kept is not None:
-        yield from ((c, ctx.kept[c]) for c in _chunks(states, weight))
+        yield slice(len(states)), ctx.kept
         return
     memory = None
     for c, logits in _chunks_of_logits(states, weight, bias, ctx.dtype):

@@ -1,6 +1,7 @@
-"""Where memory runs out: cut finer and do it again. No result depends on the cut. And what is freed is kept."""
+"""Where memory runs out: cut finer and do it again, no result depends on the cut. What is freed is kept."""
 
 import ctypes
+import os
 import sys
 
 import torch
@@ -63,9 +64,12 @@ def too_long(length):
 def keep_freed_memory():
     """On Linux, have the C library keep what tensors free for the next ones, instead of giving it back.
 
-    A page that the system has to find and clear costs a CPU more than computing what goes into it.
+    A page that the system has to find and clear costs a CPU more than computing what goes into it. Settings
+    of the user's own (MALLOC_…) are left alone.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not every C library has it
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3
         libc.mallopt(mmap_threshold, 1 << 25)  # the most that it takes; what is larger is given back as ever

@@ -66,6 +66,7 @@ class Packing:
                 self.groups.append((1, length))
                 total = length
         self.indices = {}  # by number of heads
+        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0)  # of each sequence, and the end
 
     @property
     def sizes(self):

@@ -15,6 +15,7 @@ from transformers import __version__ as transformers_version
 
 from errors import InputError
 from files import lock, write_whole, writing
+from trainer import kernels
 from trainer.checkpoints import SUMS, damage, list_checkpoints, newest_intact, step_of
 from trainer.distributed import bit_sum
 
@@ -132,6 +133,7 @@ def _read_json(path):
 def configuration(run):
     """What ``config.json`` holds: every flag, and what else shapes the result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["kernels"] = "compiled" if kernels.ready(torch.empty(0, device=run.world.device)) else "torch's"
     return {
         **vars(run.args),
         "script": run.script,

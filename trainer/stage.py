@@ -26,7 +26,7 @@ from trainer.distributed import init_world
 from trainer.evaluation import share_of
 from trainer.interrupt import StopRequest
 from trainer.keeping import begin, record, save
-from trainer.memory import each_micro_batch
+from trainer.memory import each_micro_batch, keep_freed_memory
 from trainer.precision import set_precision
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.run_folder import short_hash, weights_hash
@@ -94,6 +94,7 @@ class Stage:
         self.args, self.world, self.tokenizer, self.modules = args, world, tokenizer, modules
         self.data, self.held_out, self.model = data, held_out, modules["model"]
         self.dtype = set_precision(args.dtype, world.device)
+        keep_freed_memory()
         self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO
         self.before = weights_hash(self.trained)
         prepare(self.model.base_model, args.gradient_checkpointing)

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from files import write_whole, writing
+from trainer import kernels
 from trainer.checkpoints import list_checkpoints
 from trainer.plots import plot_curves
 
@@ -154,6 +155,10 @@ class Tracker:
         for note in self.folder.notes:
             self.say(note)
         world, dtype = run.world, str(run.dtype).removeprefix("torch.")
+        if world.device.type == "cpu" and kernels.library() is None:
+            self.say(
+                "note: no C compiler (CC, or cc) compiles trainer/kernels.c: all works, but slower; install gcc"
+            )
         self.say(
             f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
             f"{self.look.unit}, {world.size} x {world.device.type} in {dtype}, in {self.folder.path}"
