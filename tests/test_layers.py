@@ -8,7 +8,8 @@ import transformers as T
 from tiny import tiny_llama
 
 from trainer.layers import FAMILIES, attention_forward, is_quick, layer_forward, mlp_forward, quicken
-from trainer.packing import SHAPES, pack_sequences, packed_states
+from trainer.packing import pack_sequences, packed_states
+from trainer.precision import SHAPES
 from trainer.rollout import ROWS, Sampler
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer import kernels
-from trainer.precision import compute_dtype
+from trainer.precision import compute_dtype, rows_to_add
 
 # Elements of one chunk's [tokens, vocabulary]: 8 MiB in fp32, for a CPU's cache; 256 MiB, to keep a GPU busy
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -24,8 +24,11 @@ def token_logprobs(head, states, targets, temperature):
     head: an nn.Linear [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (for
     logging, no gradient). Under autocast the products run in its dtype.
     """
-    dtype = compute_dtype(head.weight)
-    return _TokenLogprobs.apply(states, head.weight, head.bias, targets, temperature, dtype)
+    dtype, count, more = compute_dtype(head.weight), len(states), rows_to_add(len(states), head.weight)
+    if more:
+        states, targets = F.pad(states, (0, 0, 0, more)), F.pad(targets, (0, more))
+    logprobs, entropy = _TokenLogprobs.apply(states, head.weight, head.bias, targets, temperature, dtype)
+    return logprobs[:count], entropy[:count]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -49,20 +52,15 @@ class _TokenLogprobs(torch.autograd.Function):
         states, weight, bias, targets = ctx.saved_tensors
         grad = grad / ctx.temperature
         grad_states, table = torch.empty_like(states), weight.to(ctx.dtype)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen: none
-        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # frozen: none
         for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets):
             grad_logits = _grad_logits(p, targets[c], grad[c], ctx.dtype)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            inputs = states[c].to(ctx.dtype)
             grad_states[c] = grad_logits @ table
-            if grad_weight is None:
-                continue
-            if ctx.dtype == weight.dtype:
-                grad_weight.addmm_(grad_logits.T, inputs)
-            else:
-                grad_weight += grad_logits.T @ inputs
+            if ctx.needs_input_grad[1]:
+                grad_weight = _plus(grad_weight, grad_logits.T, states[c].to(ctx.dtype), weight.dtype)
         ctx.kept = None
         return grad_states, grad_weight, grad_bias, None, None, None
 
@@ -88,9 +86,16 @@ def _grad_logits(p, targets, grad, dtype):
     return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
 
 
+def _plus(total, a, b, dtype):
+    """total + a @ b in ``dtype``, where None stands for nothing yet"""
+    if total is None:
+        return (a @ b).to(dtype)
+    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
+
+
 def _chunks(states, weight):
     """Slices over the tokens, none of whose logits are more than CHUNK elements (or LEAST tokens)."""
-    size = max(LEAST, CHUNK[states.device.type] // len(weight))
+    size = LEAST * max(1, CHUNK[states.device.type] // (LEAST * len(weight)))
     return [slice(start, min(start + size, len(states))) for start in range(0, len(states), size)]
 
 

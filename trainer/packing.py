@@ -11,10 +11,9 @@ from model.loading import quiet
 from trainer.attention import ATTENTION
 from trainer.layers import quicken
 from trainer.ppo import length_mask
-from trainer.precision import compute_dtype
+from trainer.precision import rows_to_add
 
 WASTE = 1.1  # padded over real tokens of one attention call, at the most
-SHAPES = 64  # packed rows are filled up to multiples of this where it pays to meet the same shapes again
 
 
 class _Pad(torch.autograd.Function):
@@ -144,7 +143,7 @@ def packed_states(backbone, tokens, lengths, **extra):
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     lengths = lengths.tolist()
     count = sum(lengths)
-    filler = -count % SHAPES if slow_to_start(backbone) else 0
+    filler = rows_to_add(count, backbone.get_input_embeddings().weight)
     output = backbone(
         input_ids=F.pad(tokens[real], (0, filler))[None],
         position_ids=F.pad(positions[real], (0, filler))[None],
@@ -158,10 +157,3 @@ def packed_states(backbone, tokens, lengths, **extra):
     if extra.get("output_router_logits"):
         output.router_logits = tuple(x[:count] for x in output.router_logits)
     return output
-
-
-def slow_to_start(model):
-    """Whether products of a shape not seen before are slow: oneDNN, which computes in bf16 on CPUs, compiles
-    code for each (one to two milliseconds, where the product takes a tenth of one)."""
-    weight = model.get_input_embeddings().weight
-    return weight.device.type == "cpu" and compute_dtype(weight) == torch.bfloat16

@@ -2,6 +2,8 @@
 
 import torch
 
+SHAPES = 64  # products have multiples of this many rows where it pays to meet the same shapes again
+
 
 def fast_dtype(name, device):
     """``--dtype`` -> the type of mixed precision and sampling; "auto": bf16 where the device computes in it,
@@ -32,3 +34,13 @@ def compute_dtype(x):
     """The type in which a product of this tensor would be computed here: autocast's, or its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def rows_to_add(count, weight):
+    """How many rows make ``count`` a number for which a product with this weight is not slow to start.
+
+    oneDNN, which computes in bf16 on CPUs, compiles code for each shape that it has not met (one to two
+    milliseconds, where the product takes a tenth of one).
+    """
+    compiles = weight.device.type == "cpu" and compute_dtype(weight) == torch.bfloat16
+    return -count % SHAPES if compiles else 0
