@@ -199,7 +199,8 @@ def test_no_token_of_probability_0_is_drawn():
 def test_decoding(dtype, heads, groups, dim, window, normed):
     """Sequences of different lengths, token by token, beside attention over the whole of each."""
     rows, steps, starts = 3, 21, torch.tensor([0, 5, 17])
-    keys = torch.zeros(rows, groups, 3, dim, 16, dtype=dtype)
+    lanes = kernels.lanes()
+    keys = torch.zeros(rows, groups, 48 // lanes, dim, lanes, dtype=dtype)
     values = torch.zeros(rows, groups, 48, dim, dtype=dtype)
     norms = [1 + 0.3 * draw(dim, dtype=dtype, seed=i) for i in (5, 6)] if normed else [None, None]
     joints = draw(rows, 48, heads + 2 * groups, dim, dtype=dtype)

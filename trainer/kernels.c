@@ -5,8 +5,7 @@
  * and says what goes in and out; where there is no compiler, torch's operations do the same.
  *
  * Tensors are contiguous, row by row, in fp32 or bf16. `bf16` has one bit an argument: bit i is set where the
- * i-th void * is in bf16. No result depends on the number of threads, nor on how wide a machine's vectors are:
- * everything is computed in vectors of 16, which compilers cut to what there is.
+ * i-th void * is in bf16. No result depends on the number of threads.
  */
 #include <float.h>
 #include <math.h>
@@ -14,10 +13,13 @@
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
+#define LANES 16 /* numbers of a vector */
+#else
+#define LANES 8
 #endif
 
 typedef int64_t n_t;
-enum { LANES = 16, PARTS = 16 }; /* PARTS: into which rows are divided where something is summed over them */
+enum { PARTS = 16 }; /* into which rows are divided where something is summed over them */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
@@ -30,6 +32,8 @@ typedef float vec4 __attribute__((vector_size(16)));
 #define ROWS _Pragma("omp parallel for num_threads(threads) schedule(static)")
 #define EACH(i, n) for (n_t i = 0; i < (n); i += LANES)
 #define INLINE static inline __attribute__((always_inline))
+
+n_t lanes(void) { return LANES; }
 
 INLINE int is_bf16(n_t mask, int argument) { return mask >> argument & 1; }
 INLINE n_t padded(n_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -55,7 +59,7 @@ INLINE vec smaller(vec a, vec b) { return where_less(a, b, a, b); }
 INLINE vec at(const float *x) { return *(const loose_vec *)x; }
 INLINE void put(float *x, vec v) { *(loose_vec *)x = v; }
 
-/* 16 elements from `start` on, as fp32; those behind the first `left` are 0 */
+/* A vector of elements from `start` on, as fp32; those behind the first `left` are 0 */
 INLINE vec load(const void *x, int bf16, n_t start, n_t left) {
     if (bf16) {
         halves h = {0};
@@ -89,7 +93,8 @@ INLINE void store(void *x, int bf16, n_t start, n_t left, vec v) {
 INLINE float sum(vec v) {
     vec8 a, b;
     vec4 c, d;
-    memcpy(&a, &v, 32), memcpy(&b, (char *)&v + 32, 32), a += b;
+    memcpy(&a, &v, 32);
+    if (LANES == 16) memcpy(&b, (char *)&v + sizeof v - 32, 32), a += b;
     memcpy(&c, &a, 16), memcpy(&d, (char *)&a + 16, 16), c += d;
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
@@ -284,7 +289,7 @@ INLINE void turn(float *head, n_t dim, const float *cos, const float *sin, float
  * inlined with a count that the compiler knows, their sums stay in registers.
  *
  * out[i][t] = heads[i] . column t, for the columns from `from`, a multiple of LANES, to `end`. Columns lie in blocks
- * [dim, 16] from element `start` of x on. */
+ * [dim, LANES] from element `start` of x on. */
 INLINE void dots(int count, float *out, n_t room, const float *heads, n_t wide, n_t dim, const void *x, int bf16,
                  n_t start, n_t from, n_t end) {
     for (n_t t = from; t < end; t += LANES) {
@@ -322,7 +327,7 @@ INLINE void spread(int count, float *rows, n_t wide, const float *p, n_t room, c
 }
 
 /* One more token each for n sequences. Row i of the cache holds what sequence i has had before position[i]: keys
- * [slots, groups, width / 16, dim, 16], so that 16 scores are computed at once, and values [slots, groups, width,
+ * [slots, groups, width / LANES, dim, LANES], so that scores are computed vector by vector, and values [slots, groups, width,
  * dim], both in one type. joint [n, heads + 2 groups, dim]: the new queries, keys and values, which are normed
  * where there are weights for it, rotated, put into the cache and attended with. -> out [n, heads, dim] */
 void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t dim, n_t width, n_t window,
@@ -372,7 +377,7 @@ void decode_attention(n_t bf16, n_t threads, n_t n, n_t heads, n_t groups, n_t d
 }
 
 /* The keys or values of one sequence and group, x [tokens, groups, dim], rotated where there is a cos: as rows
- * [length, wide] and as columns, in blocks [wide, 16] */
+ * [length, wide] and as columns, in blocks [wide, LANES] */
 INLINE void lay_out(float *rows, float *columns, n_t wide, const void *x, int bf16, n_t first_token, n_t length,
                     n_t groups, n_t group, n_t dim, const float *cos, const float *sin) {
     for (n_t t = 0; t < length; t++) {
@@ -492,7 +497,7 @@ void token_logprobs(n_t bf16, n_t threads, n_t rows, n_t size, float temperature
     for (n_t row = 0; row < rows; row++) {
         n_t base = row * size, target = ((const n_t *)targets)[row];
         vec most = all(-FLT_MAX), total = {0}, products = {0};
-/* 16 logits over temperature; -inf would be no number times a probability of 0, so it becomes finite */
+/* Logits over temperature; -inf would be no number times a probability of 0, so it becomes finite */
 #define LOGITS(i) larger(all(-FLT_MAX), scale * load(logits, is_bf16(bf16, 0), base + (i), size - (i)))
         EACH(i, size) {
             vec z = LOGITS(i);

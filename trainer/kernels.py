@@ -21,7 +21,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("kernels.c")
 OPTIONS = "-O3 -march=native -Wno-psabi -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
-LANES = PARTS = 16  # as in kernels.c
+PARTS = 16  # as in kernels.c
 NO_WINDOW = 1 << 62
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -70,6 +70,11 @@ def ready(*tensors):
         if x is not None and not (x.is_cpu and x.dtype in TYPES and x.is_contiguous()):
             return False
     return library() is not None
+
+
+def lanes():
+    """How many numbers this machine's vectors have."""
+    return library().lanes()
 
 
 def _call(name, numbers, tensors):
@@ -152,8 +157,8 @@ def _sizes(query, key, starts, window, scale):
 
 def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, window, scale):
     """joint [n, heads + 2 groups, dim], the queries, keys and values of n new tokens at ``positions`` [n] of
-    the first n rows of a cache, ``keys`` [slots, groups, width / 16, dim, 16] and ``values`` [slots, groups,
-    width, dim] -> [n, heads, dim].
+    the first n rows of a cache, ``keys`` [slots, groups, width / lanes, dim, lanes] and ``values`` [slots,
+    groups, width, dim] -> [n, heads, dim].
 
     norms: the weights by which queries and keys are normed, or (None, None).
     """

@@ -12,7 +12,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from trainer import kernels
 from trainer.attention import ATTENTION, out_of_sight
-from trainer.kernels import LANES
 from trainer.layers import attention_forward, is_quick
 
 
@@ -53,8 +52,8 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = (
             x.new_zeros(slots, x.shape[1], width, x.shape[3], dtype=dtype) for x in (key_states, value_states)
         )
-        if self.cache.fused:  # 16 keys side by side are multiplied at once
-            self.keys = _in_blocks(self.keys).contiguous()
+        if self.cache.block:  # so many keys side by side are multiplied at once
+            self.keys = self._in_blocks(self.keys).contiguous()
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -64,8 +63,8 @@ class SlotLayer(CacheLayerMixin):
         cache, (rows, _, columns, _) = self.cache, key_states.shape
         if cache.positions is None:  # new sequences attend to themselves alone
             new, keys = slice(cache.first, cache.first + rows), key_states
-            if cache.fused:
-                keys = _in_blocks(F.pad(keys, (0, 0, 0, -columns % LANES)))
+            if cache.block:
+                keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % cache.block)))
             self.keys[new, :, : keys.shape[2]] = keys
             self.values[new, :, :columns] = value_states
             return key_states, value_states
@@ -76,9 +75,13 @@ class SlotLayer(CacheLayerMixin):
 
     def move(self, source, target, longest):
         """The sequences in slots ``source`` [k] move to ``target`` [k]; ``longest``: of their lengths."""
-        blocks = -(-longest // LANES) if self.cache.fused else longest
+        blocks = -(-longest // self.cache.block) if self.cache.block else longest
         self.keys[target, :, :blocks] = self.keys[source, :, :blocks]
         self.values[target, :, :longest] = self.values[source, :, :longest]
+
+    def _in_blocks(self, keys):
+        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block]"""
+        return keys.unflatten(2, (-1, self.cache.block)).transpose(3, 4)
 
     def get_seq_length(self):
         return 0
@@ -90,11 +93,6 @@ class SlotLayer(CacheLayerMixin):
         return query_length, 0
 
 
-def _in_blocks(keys):
-    """[n, heads, width, head_dim] -> [n, heads, width / 16, head_dim, 16]"""
-    return keys.unflatten(2, (-1, LANES)).transpose(3, 4)
-
-
 class SlotCache(Cache):
     """``slots`` sequences of at most ``width`` tokens. Before a forward, say ``prefill`` or ``decode``."""
 
@@ -102,7 +100,8 @@ class SlotCache(Cache):
         config, device = model.config, model.device
         self.config, self.slots = config, slots
         self.fused, self.dtype = is_fused(model), cache_dtype(model)
-        self.width = width = width + (-width % LANES if self.fused else 0)
+        self.block = kernels.lanes() if self.fused else None
+        self.width = width = width + (-width % self.block if self.fused else 0)
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         super().__init__(layers=[SlotLayer(self) for _ in range(config.num_hidden_layers)])
