@@ -1,6 +1,7 @@
 """The compiled functions beside torch's operations: same values and gradients; and machines without them."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -265,11 +266,10 @@ def test_without_them_the_same_noise_gives_the_same_tokens(monkeypatch):
 
 def build(folder, **environment):
     """Compile in a process of its own, with the source in ``folder`` -> (whether it worked, files kept)"""
-    folder.mkdir(exist_ok=True)
-    (folder / "kernels.c").write_bytes(kernels.SOURCE.read_bytes())
+    shutil.copytree(kernels.NATIVE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     code = (
         "import sys; from pathlib import Path; from trainer import kernels;"
-        "kernels.SOURCE = Path(sys.argv[1]) / 'kernels.c'; print(kernels.library() is not None)"
+        "kernels.NATIVE = Path(sys.argv[1]); print(kernels.library() is not None)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)],

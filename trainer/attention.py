@@ -84,7 +84,7 @@ class _Compiled(torch.autograd.Function):
 def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
     """Attention of a packed row, [1, tokens, heads, head_dim] each, whose queries and keys are still to be
     rotated by cos and sin [1, tokens, 1, head_dim] -> the same shape; None where it is not compiled."""
-    fits = packing is not None and max(packing.lengths) * query.shape[3] <= COMPILED
+    fits = packing is not None and max(packing.lengths) * max(16, query.shape[3]) <= COMPILED
     if not fits or not kernels.ready(query, key, value, cos, sin):
         return None
     return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)

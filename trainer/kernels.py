@@ -1,6 +1,6 @@
-"""kernels.c, compiled for this machine, as functions of tensors.
+"""The C functions of native/, compiled for this machine, as functions of tensors.
 
-The first process that needs them compiles them (a second or two) into ``__pycache__``, where Python keeps its
+The first process that needs them compiles them (some seconds) into ``__pycache__``, where Python keeps its
 own compiled files. ``ready`` says whether they serve some tensors: on a CPU, in fp32 or bf16, contiguous, and
 with a C compiler (``CC``, or cc) at hand. Everything here has its equal in torch's operations, which are used
 otherwise; tests/test_kernels.py holds the two against each other.
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.c")
+NATIVE = Path(__file__).with_name("native")
 OPTIONS = "-O3 -march=native -Wno-psabi -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
-PARTS = 16  # as in kernels.c
+PARTS = 16  # as in vectors.h
 NO_WINDOW = 1 << 62
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -30,12 +30,13 @@ TYPES = (torch.float32, torch.bfloat16)
 def library():
     """The compiled kernels, or None where they cannot be compiled."""
     command = [*shlex.split(os.environ.get("CC") or "cc"), *OPTIONS.split()]
-    kept = SOURCE.parent / "__pycache__" / f"kernels_{_key(command)}.so"
+    sources = sorted(map(str, NATIVE.glob("*.c")))
+    kept = NATIVE / "__pycache__" / f"{_key(command)}.so"
     with suppress(OSError):  # there is none yet, or it is damaged
         return ctypes.CDLL(str(kept))
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / kept.name
-        subprocess.run([*command, str(SOURCE), "-o", str(built), "-lm"], check=True, capture_output=True)
+        subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(built))
         _keep(built, kept)
         return loaded
@@ -49,7 +50,8 @@ def _key(command):
         cpu = sorted({line for line in facts if line.startswith(("flags", "Features", "model name"))})
     except OSError:
         cpu = [platform.processor()]
-    parts = [SOURCE.read_text(encoding="utf-8"), *command, platform.machine(), *cpu]
+    sources = [path.read_text(encoding="utf-8") for path in sorted(NATIVE.glob("*.[ch]"))]
+    parts = [*sources, *command, platform.machine(), *cpu]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

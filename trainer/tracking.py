@@ -157,7 +157,7 @@ class Tracker:
         world, dtype = run.world, str(run.dtype).removeprefix("torch.")
         if world.device.type == "cpu" and kernels.library() is None:
             self.say(
-                "note: no C compiler (CC, or cc) compiles trainer/kernels.c; all works, but slower: get gcc"
+                "note: no C compiler (CC, or cc) compiles trainer/native; all works, but slower: get gcc"
             )
         self.say(
             f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
