@@ -26,6 +26,7 @@ from dataset.order import local_positions
 from trainer import train_ppo
 from trainer.distributed import World
 from trainer.inputs import load_inputs
+from trainer.ppo_run import round_frozen
 
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 # (size, PPO epochs, batch, longest response, steps measured)
@@ -95,6 +96,7 @@ class Ours:
         self.run = train_ppo.build_run(
             self.args, World(0, 1, torch.device(device)), actor, tokenizer, self.prompts
         )
+        round_frozen(self.run)
         self.number, self.metrics = 0, []
 
     def step(self):

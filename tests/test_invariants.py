@@ -12,6 +12,7 @@ from trainer.distributed import World
 from trainer.inputs import load_inputs
 from trainer.noise import noise_keys
 from trainer.ppo import length_mask
+from trainer.ppo_run import round_frozen
 from trainer.tracking import Metrics
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -279,3 +280,23 @@ def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
     metrics, _ = train_ppo.learn(run, 1, train_ppo.collect(run, 1, batches, positions))
     assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # an importance ratio all along
     assert same(run.actor.parameters(), run.old_actor.parameters())
+
+
+def test_rounding_what_is_frozen_changes_no_step(files):
+    """Not the reference, not the old actor, not the reward model; and what trains keeps its precision."""
+    results = []
+    for rounded in (False, True):
+        run, prompts = make_run(files, dtype="bfloat16", update_old_actor_freq=2, learning_rate=1e-2)
+        if rounded:
+            round_frozen(run)
+        batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
+        for step in range(4):
+            collected = train_ppo.collect(run, step, batches, list(range(16)))
+            scores.append(collected[3]["model"])
+            train_ppo.learn(run, step, collected)
+        results.append([*scores, *weights(run)])
+        (judge, _), rank = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
+        for model in (run.ref, run.old_actor, judge.model):
+            assert model.base_model.layers[0].mlp.up_proj.weight.dtype == rank
+        assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
+    assert same(*results)

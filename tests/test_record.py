@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from trainer.record import Rollout, micro_batches, pad_right
+from trainer.record import Rollout, micro_batches, pad_right, pass_size
 
 
 def make_rollout():
@@ -45,6 +45,14 @@ def test_micro_batches_hold_each_row_once_within_the_budget():
             longest = max(lengths[row] for row in batch)
             assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
             assert len(batch) == 1 or len(batch) * longest <= 2 * budget
+
+
+def test_what_fits_in_one_pass_is_one_micro_batch():
+    """However skewed: a second one costs as much as the first in weights read and gradients added."""
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = [rng.randint(1, 9) ** rng.randint(1, 3) for _ in range(rng.randint(1, 40))]
+        assert len(micro_batches(lengths, pass_size(lengths))) == 1
 
 
 def test_micro_batches_waste_little_on_padding():

@@ -11,7 +11,7 @@ from trainer.graphs import Graphs
 from trainer.inputs import check_sampling
 from trainer.noise import noise_keys, pick_tokens, uniform
 from trainer.packing import pack_sequences
-from trainer.precision import fast_dtype
+from trainer.precision import fast_dtype, round_linears
 from trainer.rollout import Sampler, response_texts, sample
 from trainer.scoring import PolicyScorer, score_all
 from trainer.slots import SlotCache
@@ -399,6 +399,24 @@ def test_every_family_samples_and_scores_what_transformers_computes(name):
             there = exact[row, start - 1 : start - 1 + count]
             assert (there - scored[row, :count]).abs().max() < 1e-3
     check_sampling(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(name):
+    config, _ = FAMILIES[name]
+    model = build(config())
+    pack_sequences(model.base_model)
+    rollout = sample(model, [[2, 3, 4], [5]], noise_keys(0, 0, range(2)), [0], 10, 1.0)
+    scored = []
+    for _ in range(2):
+        with torch.no_grad():
+            scored.append(PolicyScorer(model, torch.bfloat16)(*rollout.sequences, 1.0)[0])
+        round_linears(model, torch.bfloat16)
+    assert scored[0].equal(scored[1])
+    assert all(
+        x.weight.dtype == torch.bfloat16 for x in model.base_model.modules() if type(x) is torch.nn.Linear
+    )
+    assert model.get_input_embeddings().weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

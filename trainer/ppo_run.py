@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from model.lora import describe as describe_adapters
+from trainer.precision import round_linears
+from trainer.reward_models import ClassifierRewardModel
 from trainer.run_folder import short_hash, weights_hash
 from trainer.tracking import Look
 
@@ -56,6 +58,14 @@ def fingerprints(run):
         path, _, name = run.args.reward_fn.rpartition(":")
         found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])
     return found
+
+
+def round_frozen(run):
+    """Hold the weights of what does not train in the type that it computes in. Not before ``fingerprints``,
+    which must not depend on the machine; not with adapters: what trains shares those weights then."""
+    judges = [judge for judge, _ in run.reward.models.values() if isinstance(judge, ClassifierRewardModel)]
+    for model in () if run.args.lora_r else (run.ref, run.old_actor, *(judge.model for judge in judges)):
+        round_linears(model, run.dtype)
 
 
 def introduction(run, held_out):

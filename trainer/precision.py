@@ -1,6 +1,7 @@
 """Which floating-point type a device computes in fastest, and computing in it."""
 
 import torch
+from torch import nn
 
 SHAPES = 64  # products have multiples of this many rows where it pays to meet the same shapes again
 
@@ -28,6 +29,16 @@ def set_precision(name, device):
 def autocast(device, dtype):
     """Mixed precision for what runs inside: weights stay fp32. fp32 as ``dtype`` changes nothing."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def round_linears(model, dtype):
+    """Hold the weights of a frozen model's linear layers in the type that ``autocast`` would convert them to
+    at every call: the same numbers, sooner. Tables of embeddings, and a head tied to one, stay fp32."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    others = [module for module in model.modules() if type(module) is not nn.Linear]
+    tied = {id(p) for module in others for p in module.parameters(recurse=False)}
+    for p in (p for module in linears for p in module.parameters(recurse=False) if id(p) not in tied):
+        p.data = p.data.to(dtype)
 
 
 def compute_dtype(x):

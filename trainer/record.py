@@ -65,23 +65,25 @@ def tokens_per_pass(device):
     return 1 << 11 if device.type == "cpu" else 1 << 13
 
 
+def pass_size(lengths):
+    """What a forward over rows of these lengths is counted as: its tokens, or half of them with the padding
+    that models need whose rows cannot be packed, whichever is more."""
+    return max(sum(lengths), -(-len(lengths) * max(lengths) // 2))
+
+
 def micro_batches(lengths, token_budget):
-    """Row numbers cut into micro-batches of at most ``token_budget`` tokens (one row at least), and of twice
-    as many with the padding that models need whose rows cannot be packed.
+    """Row numbers cut into micro-batches of a ``pass_size`` of at most ``token_budget`` (one row at least).
 
     Rows are sorted by length first, longest first, so that little of a micro-batch is padding and running out
     of memory happens at once or never. lengths: list of B ints -> list of lists, each row in exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches, tokens = [], 0
+    batches = []
     for row in order:
-        tokens += lengths[row]
-        padded = (len(batches[-1]) + 1) * lengths[batches[-1][0]] if batches else 0
-        if batches and tokens <= token_budget and padded <= 2 * token_budget:
+        if batches and pass_size([lengths[other] for other in (*batches[-1], row)]) <= token_budget:
             batches[-1].append(row)
         else:
             batches.append([row])
-            tokens = lengths[row]
     return batches
 
 

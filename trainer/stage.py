@@ -173,9 +173,7 @@ def learn(stage, step, items):
     lengths = [stage.tokens(item) for item in items]
     totals = [*stage.weigh(items), sum(lengths)]
     *totals, tokens = world.sum(torch.tensor(totals, dtype=torch.float64, device=world.device)).tolist()
-    sums = gradients_that_fit(
-        stage, lambda budget: backward(stage, items, lengths, totals, budget), lengths, sum(lengths)
-    )
+    sums = gradients_that_fit(stage, lambda budget: backward(stage, items, lengths, totals, budget), lengths)
     means, lr = sums.means(world), learning_rate(stage, step)
     loss, (optimizer,) = means["train/loss"], stage.optimizers.values()
     finite, (norm,) = step_if_finite(stage, loss, [(stage.trained, optimizer, lr)])

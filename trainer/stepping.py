@@ -6,15 +6,16 @@ import math
 from torch.nn.utils import clip_grad_norm_
 
 from trainer.memory import halving
+from trainer.record import pass_size
 
 MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
 
 
-def gradients_that_fit(run, backward, lengths, wanted):
-    """``backward(token budget)`` -> its ``Metrics``, for sequences of these lengths: with at most ``wanted``
-    tokens at a time and as many as have fitted so far; where memory runs out with half as many from then on.
+def gradients_that_fit(run, backward, lengths, pieces=1):
+    """``backward(token budget)`` -> its ``Metrics``, for sequences of these lengths: in ``pieces`` or more,
+    with as many tokens at a time as have fitted so far; where memory runs out with half as many from then on.
     """
-    wanted = min(run.progress.token_budget, wanted)
+    wanted = min(run.progress.token_budget, math.ceil(pass_size(lengths) / pieces))
     sums, fitted = halving(backward, wanted, max(lengths), undo=lambda: forget_gradients(run))
     if fitted < wanted:
         run.progress.token_budget = fitted

@@ -19,7 +19,6 @@ bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
 """
 
 import argparse
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from trainer.interrupt import StopRequest
 from trainer.keeping import begin, record, save
 from trainer.memory import keep_freed_memory
 from trainer.noise import noise_keys
-from trainer.ppo_run import LOOK, fingerprints, introduction
+from trainer.ppo_run import LOOK, fingerprints, introduction, round_frozen
 from trainer.precision import set_precision
 from trainer.record import micro_batches, tokens_per_pass
 from trainer.reward_models import critic_start
@@ -300,10 +299,9 @@ def backward(run, minibatch, tokens, std, train_actor, token_budget):
 
 
 def backward_that_fits(run, minibatch, *more):
-    """``backward`` with as many tokens at a time as --accumulation_steps wants and as have fitted so far."""
-    lengths = minibatch.lengths.tolist()
-    wanted = math.ceil(sum(lengths) / run.args.accumulation_steps)
-    return gradients_that_fit(run, lambda budget: backward(run, minibatch, *more, budget), lengths, wanted)
+    """``backward`` in as many pieces as --accumulation_steps wants, or in more, as small as memory wants."""
+    lengths, pieces = minibatch.lengths.tolist(), run.args.accumulation_steps
+    return gradients_that_fit(run, lambda budget: backward(run, minibatch, *more, budget), lengths, pieces)
 
 
 def optimizer_step(run, number, loss, train_actor):
@@ -438,6 +436,7 @@ def main(argv=None):
         tracker = begin(run, introduction(run, held_out), sys.argv[1:] if argv is None else argv)
         if args.update_old_actor_freq == 1:  # a checkpoint has no old actor of its own then
             run.old_actor.load_state_dict(run.actor.state_dict())
+        round_frozen(run)
         try:
             train(run, held_out, tracker)
             tracker.summary(run)
