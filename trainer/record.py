@@ -65,10 +65,10 @@ def tokens_per_pass(device):
     return 1 << 11 if device.type == "cpu" else 1 << 13
 
 
-def pass_size(lengths):
-    """What a forward over rows of these lengths is counted as: its tokens, or half of them with the padding
-    that models need whose rows cannot be packed, whichever is more."""
-    return max(sum(lengths), -(-len(lengths) * max(lengths) // 2))
+def pass_size(count, longest, tokens):
+    """What a forward over so many rows is counted as: its tokens, or half of them with the padding that
+    models need whose rows cannot be packed, whichever is more."""
+    return max(tokens, -(-count * longest // 2))
 
 
 def micro_batches(lengths, token_budget):
@@ -78,12 +78,14 @@ def micro_batches(lengths, token_budget):
     of memory happens at once or never. lengths: list of B ints -> list of lists, each row in exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches = []
+    batches, tokens = [], 0
     for row in order:
-        if batches and pass_size([lengths[other] for other in (*batches[-1], row)]) <= token_budget:
+        tokens += lengths[row]
+        if batches and pass_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:
             batches[-1].append(row)
         else:
             batches.append([row])
+            tokens = lengths[row]
     return batches
 
 

@@ -15,8 +15,10 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     """``backward(token budget)`` -> its ``Metrics``, for sequences of these lengths: in ``pieces`` or more,
     with as many tokens at a time as have fitted so far; where memory runs out with half as many from then on.
     """
-    wanted = min(run.progress.token_budget, math.ceil(pass_size(lengths) / pieces))
-    sums, fitted = halving(backward, wanted, max(lengths), undo=lambda: forget_gradients(run))
+    longest = max(lengths)
+    whole = pass_size(len(lengths), longest, sum(lengths))
+    wanted = min(run.progress.token_budget, math.ceil(whole / pieces))
+    sums, fitted = halving(backward, wanted, longest, undo=lambda: forget_gradients(run))
     if fitted < wanted:
         run.progress.token_budget = fitted
     sums.add("perf/out_of_memory", fitted < wanted, 1)
