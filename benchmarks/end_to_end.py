@@ -4,8 +4,9 @@ The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements
 same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, and start the
 critic from the reward model. TRL trains in fp32, ours in what ``--dtype auto`` chooses. "fixed": no response
 ends early. "varying": an EOS that each token may be with probability 4 / max_gen_len. A step is rollout,
-rewards, log-probs, values and updates; the first is warm-up. Memory: the peak of one such step with a
-vocabulary of 151,936, each trainer in its own process.
+rewards, log-probs, values and updates. The first is warm-up, and of ours the second as well, which takes the
+last of its memory from the system and keeps it. Rates are so low that nothing is learned: lengths stay what
+they are. Memory: the peak of one such step with a vocabulary of 151,936, each trainer in its own process.
 """
 
 import json
@@ -86,8 +87,8 @@ class Ours:
             "max_steps": steps,
             "epochs": 1000,
             "critic_warmup_steps": 0,
-            "learning_rate": 1e-6,
-            "critic_learning_rate": 1e-6,
+            "learning_rate": 1e-9,
+            "critic_learning_rate": 1e-9,
             "device": device,
             **more,
         }
@@ -132,7 +133,7 @@ def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
         temperature=1.0,
         kl_coef=0.02,
         missing_eos_penalty=1.0,
-        learning_rate=1e-6,
+        learning_rate=1e-9,
         num_sample_generations=0,
         report_to="none",
         save_strategy="no",
@@ -178,6 +179,7 @@ def measure(size, epochs, batch, new_tokens, steps, varying, device):
         folder = Path(folder)
         write_inputs(folder, size, new_tokens / 4 if varying else None, VOCABULARY)
         turns = Turns(Ours(folder, epochs, batch, new_tokens, device))
+        turns.ours.step()
         trl_trainer(folder, epochs, batch, new_tokens, 1 + steps, turns, device == "cpu").train()
     ours, theirs = turns.seconds["ours"][1:], turns.seconds["trl"][1:]
     result = {
