@@ -33,7 +33,7 @@ CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 # (size, PPO epochs, batch, longest response, steps measured)
 CASES = [
     ("128x4", 1, 64, 128, 2),
-    ("128x4", 4, 64, 128, 2),
+    ("128x4", 4, 64, 128, 1),
     ("512x8", 1, 32, 64, 2),
     ("512x8", 4, 32, 64, 1),
 ]
