@@ -4,9 +4,10 @@ The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements
 same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, and start the
 critic from the reward model. TRL trains in fp32, ours in what ``--dtype auto`` chooses. "fixed": no response
 ends early. "varying": an EOS that each token may be with probability 4 / max_gen_len. A step is rollout,
-rewards, log-probs, values and updates. The first is warm-up, and of ours the second as well, which takes the
-last of its memory from the system and keeps it. Rates are so low that nothing is learned: lengths stay what
-they are. Memory: the peak of one such step with a vocabulary of 151,936, each trainer in its own process.
+rewards, log-probs, values and updates; first of one PPO epoch, then of four. The first is warm-up, and of
+ours the second as well, which takes the last of its memory from the system and keeps it. Rates are so low
+that nothing is learned: lengths stay what they are. Memory: the peak of one such step with a vocabulary of
+151,936, each trainer in its own process.
 """
 
 import json
@@ -30,13 +31,8 @@ from trainer.inputs import load_inputs
 from trainer.ppo_run import round_frozen
 
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-# (size, PPO epochs, batch, longest response, steps measured)
-CASES = [
-    ("128x4", 1, 64, 128, 2),
-    ("128x4", 4, 64, 128, 1),
-    ("512x8", 1, 32, 64, 2),
-    ("512x8", 4, 32, 64, 1),
-]
+CASES = [("128x4", 64, 128), ("512x8", 32, 64)]  # (size, batch, longest response)
+EPOCHS = [1, 1, 1, 4]  # PPO epochs of each step; the first step warms up
 MEMORY_SIZE = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -111,8 +107,8 @@ class Ours:
         self.metrics.append(metrics)
 
 
-def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
-    """TRL's PPOTrainer with the same settings."""
+def trl_trainer(folder, batch, new_tokens, callback, cpu):
+    """TRL's PPOTrainer with the same settings, for the steps of the callback."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -125,8 +121,8 @@ def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=1,
         num_mini_batches=1,
-        num_ppo_epochs=epochs,
-        total_episodes=batch * steps,
+        num_ppo_epochs=max(callback.epochs),  # room for so many; see Turns
+        total_episodes=batch * len(callback.epochs),
         response_length=new_tokens,
         local_rollout_forward_batch_size=batch,
         stop_token="eos",
@@ -157,51 +153,63 @@ def trl_trainer(folder, epochs, batch, new_tokens, steps, callback, cpu):
 
 
 class Turns(TrainerCallback):
-    """After each of TRL's steps, one of ours; each is timed."""
+    """TRL's steps, of ``epochs`` PPO epochs, which it reads at each; after each, one like it of ours."""
 
-    def __init__(self, ours=None):
-        self.ours, self.seconds, self.start = ours, {"trl": [], "ours": []}, None
+    def __init__(self, epochs, ours=None):
+        self.epochs, self.ours, self.seconds = epochs, ours, {"trl": [], "ours": []}
 
-    def on_train_begin(self, *args, **kwargs):
+    def on_train_begin(self, args, *rest, **kwargs):
+        args.num_ppo_epochs = self.epochs[0]
         self.start = time.perf_counter()
 
-    def on_step_end(self, *args, **kwargs):
+    def on_step_end(self, args, *rest, **kwargs):
         end = time.perf_counter()
         self.seconds["trl"].append(end - self.start)
         if self.ours:
+            self.ours.args.ppo_epochs = args.num_ppo_epochs
             self.ours.step()
             self.seconds["ours"].append(time.perf_counter() - end)
+        done = len(self.seconds["trl"])
+        args.num_ppo_epochs = (*self.epochs, 0)[done]
         self.start = time.perf_counter()
 
 
-def measure(size, epochs, batch, new_tokens, steps, varying, device):
+def measure(size, batch, new_tokens, varying, device):
+    """-> a result for each number of PPO epochs."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_inputs(folder, size, new_tokens / 4 if varying else None, VOCABULARY)
-        turns = Turns(Ours(folder, epochs, batch, new_tokens, device))
+        turns = Turns(EPOCHS, Ours(folder, EPOCHS[0], batch, new_tokens, device))
         turns.ours.step()
-        trl_trainer(folder, epochs, batch, new_tokens, 1 + steps, turns, device == "cpu").train()
-    ours, theirs = turns.seconds["ours"][1:], turns.seconds["trl"][1:]
-    result = {
+        trl_trainer(folder, batch, new_tokens, turns, device == "cpu").train()
+    steps = list(zip(EPOCHS, *turns.seconds.values(), turns.ours.metrics[1:], strict=True))[1:]
+    return [
+        result(size, batch, new_tokens, varying, epochs, [step[1:] for step in steps if step[0] == epochs])
+        for epochs in sorted({step[0] for step in steps})
+    ]
+
+
+def result(size, batch, new_tokens, varying, epochs, steps):
+    """steps: (TRL's seconds, our seconds, our metrics) of each."""
+    found = {
         "model": size,
         "lengths": "varying" if varying else "fixed",
         "PPO epochs": epochs,
         "batch": batch,
         "max_gen_len": new_tokens,
-        "mean length": round(statistics.mean(m["rollout/length"] for m in turns.ours.metrics), 1),
-        "ours samples/s": spread([batch / s for s in ours], 2),
-        "TRL samples/s": spread([batch / s for s in theirs], 2),
-        "ratio": spread([b / a for a, b in zip(ours, theirs, strict=True)], 2),
+        "mean length": round(statistics.mean(m["rollout/length"] for *_, m in steps), 1),
+        "ours samples/s": spread([batch / ours for _, ours, _ in steps], 2),
+        "TRL samples/s": spread([batch / trl for trl, *_ in steps], 2),
+        "ratio": spread([trl / ours for trl, ours, _ in steps], 2),
     }
     print(
-        f"  {size} {result['lengths']}, {epochs} PPO epochs: {result['ratio']['median']} times TRL",
-        flush=True,
+        f"  {size} {found['lengths']}, {epochs} PPO epochs: {found['ratio']['median']} times TRL", flush=True
     )
-    return result
+    return found
 
 
 def run(device, cases=CASES):
-    return [measure(*case, varying, device) for case in cases for varying in (False, True)]
+    return [x for case in cases for varying in (False, True) for x in measure(*case, varying, device)]
 
 
 def rows(results):
@@ -222,7 +230,7 @@ def use_memory(who, folder, device):
         for _ in range(2):
             ours.step()
     else:
-        trl_trainer(folder, 1, 32, 64, 2, Turns(), device == "cpu").train()
+        trl_trainer(folder, 32, 64, Turns([1, 1]), device == "cpu").train()
     print(f"peak {peak_memory(device):.3f}")
 
 
