@@ -21,7 +21,8 @@ INLINE void norm_head(float *head, n_t wide, n_t dim, const void *weight, int bf
     EACH(i, dim) put(head + i, at(head + i) * scale * load(weight, bf16, i, dim - i));
 }
 
-/* Rotary positions, in place, as above */
+/* Rotary positions, in place: the halves (x1, x2) become (x1 cos - x2 sin, x2 cos + x1 sin); back with
+ * direction -1 */
 INLINE void turn(float *head, n_t dim, const float *cos, const float *sin, float direction) {
     n_t half = dim / 2, i = 0;
     for (; i + LANES <= half; i += LANES) {
