@@ -96,6 +96,8 @@ def spread(values, digits=3):
 
 def show(value):
     """A ``spread`` as a table's cell."""
+    if value["least"] == value["most"]:  # measured once
+        return str(value["median"])
     return f"{value['median']} ({value['least']} to {value['most']})"
 
 

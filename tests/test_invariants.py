@@ -295,8 +295,8 @@ def test_rounding_what_is_frozen_changes_no_step(files):
             scores.append(collected[3]["model"])
             train_ppo.learn(run, step, collected)
         results.append([*scores, *weights(run)])
-        (judge, _), rank = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
+        (judge, _), dtype = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
         for model in (run.ref, run.old_actor, judge.model):
-            assert model.base_model.layers[0].mlp.up_proj.weight.dtype == rank
+            assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
     assert same(*results)

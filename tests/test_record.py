@@ -1,10 +1,14 @@
 """Cutting a batch: rows, micro-batches, padding."""
 
 import random
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from trainer.record import Rollout, micro_batches, pad_right, pass_size
+from trainer.stepping import gradients_that_fit
+from trainer.tracking import Metrics
 
 
 def make_rollout():
@@ -54,6 +58,21 @@ def test_what_fits_in_one_pass_is_one_micro_batch():
         lengths = [rng.randint(1, 9) ** rng.randint(1, 3) for _ in range(rng.randint(1, 40))]
         whole = pass_size(len(lengths), max(lengths), sum(lengths))
         assert len(micro_batches(lengths, whole)) == 1
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_a_piece_is_its_share_of_the_tokens(pieces):
+    """However the lengths are mixed: who asks for pieces asks for less memory."""
+    lengths, cuts = [100] * 4 + [10] * 60, []
+    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={})
+
+    def backward(token_budget):
+        cuts.extend(micro_batches(lengths, token_budget))
+        return Metrics()
+
+    gradients_that_fit(run, backward, lengths, pieces)
+    assert max(sum(lengths[row] for row in rows) for rows in cuts) <= 1000 / pieces
+    assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
 
 def test_micro_batches_waste_little_on_padding():

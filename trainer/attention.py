@@ -4,11 +4,12 @@ transformers hands every layer's queries, keys and values to the function regist
 attention implementation. Ours knows two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
-  (``packing.py``). They are laid side by side by length, which costs padding in attention alone;
+  (``packing.py``). ``rotated_attention`` computes them as they stand; where it is not compiled, they are laid
+  side by side by length, which costs padding in attention alone;
 - decode: one query a row over a preallocated cache (``slots.py``).
 
-A CPU has fused kernels too, but for short sequences, and in bf16, two batched products and a softmax take
-less time (docs/performance.md), so those are used there.
+What is not compiled on a CPU (other families, long sequences, no compiler) runs torch's fused kernels, but
+for short sequences, and in bf16, two batched products and a softmax, which take less time.
 """
 
 import torch
@@ -19,7 +20,8 @@ from transformers.masking_utils import sdpa_mask
 from trainer import kernels
 
 ATTENTION = "small_lm"
-COMPILED = 1 << 16  # length times head_dim up to which compiled attention has its arrays on a thread's stack
+COMPILED = 1 << 16  # length times head_dim up to which compiled attention has its arrays on a thread's stack,
+LANES = 16  # where head_dim is filled up to a vector's size, this at the most
 LONG = 128  # in fp32 a CPU's fused kernel is slower or equal below, and faster from here on
 
 
@@ -84,7 +86,7 @@ class _Compiled(torch.autograd.Function):
 def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
     """Attention of a packed row, [1, tokens, heads, head_dim] each, whose queries and keys are still to be
     rotated by cos and sin [1, tokens, 1, head_dim] -> the same shape; None where it is not compiled."""
-    fits = packing is not None and max(packing.lengths) * max(16, query.shape[3]) <= COMPILED
+    fits = packing is not None and max(packing.lengths) * max(LANES, query.shape[3]) <= COMPILED
     if not fits or not kernels.ready(query, key, value, cos, sin):
         return None
     return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)

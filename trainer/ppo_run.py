@@ -4,7 +4,6 @@ from pathlib import Path
 
 from model.lora import describe as describe_adapters
 from trainer.precision import round_linears
-from trainer.reward_models import ClassifierRewardModel
 from trainer.run_folder import short_hash, weights_hash
 from trainer.tracking import Look
 
@@ -61,10 +60,13 @@ def fingerprints(run):
 
 
 def round_frozen(run):
-    """Hold the weights of what does not train in the type that it computes in. Not before ``fingerprints``,
-    which must not depend on the machine; not with adapters: what trains shares those weights then."""
-    judges = [judge for judge, _ in run.reward.models.values() if isinstance(judge, ClassifierRewardModel)]
-    for model in () if run.args.lora_r else (run.ref, run.old_actor, *(judge.model for judge in judges)):
+    """Hold the linear layers of what does not train in the type that it computes in, an old actor's in its
+    checkpoints as well. Not before ``fingerprints``, which must not depend on the machine; not with adapters,
+    for what trains shares those weights then; not in code from outside, which may use weights in other ways.
+    """
+    if run.args.lora_r or run.args.trust_remote_code:
+        return
+    for model in (run.ref, run.old_actor, *(judge.model for judge, _ in run.reward.models.values())):
         round_linears(model, run.dtype)
 
 

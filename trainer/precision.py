@@ -33,12 +33,17 @@ def autocast(device, dtype):
 
 def round_linears(model, dtype):
     """Hold the weights of a frozen model's linear layers in the type that ``autocast`` would convert them to
-    at every call: the same numbers, sooner. Tables of embeddings, and a head tied to one, stay fp32."""
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    others = [module for module in model.modules() if type(module) is not nn.Linear]
-    tied = {id(p) for module in others for p in module.parameters(recurse=False)}
-    for p in (p for module in linears for p in module.parameters(recurse=False) if id(p) not in tied):
-        p.data = p.data.to(dtype)
+    at every call: the same numbers, sooner. Embeddings, and a head tied to them, stay as they are."""
+    elsewhere = {
+        id(p)
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        for p in module.parameters(recurse=False)
+    }
+    for module in model.modules():
+        for p in module.parameters(recurse=False) if type(module) is nn.Linear else ():
+            if id(p) not in elsewhere:
+                p.data = p.data.to(dtype)
 
 
 def compute_dtype(x):

@@ -12,12 +12,11 @@ MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
 
 
 def gradients_that_fit(run, backward, lengths, pieces=1):
-    """``backward(token budget)`` -> its ``Metrics``, for sequences of these lengths: in ``pieces`` or more,
-    with as many tokens at a time as have fitted so far; where memory runs out with half as many from then on.
-    """
-    longest = max(lengths)
-    whole = pass_size(len(lengths), longest, sum(lengths))
-    wanted = min(run.progress.token_budget, math.ceil(whole / pieces))
+    """``backward(token budget)`` -> its ``Metrics``, for sequences of these lengths: in ``pieces`` of about
+    as many tokens, or of as few as have fitted so far; where memory runs out of half as many from then on."""
+    total, longest = sum(lengths), max(lengths)
+    wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
+    wanted = min(run.progress.token_budget, wanted)
     sums, fitted = halving(backward, wanted, longest, undo=lambda: forget_gradients(run))
     if fitted < wanted:
         run.progress.token_budget = fitted
