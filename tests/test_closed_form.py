@@ -114,7 +114,7 @@ def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     sizes = {"hidden": 64, "layers": 2, "spread": 4.0}
     ref, actor = trained(
         tmp_path, tokenizer, sizes, steps=60, kl_in="reward", kl_coef=beta, max_gen_len=longest,
-        batch_size=1024, mini_batch_size=256, ppo_epochs=4, learning_rate=4e-4, critic_learning_rate=2e-3,
+        batch_size=1024, mini_batch_size=256, ppo_epochs=4, learning_rate=6e-4, critic_learning_rate=2e-3,
         dtype="float32",
     )  # fmt: skip
     answers = all_responses(len(tokenizer), longest)
