@@ -111,7 +111,7 @@ def test_only_k2_belongs_in_the_loss(estimator, reaches):
 def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     """657 responses of up to three tokens, random rewards, KL in the reward: exact for sequences."""
     tokenizer, beta, longest = word_tokenizer("abcdefg"), 0.2, 3
-    sizes = {"hidden": 64, "layers": 2, "spread": 4.0}
+    sizes = {"hidden": 48, "layers": 2, "spread": 4.0}
     ref, actor = trained(
         tmp_path, tokenizer, sizes, steps=60, kl_in="reward", kl_coef=beta, max_gen_len=longest,
         batch_size=1024, mini_batch_size=256, ppo_epochs=4, learning_rate=6e-4, critic_learning_rate=2e-3,
