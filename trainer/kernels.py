@@ -66,6 +66,11 @@ def _keep(built, kept):
         copy.unlink()
 
 
+def serve(device):
+    """Whether there are kernels for what runs on this device."""
+    return device.type == "cpu" and library() is not None
+
+
 def ready(*tensors):
     """Whether the kernels can compute with these tensors (None stands for one that is left out)."""
     for x in tensors:

@@ -133,7 +133,7 @@ def _read_json(path):
 def configuration(run):
     """What ``config.json`` holds: every flag, and what else shapes the result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions["kernels"] = "compiled" if kernels.ready(torch.empty(0, device=run.world.device)) else "torch's"
+    versions["kernels"] = "compiled" if kernels.serve(run.world.device) else "torch's"
     return {
         **vars(run.args),
         "script": run.script,

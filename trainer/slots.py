@@ -25,9 +25,7 @@ def slots_that_fit(config, width, bytes_each, most_bytes):
 def is_fused(model):
     """Whether one function computes what lies between the products of every attention layer."""
     layers = [module for module in model.modules() if is_quick(module, attention_forward)]
-    return (
-        kernels.ready(torch.empty(0, device=model.device)) and len(layers) == model.config.num_hidden_layers
-    )
+    return kernels.serve(model.device) and len(layers) == model.config.num_hidden_layers
 
 
 def cache_dtype(model):

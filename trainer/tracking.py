@@ -155,7 +155,7 @@ class Tracker:
         for note in self.folder.notes:
             self.say(note)
         world, dtype = run.world, str(run.dtype).removeprefix("torch.")
-        if world.device.type == "cpu" and kernels.library() is None:
+        if world.device.type == "cpu" and not kernels.serve(world.device):
             self.say(
                 "note: no C compiler (CC, or cc) compiles trainer/native; all works, but slower: get gcc"
             )
