@@ -1,5 +1,5 @@
-# Two commands do everything: `make train` and `make test`. Both first build .venv from requirements*.txt.
-# More flags for the trainer: make train ARGS="--seed 1 --run_name mine"
+# `make train` trains the demo, `make test` runs all tests. Both first build .venv from requirements*.txt.
+# To give flags to the trainer: make train ARGS="--seed 1 --run_name mine"
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -12,13 +12,15 @@ train: .venv/train.stamp
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
-# Beside what a user would run instead; ARGS="generation" for one part. The demo itself: benchmarks/demo.py
+# Compares speed and memory with transformers and TRL. One part only: make bench ARGS="generation".
+# What the demo learns, with several seeds: python benchmarks/demo.py
 bench: .venv/bench.stamp
 	$(BIN)/python benchmarks $(ARGS)
 
-# Everything the demo ships, from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
-# model's backbone first learns what raters hold to be right; so small a model needs more layers and to be told
-# where answers go wrong. In fp32, for the same models on every machine, and faster than bf16 at this size.
+# Makes all files of the demo from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
+# model's backbone is first trained on what raters take for right answers. So small a reward model also needs two
+# more layers (--extra_layers) and a loss at the token where two answers part (--parting_coef). fp32 gives the
+# same models on every machine, and is faster than bf16 at this size.
 SMALL := --dtype float32 --max_seq_len 128 --seed 0
 demo-assets: .venv/train.stamp
 	$(BIN)/python dataset/demo/make_data.py
@@ -43,14 +45,14 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/train.stamp: requirements.txt | .venv/bin/python
-	$(BIN)/python -m pip install -q -r requirements.txt
+.venv/train.stamp: requirements.txt constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install -q -c constraints.txt -r requirements.txt
 	touch $@
 
 .venv/bench.stamp: requirements-bench.txt .venv/train.stamp
-	$(BIN)/python -m pip install -q -r requirements-bench.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -r requirements-bench.txt
 	touch $@
 
 .venv/dev.stamp: requirements-dev.txt .venv/train.stamp
-	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -r requirements-dev.txt
 	touch $@

@@ -1,33 +1,26 @@
-"""Bad input, said in one line.
+"""``InputError``: mistakes of the user, reported in one line without a traceback.
 
-Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError`` with a message that
-names the flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``,
-which prints that line and exits with code 2: no traceback for what is not a bug.
+Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError``. Its message names the
+flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``, which prints
+that line and exits with code 2. Bugs still give a traceback.
 """
 
-import argparse
 import sys
 
 
 class InputError(ValueError):
-    """The input is at fault, not the program. The message is one line: what, where, what to do."""
+    """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
-    agreed = False  # by all processes, where there are several
+    agreed = False  # True if all processes of the run raise it (World.all_or_none in runs/distributed.py)
 
 
 class SaidElsewhere(InputError):
-    """The same on the other processes: only the one that raises ``InputError`` itself says it."""
-
-
-class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaints are one line as well, without the usage text above them."""
-
-    def error(self, message):
-        raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")
+    """The same error in the other processes of a run. It is not printed: the main process prints it."""
 
 
 def run_script(main):
-    """Call ``main()``; on ``InputError`` print its one line to stderr and exit with code 2."""
+    """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
+    out-of-memory error exit with code 1, on Ctrl-C with 130."""
     try:
         main()
     except InputError as error:
@@ -35,7 +28,7 @@ def run_script(main):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, for a GPU
+        if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
             raise
         print(f"error: {str(error).splitlines()[0]} Lower the sizes, or --device cpu", file=sys.stderr)
         sys.exit(1)

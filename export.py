@@ -1,12 +1,12 @@
-"""A .pth to a Hugging Face directory, and back.
+"""Converts a .pth to a Hugging Face directory, or a directory to a .pth.
 
     python export.py out/ppo_actor_128.pth exported/                    safetensors, tokenizer, model card
     python export.py out/ppo_actor_128.pth exported/ --run out/run_1    with the run's figures in the card
     python export.py exported/ model.pth                                the .pth and the folder beside it
 
 A dense MiniMind 2 becomes a LlamaForCausalLM, a MiniMind 3 a Qwen3ForCausalLM or Qwen3MoeForCausalLM, with
-the same weights: what reads those classes reads the directory, without this repository. Other models stay
-what they are. Nothing that is there is overwritten.
+the same weights. Every program that reads those classes can load the directory without this repository. Other
+models keep their class. Existing files are never overwritten.
 """
 
 import copy
@@ -19,24 +19,25 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from errors import FlagParser, InputError, run_script
-from files import writing
-from model.checks import check_tokenizer, eos_ids
+from atomic_files import writing
+from errors import InputError, run_script
+from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
-from model.plain import as_minimind, as_plain
+from model.minimind_conversion import as_minimind, as_plain
 from model.saving import check_finite, save_policy
+from trainer.flags import FlagParser
 
 
 def parse_args(argv=None):
-    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("source", help="a .pth, or a directory or hub name")
-    p.add_argument("target", help="a new directory, or else a new .pth")
-    p.add_argument(
-        "--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="of the weights"
-    )
-    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
-    p.add_argument("--run", default="", help="folder of the run that trained it, for the model card")
-    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    p = FlagParser(description=__doc__.split("\n\n")[0])
+    add = p.add_argument
+    p.group("export")
+    add("source", help="a .pth, or a directory or hub name")
+    add("target", help="a new directory, or else a new .pth")
+    add("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="type of the weights")
+    add("--tokenizer", default="", help="directory or hub name; default: beside the model")
+    add("--run", default="", help="folder of the run that trained it, for the model card")
+    add("--trust_remote_code", action="store_true", help="run code that a model brings along")
     args = p.parse_args(argv)
     to_pth = args.target.endswith(".pth")
     if args.source.endswith(".pth") == to_pth:
@@ -49,7 +50,7 @@ def parse_args(argv=None):
 
 
 def check_free(target):
-    """InputError where something is that would be overwritten. An empty directory is nothing."""
+    """InputError if something would be overwritten. An empty directory may be there."""
     if os.path.isdir(target):
         if os.listdir(target):
             raise InputError(
@@ -60,7 +61,7 @@ def check_free(target):
 
 
 def read_figures(run):
-    """The table in the run's summary.md, nothing without a run."""
+    """The table in the run's summary.md; '' without a run."""
     if not run:
         return ""
     path = Path(run) / "summary.md"
@@ -75,7 +76,7 @@ def read_figures(run):
 
 
 def write_directory(model, tokenizer, target, dtype, figures=""):
-    """All that ``from_pretrained`` needs, and a model card; the directory appears whole or not at all."""
+    """Write what ``from_pretrained`` needs and a model card. The directory appears whole or not at all."""
     ends = eos_ids(tokenizer, model)
     generation = copy.deepcopy(model.generation_config)
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
@@ -88,7 +89,7 @@ def write_directory(model, tokenizer, target, dtype, figures=""):
     try:
         with writing(target), quiet():
             folder.mkdir(parents=True)
-            model.generation_config = type(generation)()  # transformers refuses to save contradictory ones
+            model.generation_config = type(generation)()  # save_pretrained refuses contradictory settings
             model.save_pretrained(folder)
             generation.to_json_file(folder / "generation_config.json")
             tokenizer.save_pretrained(folder)
@@ -97,7 +98,7 @@ def write_directory(model, tokenizer, target, dtype, figures=""):
             reader = tokenizer_reader(folder, tokenizer)
             text = card(model, tokenizer, target.name, reader, figures)
             (folder / "README.md").write_text(text, encoding="utf-8")
-            for file in folder.glob("*.safetensors"):  # which only their writer could read
+            for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
                 shutil.copymode(folder / "config.json", file)
             os.replace(folder, target)
     finally:
@@ -105,7 +106,8 @@ def write_directory(model, tokenizer, target, dtype, figures=""):
 
 
 def tokenizer_reader(folder, tokenizer):
-    """The class that reads the tokenizer of a folder as it is, by name. See ``model.loading``."""
+    """The name of the class that reads the tokenizer of a folder unchanged. Why: ``_is_whole_in_json`` in
+    model/loading.py."""
     if type(tokenizer) is not PreTrainedTokenizerFast:
         return "AutoTokenizer"
     again = AutoTokenizer.from_pretrained(folder)
@@ -115,7 +117,7 @@ def tokenizer_reader(folder, tokenizer):
     ):
         return "AutoTokenizer"
     print(
-        f"note: AutoTokenizer would read this tokenizer as a {type(again).__name__}, and wrongly; load it "
+        f"note: AutoTokenizer would read this tokenizer as a {type(again).__name__}, which is wrong; load it "
         "with PreTrainedTokenizerFast, as the model card does",
         file=sys.stderr,
     )
@@ -123,26 +125,27 @@ def tokenizer_reader(folder, tokenizer):
 
 
 def edit(path, change):
+    """Call ``change(fields)`` with the content of a JSON file, and write the changed fields back."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     change(fields)
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def for_older_readers(config):
-    """transformers 4 looks for the rotary base here, and takes 10000 where it finds none, without a word."""
+    """Add ``rope_theta``: transformers 4 reads the rotary base there, and silently takes 10000 without it."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "default":
         config["rope_theta"] = rope["rope_theta"]
 
 
 def name_tokenizer_class(settings):
-    """transformers 5 writes a name that 4 does not know; both know the older one."""
+    """Write the older name of the class: transformers 4 does not know the one that transformers 5 writes."""
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
 
 
 def card(model, tokenizer, name, reader, figures):
-    """The model card: what it is, how to use it, what its training achieved."""
+    """The model card: facts about the model, how to use it, and the figures of its training."""
     config = model.config
     facts = {
         "architecture": f"`{type(model).__name__}`",

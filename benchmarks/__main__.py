@@ -1,9 +1,11 @@
-"""Every benchmark of this folder, for `make bench`: prints tables, writes benchmarks/results/*.json.
+"""Runs the benchmarks against other libraries (`make bench`); prints tables, writes results/*.json.
 
-    python benchmarks                            # on a CPU, and on a GPU where there is one
-    python benchmarks generation update          # some of them
+    python benchmarks                            # all of SUITE, on the CPU and on a GPU if there is one
+    python benchmarks generation update          # only these
 
-Each case runs us and the peer in turns, in one process, several times; medians with the least and the most.
+In each case this program and the peer run alternately in one process, several times. The tables have medians
+with the least and the most. Scripts that are run by themselves: chaos.py, demo.py, large_files.py,
+preferences.py.
 """
 
 import sys
@@ -12,7 +14,7 @@ import torch
 from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
-ASKED_FOR = ("lora",)  # only when named: it has no peer beside us, and the demo in it takes minutes
+ASKED_FOR = ("lora",)  # runs only when named: it compares with no peer, and its demo runs take minutes
 
 
 def run(name, device):

@@ -1,14 +1,14 @@
-"""A run that is killed again and again, beside one that nobody disturbs: do they end in the same place?
+"""Crash test: a run that is killed again and again must end exactly like a run that is never disturbed.
 
     python benchmarks/chaos.py --kills 50                     # the demo, about fifteen minutes on two cores
     python benchmarks/chaos.py --kills 5 -- --model … --reward_model … --data_path …
 
-The disturbed run saves after every step and is resumed until it ends. Each life ends by kill -9: every
-other one at a random moment (loading included), every other one while a checkpoint or the .pth is being
-written. Before some lives the newest checkpoint is damaged (a flipped bit, a truncated file), if there is one
-before it; some lives have a disk that refuses to write more. At the end weights must be equal bit for bit,
-and metrics.jsonl and samples.jsonl line for line, but for the times. Prints a table, writes
-benchmarks/results/chaos.json, and exits with 1 where something differs.
+The disturbed run saves after every step, and is resumed until it ends. A "life" is the time from one start to
+the next kill. Lives end by kill -9, in turn at a random moment (loading included) and while a checkpoint or
+the .pth is being written. Before some lives the newest checkpoint is damaged (a flipped bit, a truncated
+file), if there is an older one. Some lives have a full disk. At the end, weights must be equal bit for bit,
+and metrics.jsonl and samples.jsonl line for line, except for the times. Prints a table, writes
+benchmarks/results/chaos.json, and exits with 1 if anything differs.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def command(flags, out, *more):
 
 
 def begin(argv, log, file_limit=None):
-    """Start a run -> the process. ``file_limit``: bytes beyond which the system lets no file grow."""
+    """Start a run -> the process. ``file_limit``: the system lets no file grow beyond this many bytes."""
 
     def limit():
         import resource
@@ -47,13 +47,13 @@ def begin(argv, log, file_limit=None):
 
 
 def being_written(out):
-    """Is something that has to appear whole half there?"""
+    """Is a file or folder being written under its temporary name?"""
     folders = (out, out / "run" / "checkpoints")
     return any(name.endswith(".tmp") for f in folders if f.is_dir() for name in os.listdir(f))
 
 
 def kill_at(process, seconds):
-    """kill -9 after so long -> was it still running?"""
+    """kill -9 after ``seconds`` -> was the process still running?"""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -62,7 +62,7 @@ def kill_at(process, seconds):
 
 
 def kill_in_a_save(process, out, rng):
-    """kill -9 up to 30 ms after a save has begun, the first or the second of this life."""
+    """kill -9 up to 30 ms after the first or second save of this life has begun -> was it still running?"""
     for _ in range(rng.choice((1, 2))):
         while process.poll() is None and not being_written(out):
             time.sleep(0.0005)
@@ -72,7 +72,7 @@ def kill_in_a_save(process, out, rng):
 
 
 def damage(out, rng):
-    """Flip a bit of the newest checkpoint, or truncate one of its files -> what was done, '' if nothing."""
+    """Flip a bit of the newest checkpoint, or truncate one of its files -> what was done; '' if nothing."""
     root = out / "run" / "checkpoints"
     saved = sorted(root.glob("step_*"), key=lambda p: int(p.name[5:])) if root.is_dir() else []
     if len(saved) < 2:
@@ -88,7 +88,7 @@ def damage(out, rng):
 
 
 def undisturbed(flags, out, log):
-    """The run as it should be -> seconds until its loop began, seconds of a step, seconds of it all."""
+    """Run without disturbance -> seconds until the training loop began, seconds per step, seconds in all."""
     start, metrics = time.perf_counter(), out / "run" / "metrics.jsonl"
     process = begin(command(flags, out), log)
     while not metrics.exists() and process.poll() is None:
@@ -101,8 +101,8 @@ def undisturbed(flags, out, log):
 
 
 def disturbed(flags, out, kills, window, file_limit, rng, log):
-    """The run with all its lives -> {fault: how often}. ``window``: seconds in which random kills come;
-    ``file_limit``: bytes that a file may have while the disk is full."""
+    """The run with all its lives -> {fault: how often}. ``window``: random kills come within these seconds;
+    ``file_limit``: the largest file, in bytes, in lives with a full disk."""
     counts = {"killed at random": 0, "killed in a save": 0, "bit flipped": 0, "truncated": 0, "disk full": 0}
     argv = command(flags, out, "--resume", "auto", "--save_interval", "1")
     while sum(counts[name] for name in ("killed at random", "killed in a save")) < kills:
@@ -133,7 +133,7 @@ def disturbed(flags, out, kills, window, file_limit, rng, log):
 
 
 def differences(calm, storm):
-    """-> what differs between two run folders, a list of texts."""
+    """Two run folders -> what differs between them, as a list of texts."""
     found = []
     last = max(int(p.name[5:]) for p in (calm / "checkpoints").glob("step_*"))
     for name in ("actor", "critic", "actor_optimizer", "critic_optimizer"):
@@ -161,7 +161,7 @@ def differences(calm, storm):
 
 
 def records(path):
-    """The lines of a JSONL file without the times in them."""
+    """The lines of a JSONL file as dicts, without the times (``perf/…``)."""
     lines = map(json.loads, read(path).rstrip("\n").split("\n"))
     return [{name: x for name, x in line.items() if not name.startswith("perf/")} for line in lines]
 
@@ -170,8 +170,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", help="where to run, kept; default: a temporary one")
-    parser.add_argument("flags", nargs="*", help="of train_ppo.py, after --; default: the demo")
+    parser.add_argument("--folder", help="folder for both runs, which is kept; default: a temporary one")
+    parser.add_argument("flags", nargs="*", help="flags of train_ppo.py, after --; default: the demo")
     args = parser.parse_args()
     folder = Path(args.folder or tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

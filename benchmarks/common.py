@@ -1,4 +1,4 @@
-"""What every benchmark needs: the models that are measured, timing in turns, and facts about the machine."""
+"""Shared by all benchmarks: the models that are measured, alternating timing, facts about the machine."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 VOCABULARY = 6400
-# MiniMind 2's shape, and a small one
+# the sizes of MiniMind 2, and of a small model
 SIZES = {
     "512x8": {
         "hidden_size": 512,
@@ -44,10 +44,10 @@ def llama_config(size, vocabulary=VOCABULARY, **more):
 
 
 def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0):
-    """A random Llama that ends a response with probability 1 / ``mean_length`` at every token, or never.
+    """A random Llama that ends a response with probability 1 / ``mean_length`` at every token; None: never.
 
-    Every embedding has the same large first coordinate, which only the EOS's row of the head reads: its logit
-    is the same in every state.
+    Every embedding has the same large first coordinate, and only the head's rows for EOS and pad use it. So
+    the logit of EOS is the same in every state.
     """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(llama_config(size, vocabulary, tie_word_embeddings=False)).eval()
@@ -58,7 +58,7 @@ def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0):
         tokens = torch.randint(2, vocabulary, (4, 32))
         state = model.base_model(tokens).last_hidden_state[..., 0].mean()
         head[[EOS, PAD]] = 0.0
-        # Never; and peers take the pad token for padding, wherever it comes from.
+        # Both are never sampled. (Peers would take a sampled pad token for padding.)
         head[[EOS, PAD], 0] = -30.0 / state
         for _ in range(4 if mean_length else 0):
             odds = model(tokens).logits.softmax(-1)[..., EOS].mean() * (mean_length - 1)
@@ -72,7 +72,7 @@ def reward_model(size, seed=1, vocabulary=VOCABULARY):
 
 
 def in_turns(functions, repetitions, warm_up=1):
-    """Run each function ``repetitions`` times, alternating -> {name: [seconds, …]}."""
+    """Run the functions alternately, each ``repetitions`` times after ``warm_up`` -> {name: [seconds, …]}."""
     seconds = {name: [] for name in functions}
     for repetition in range(-warm_up, repetitions):
         for name, function in functions.items():
@@ -86,7 +86,7 @@ def in_turns(functions, repetitions, warm_up=1):
 
 
 def spread(values, digits=3):
-    """[…] -> {"median", "least", "most"}"""
+    """Numbers -> {"median", "least", "most"}."""
     return {
         "median": round(statistics.median(values), digits),
         "least": round(min(values), digits),
@@ -95,14 +95,14 @@ def spread(values, digits=3):
 
 
 def show(value):
-    """A ``spread`` as a table's cell."""
-    if value["least"] == value["most"]:  # measured once
+    """A ``spread`` as the text of a table cell."""
+    if value["least"] == value["most"]:  # measured only once
         return str(value["median"])
     return f"{value['median']} ({value['least']} to {value['most']})"
 
 
 def machine():
-    """What the figures were measured on."""
+    """The machine and versions that the figures were measured with."""
     facts = read("/proc/cpuinfo").splitlines()
     names = {line.split(":")[1].strip() for line in facts if "model name" in line}
     result = {
@@ -119,14 +119,14 @@ def machine():
 
 
 def matrix_rate(dtype=torch.float32, size=2048, device="cpu"):
-    """FLOP/s of a large matrix product, the best of a few."""
+    """FLOP/s of a large matrix product: the best of six."""
     a = torch.randn(size, size, device=device, dtype=dtype)
     seconds = in_turns({"product": lambda: a @ a}, 6)["product"]
     return 2 * size**3 / min(seconds)
 
 
 def copy_rate(device="cpu"):
-    """Bytes read and written a second by a large copy."""
+    """Bytes read and written per second by a large copy: the best of four."""
     a = torch.empty(1 << 26, device=device)
     b = torch.empty_like(a)
     return 2 * a.nbytes / min(in_turns({"copy": lambda: b.copy_(a)}, 4)["copy"])

@@ -1,6 +1,6 @@
-"""The demo with several seeds: held-out accuracy before and after, and the time it takes.
+"""Runs the demo with several seeds: held-out accuracy before and after, and the time it takes.
 
-    python benchmarks/demo.py                        # seeds 0 1 2, about five minutes on two cores
+    python benchmarks/demo.py                        # seeds 42 (the default), 0, 1: three minutes on 2 cores
     python benchmarks/demo.py --seeds 7 8
 
 Each seed is one run of trainer/train_ppo.py with its defaults, as `make train` starts it. Prints a table and
@@ -17,11 +17,13 @@ from pathlib import Path
 
 from common import ROOT, read, table, write_results
 
-COLUMNS = ("accuracy", "accuracy_greedy", "format_rate", "score", "length")
+NAMES = ("accuracy", "format_rate", "score", "length", "finished")
+COLUMNS = tuple(f"{name}{kind}" for name in NAMES for kind in ("", "_greedy"))
+SHOWN = ("accuracy", "accuracy_greedy", "format_rate", "score", "length")
 
 
 def run_seed(seed, flags=()):
-    """One demo run in a folder of its own -> {"seed", "seconds", "before", "after"}. flags: more of them."""
+    """One demo run in a temporary folder -> {"seed", "seconds", "before", "after"}. flags: further flags."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         command = [sys.executable, str(ROOT / "trainer" / "train_ppo.py"), "--seed", str(seed)]
@@ -40,13 +42,13 @@ def run_seed(seed, flags=()):
 
 def rows(results):
     for r in results:
-        cells = {name: f"{r['before'][name]:.3f} -> {r['after'][name]:.3f}" for name in COLUMNS}
+        cells = {name: f"{r['before'][name]:.3f} -> {r['after'][name]:.3f}" for name in SHOWN}
         yield {"seed": r["seed"], "seconds": f"{r['seconds']:.0f}"} | cells
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 0, 1])
     args = parser.parse_args()
     results = [run_seed(seed) for seed in args.seeds]
     print("\n" + table(list(rows(results))))

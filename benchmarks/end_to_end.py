@@ -1,13 +1,15 @@
-"""Samples a second of whole PPO steps: this trainer beside TRL's, in one process, step by step in turns.
+"""Samples per second and peak memory of whole PPO steps: this trainer compared with TRL's PPOTrainer.
 
-The peer is TRL 1.12.0's PPOTrainer, the last release that has PPO (requirements-bench.txt). Both get the
-same policy, reward model, prompts, batch, PPO epochs (one minibatch each) and longest response, and start the
-critic from the reward model. TRL trains in fp32, ours in what ``--dtype auto`` chooses. "fixed": no response
-ends early. "varying": an EOS that each token may be with probability 4 / max_gen_len. A step is rollout,
-rewards, log-probs, values and updates; first of one PPO epoch, then of four. The first is warm-up, and of
-ours the second as well, which takes the last of its memory from the system and keeps it. Rates are so low
-that nothing is learned: lengths stay what they are. Memory: the peak of one such step with a vocabulary of
-151,936, each trainer in its own process.
+The peer is the PPOTrainer of TRL 1.12.0, the last release with PPO (requirements-bench.txt). Both trainers
+run in one process and take steps alternately. Both get the same policy, reward model, prompts, batch, PPO
+epochs (one minibatch each) and longest response, and start the critic from the reward model. TRL trains in
+fp32, this trainer in the type that ``--dtype auto`` chooses.
+
+"fixed": no response ends early. "varying": each token is an EOS with probability 4 / max_gen_len. A step is
+rollout, rewards, log-probs, values and updates, first with one PPO epoch, then with four. The first step is
+warm-up. For this trainer the second is warm-up too: in it the trainer takes the last of its memory from the
+system, and keeps it. The learning rates are so low that nothing is learned and lengths stay the same.
+Memory: the peak of two steps with a vocabulary of 151,936, each trainer in a process of its own.
 """
 
 import json
@@ -24,15 +26,14 @@ from common import EOS, PAD, VOCABULARY, policy, read, reward_model, show, sprea
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from dataset.order import local_positions
+from dataset.data_order import local_positions
 from trainer import train_ppo
-from trainer.distributed import World
 from trainer.inputs import load_inputs
-from trainer.ppo_run import round_frozen
+from trainer.runs.distributed import World
 
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 CASES = [("128x4", 64, 128), ("512x8", 32, 64)]  # (size, batch, longest response)
-EPOCHS = [1, 1, 1, 4]  # PPO epochs of each step; the first step warms up
+EPOCHS = [1, 1, 1, 4]  # PPO epochs of each step; the first step is warm-up
 MEMORY_SIZE = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -52,7 +53,7 @@ def word_tokenizer(vocabulary):
 
 
 def write_inputs(folder, size, mean_length, vocabulary, count=256):
-    """Policy, reward model and prompts of 16 to 48 words, as a user has them on disk."""
+    """Write a policy, a reward model and prompts of 16 to 48 words to a folder, as a user would have them."""
     tokenizer, rng = word_tokenizer(vocabulary), random.Random(0)
     for name, model in (
         ("policy", policy(size, mean_length, vocabulary)),
@@ -68,7 +69,7 @@ def write_inputs(folder, size, mean_length, vocabulary, count=256):
 
 
 class Ours:
-    """This trainer, one step at a time."""
+    """This trainer, for single steps."""
 
     def __init__(self, folder, epochs, batch, new_tokens, device, steps=1000, **more):
         flags = {
@@ -93,7 +94,7 @@ class Ours:
         self.run = train_ppo.build_run(
             self.args, World(0, 1, torch.device(device)), actor, tokenizer, self.prompts
         )
-        round_frozen(self.run)
+        train_ppo.prepare_frozen(self.run)
         self.number, self.metrics = 0, []
 
     def step(self):
@@ -108,7 +109,7 @@ class Ours:
 
 
 def trl_trainer(folder, batch, new_tokens, callback, cpu):
-    """TRL's PPOTrainer with the same settings, for the steps of the callback."""
+    """TRL's PPOTrainer with the same settings. ``callback`` (``Turns``) has the number of steps."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -121,7 +122,7 @@ def trl_trainer(folder, batch, new_tokens, callback, cpu):
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=1,
         num_mini_batches=1,
-        num_ppo_epochs=max(callback.epochs),  # room for so many; see Turns
+        num_ppo_epochs=max(callback.epochs),  # TRL allocates for the most epochs; see Turns
         total_episodes=batch * len(callback.epochs),
         response_length=new_tokens,
         local_rollout_forward_batch_size=batch,
@@ -153,7 +154,8 @@ def trl_trainer(folder, batch, new_tokens, callback, cpu):
 
 
 class Turns(TrainerCallback):
-    """TRL's steps, of ``epochs`` PPO epochs, which it reads at each; after each, one like it of ours."""
+    """Sets the PPO epochs of each of TRL's steps (TRL reads the number at every step), and runs one step of
+    this trainer with as many after each of them."""
 
     def __init__(self, epochs, ours=None):
         self.epochs, self.ours, self.seconds = epochs, ours, {"trl": [], "ours": []}
@@ -175,7 +177,7 @@ class Turns(TrainerCallback):
 
 
 def measure(size, batch, new_tokens, varying, device):
-    """-> a result for each number of PPO epochs."""
+    """Run both trainers -> one result for each number of PPO epochs."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_inputs(folder, size, new_tokens / 4 if varying else None, VOCABULARY)
@@ -190,7 +192,7 @@ def measure(size, batch, new_tokens, varying, device):
 
 
 def result(size, batch, new_tokens, varying, epochs, steps):
-    """steps: (TRL's seconds, our seconds, our metrics) of each."""
+    """One line of results. steps: for each step (TRL's seconds, our seconds, our metrics)."""
     found = {
         "model": size,
         "lengths": "varying" if varying else "fixed",
@@ -223,8 +225,8 @@ def rows(results):
 
 
 def use_memory(who, folder, device):
-    """Two steps of batch 32 with responses of 64 tokens, since AdamW's moments are there from the second on;
-    prints the peak memory in GiB."""
+    """Run two steps of batch 32 with responses of 64 tokens, and print the peak memory in GiB. Two, because
+    AdamW's moments exist from the second step on."""
     if who == "ours":
         ours = Ours(folder, 1, 32, 64, device)
         for _ in range(2):
@@ -235,16 +237,16 @@ def use_memory(who, folder, device):
 
 
 def peak_memory(device):
-    """The most that this process has held so far, in GiB: of the CPU's memory, or of the GPU's."""
+    """The largest memory that this process has had so far, in GiB: of the CPU, or of the GPU."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated() / 2**30
-    # Not getrusage: its maximum begins with what the process that started this one held.
+    # Not getrusage: its maximum includes the memory of the parent process at the start.
     status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
     return int(status["VmHWM"].split()[0]) / 2**20
 
 
 def memory(device):
-    """Peak memory of both at a vocabulary of 151,936, hidden size 256, 4 layers."""
+    """Peak memory of both trainers with a vocabulary of 151,936, hidden size 256 and 4 layers."""
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), MEMORY_SIZE, None, 151_936, count=64)

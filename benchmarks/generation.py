@@ -1,9 +1,10 @@
-"""Tokens a second: the slot engine beside transformers' generate, same model, prompts and lengths.
+"""Tokens per second of generation: this program's engine compared with transformers' ``generate``.
 
-Fixed lengths: 64 prompts of 32 tokens, 128 new tokens each. Varying: 256 prompts of 16 to 48 tokens,
-responses of 32 tokens in the mean and 128 at most, ended by an EOS that each token may be with probability
-1/32; generate gets the batch size at which it is fastest. Both sample from the whole softmax. generate runs
-in fp32 or in bf16, whichever is faster at fixed lengths; the engine in what ``--dtype auto`` chooses for it.
+Both have the same model, prompts and lengths, and sample from the whole softmax. Fixed lengths: 64 prompts of
+32 tokens, 128 new tokens each. Varying lengths: 256 prompts of 16 to 48 tokens; each new token is an EOS
+with probability 1/32, so responses have 32 tokens on average, and 128 at most. ``generate`` gets the batch
+size at which it is fastest. It runs in fp32 or bf16, whichever is faster at fixed lengths; the engine runs in
+the type that ``--dtype auto`` chooses.
 """
 
 import random
@@ -12,13 +13,13 @@ import time
 import torch
 from common import EOS, PAD, VOCABULARY, in_turns, policy, show, spread
 
-from trainer.noise import noise_keys
-from trainer.packing import pack_sequences
-from trainer.precision import fast_dtype
-from trainer.rollout import Sampler
+from trainer.compute.packing import pack_sequences
+from trainer.compute.precision import fast_dtype
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling_noise import noise_keys
 
 REPETITIONS = 3
-DTYPES = ("float32", "bfloat16")  # of generate
+DTYPES = ("float32", "bfloat16")  # generate is tried with each
 
 
 def make_prompts(count, shortest, longest, seed=0):
@@ -29,7 +30,7 @@ def make_prompts(count, shortest, longest, seed=0):
 
 
 def generate(model, prompts, batch_size, max_new_tokens):
-    """transformers' generate over all prompts, padded on the left -> number of tokens it sampled."""
+    """Run transformers' generate on all prompts, left-padded -> the number of tokens sampled."""
     total = 0
     for start in range(0, len(prompts), batch_size):
         part = prompts[start : start + batch_size]
@@ -52,8 +53,8 @@ def engine(sampler, prompts, max_new_tokens):
 
 
 def best_generate(models, prompts, new_tokens, batch_sizes):
-    """-> (dtype, batch size) at which generate samples most tokens a second: of the dtypes at the last batch
-    size, then of the other sizes."""
+    """The (dtype, batch size) with which generate samples most tokens per second. First all dtypes are tried
+    with the last batch size, then the other sizes with the best dtype."""
     rates = {}
 
     def rate(dtype, size):
@@ -87,7 +88,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
             ),
         },
         REPETITIONS,
-        warm_up=0,  # generate has just run, and so has the engine
+        warm_up=0,  # both have just run
     )
     rates = {k: [n / s for n, s in zip(tokens[k], seconds[k], strict=True)] for k in seconds}
     ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
@@ -104,10 +105,10 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
 
 def run(device):
     fixed = measure("fixed", "512x8", make_prompts(64, 32, 32), 128, None, [64], 64, device)
-    faster = [fixed["generate"].split(",")[0]]  # of the two types; trying both again takes half a minute
+    faster = [fixed["generate"].split(",")[0]]  # the faster type; trying both again takes half a minute
     varied = make_prompts(256, 16, 48)
     results = [fixed, measure("varying", "512x8", varied, 128, 32, [64, 256], 256, device, faster)]
-    if device != "cpu":  # where a GPU shows what it can do
+    if device != "cpu":  # a case large enough for a GPU
         prompts = make_prompts(128, 32, 32)
         results.append(measure("fixed, 512 new tokens", "512x8", prompts, 512, None, [128], 128, device))
     return results

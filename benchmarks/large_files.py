@@ -1,11 +1,11 @@
-"""Large prompt files: the time from the command to the first update, and the memory, beside a small file.
+"""Large prompt files compared with a small one: time from the command to the first update, and memory.
 
     python benchmarks/large_files.py                             # 100, 1,000,000 and 10,000,000 lines
     python benchmarks/large_files.py --lines 100 1000000
 
-Each is one run of trainer/train_ppo.py on the demo's policy and reward model, of a single step, alternating
-between the sizes. The files are written to a temporary folder first (1.6 GB for ten million lines). Prints a
-table and writes benchmarks/results/large_files.json with the machine's facts.
+Each measurement is one run of trainer/train_ppo.py, of a single step, with the demo's policy and reward
+model. The sizes alternate. The files are first written to a temporary folder (1.6 GB for ten million lines).
+Prints a table and writes benchmarks/results/large_files.json with facts about the machine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from common import ROOT, show, spread, table, write_results
 
 
 def write_prompts(path, lines):
-    """Questions of the demo's kind, no two neighbours alike."""
+    """Write questions like the demo's; neighbouring lines differ."""
     with open(path, "w", encoding="utf-8") as file:
         for i in range(lines):
             question = f"What is {i % 97} plus {i % 89} minus {i % 83}?"
@@ -29,7 +29,7 @@ def write_prompts(path, lines):
 
 
 def first_update(path, out):
-    """One run -> (seconds to the end of its first step, bytes of memory at the most)."""
+    """One run -> (seconds until its first step has ended, largest memory in bytes)."""
     command = [sys.executable, str(ROOT / "trainer" / "train_ppo.py"), "--data_path", str(path)]
     command += ["--max_steps", "1", "--critic_warmup_steps", "0", "--out_dir", str(out)]
     command += ["--model", str(ROOT / "model/demo/policy"), "--reward_model", str(ROOT / "model/demo/reward")]

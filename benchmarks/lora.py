@@ -1,6 +1,6 @@
-"""LoRA beside training all weights: speed, memory, and what the demo learns.
+"""LoRA compared with training all weights: speed, memory, and what the demo learns.
 
-Speed: whole PPO steps of both in one process, step by step in turns, the first as warm-up; 512x8, one PPO
+Speed: both take whole PPO steps alternately in one process; the first step of each is warm-up. 512x8, one PPO
 epoch, batch 32, responses of 64 tokens, the critic started from a reward model of the same size. Memory: the
 peak of two such steps, each kind in a process of its own. Demo: held-out accuracy after `make train` with its
 defaults, and with adapters and the learning rates of ``DEMO``.
@@ -19,7 +19,7 @@ from end_to_end import Ours, peak_memory, write_inputs
 
 RANK, SIZE, BATCH, NEW_TOKENS = 16, "512x8", 32, 64
 KINDS = {"all weights": 0, f"LoRA, r = {RANK}": RANK}
-# With an actor's rate of 1e-3, 2e-3 or 3e-3 the demo ends alike, with 5e-3 worse
+# The demo ends about the same with learning rates of 1e-3, 2e-3 and 3e-3 for the actor, and worse with 5e-3.
 DEMO = ["--lora_r", str(RANK), "--learning_rate", "1e-3", "--critic_learning_rate", "2e-3"]
 
 
@@ -28,20 +28,21 @@ def trainer(folder, rank, device):
 
 
 def speed(folder, device, steps):
-    """{kind: samples a second of each step}"""
+    """-> {kind: [samples per second of each step]}."""
     trainers = {kind: trainer(folder, rank, device) for kind, rank in KINDS.items()}
     rates = {kind: [] for kind in KINDS}
     for number in range(1 + steps):
         for kind, one in trainers.items():
             start = time.perf_counter()
-            one.step()  # ends with numbers on the CPU: nothing is left running on a GPU
+            one.step()  # ends with numbers on the CPU, so a GPU has finished its work
             if number:
                 rates[kind].append(BATCH / (time.perf_counter() - start))
     return rates
 
 
 def memory(folder, device, rank):
-    """Peak GiB of two steps (the second one's gradients meet AdamW's moments) in a process of its own."""
+    """Peak memory in GiB of two steps, in a process of its own. Two, because AdamW's moments exist from the
+    second step on."""
     done = subprocess.run(
         [sys.executable, __file__, folder, str(rank), device], capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
-"""Where a step's time goes, how near the machine's matrix rate each phase comes, and how cost grows.
+"""Time of each phase of a PPO step, how near it comes to the machine's matrix rate, and how its cost grows.
 
-Steps of a 128x4 policy with critic and reward model of the same size, batch 64, one PPO epoch, prompts of 16
-to 48 tokens, responses of a quarter of max_gen_len in the mean; then one thing at a time is made larger.
+The base case: a 128x4 policy with critic and reward model of the same size, batch 64, one PPO epoch, prompts
+of 16 to 48 tokens, responses of max_gen_len / 4 tokens on average. In each other case one thing is larger.
 Operations are counted as in update.py, for real tokens only: two forwards of the actor's size and one of the
 critic's for log-probs and values, one forward of each token for rollout and reward. Draws docs/phases.png.
 """
@@ -22,7 +22,7 @@ STEPS = 2
 
 
 def operations(ours):
-    """Of one step, by phase, averaged over the measured steps."""
+    """{phase: operations of one step}, averaged over the measured steps."""
     model, metrics = ours.run.actor, ours.metrics[1:]
     weights = weights_per_token(model)
     head = model.config.hidden_size * model.config.vocab_size
@@ -59,7 +59,7 @@ def measure(name, changes, device):
 
 
 def rates(device):
-    """The machine's limits: what no program can exceed."""
+    """The machine's limits, measured: matrix products and copies."""
     return {
         "fp32 GFLOP/s": round(matrix_rate(torch.float32, device=device) / 1e9),
         "bf16 GFLOP/s": round(matrix_rate(torch.bfloat16, device=device) / 1e9),
@@ -68,7 +68,7 @@ def rates(device):
 
 
 def draw(results, path):
-    """Stacked bars: milliseconds a sample by phase."""
+    """Draw one bar per case: the share of each phase, labelled with milliseconds per sample."""
     import matplotlib
 
     matplotlib.use("Agg")

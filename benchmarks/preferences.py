@@ -1,17 +1,18 @@
-"""All three stages on real human preferences, from raw data to a policy that the reward model likes better.
+"""All three stages on real human preferences (HH-RLHF), with baselines for the reward model.
 
     python benchmarks/preferences.py --data harmless-test.jsonl.gz
 
-The file is one of HH-RLHF's (https://github.com/anthropics/hh-rlhf), pairs of transcripts; what it says is
-often offensive, and is neither shown here nor kept. One half trains everything: a tokenizer, a language model
-of 4M parameters from nothing, stage 1 on the chosen answers, stage 2 on the pairs, PPO on the prompts. On the
-other half are measured
+The file is one of HH-RLHF (https://github.com/anthropics/hh-rlhf): pairs of transcripts. Its texts are often
+offensive; they are not shown here and not kept. One half of the pairs trains everything: a tokenizer, a
+language model of 4M parameters from random weights, stage 1 on the chosen answers, stage 2 on the pairs, PPO
+on the prompts. The other half measures
 
-    how often the reward model prefers what people chose, beside two rules that know no language: the shorter
-    answer wins (or the longer, whichever fits the first half), and a logistic regression on counts of words;
-    the score of sampled answers before and after PPO, with the KL to the policy that it began from.
+    how often the reward model prefers the answer that people chose, compared with two simple baselines: the
+    shorter answer wins (or the longer, whichever fits the first half better), and a logistic regression on
+    word counts;
+    the score of sampled answers before and after PPO, with the KL to the policy that PPO started from.
 
-Prints the commands and a table, and writes benchmarks/results/preferences.json with the machine's facts.
+Prints the commands and a table, and writes benchmarks/results/preferences.json with facts about the machine.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dataset.formats import to_pair
-from dataset.records import open_records
+from dataset.record_files import open_records
 
 VOCABULARY, HIDDEN, LAYERS = 2048, 256, 4
 TEMPLATE = r"\n\nHuman: {prompt}\n\nAssistant:"
@@ -47,7 +48,7 @@ def write_jsonl(path, records):
 
 
 def make_tokenizer(texts, folder):
-    """Byte-level BPE."""
+    """Train a byte-level BPE tokenizer and save it -> its folder."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -65,7 +66,7 @@ def make_tokenizer(texts, folder):
 
 
 def stage(script, **values):
-    """Run one of the trainer's scripts."""
+    """Print and run one of the trainer's scripts. values: its flags."""
     words = [f"{word}" for name, value in values.items() for word in (f"--{name}", value)]
     print(f"\n$ python trainer/{script}.py {shlex.join(words)}", flush=True)
     subprocess.run([sys.executable, str(ROOT / "trainer" / f"{script}.py"), *words], check=True)
@@ -75,11 +76,12 @@ def metrics(folder, run):
     return [json.loads(line) for line in read(folder / run / "metrics.jsonl").splitlines()]
 
 
-# ---------------------------------------------------------------- rules that know no language
+# ---------------------------------------------------------------- baselines
 
 
 def length_rule(train, test):
-    """Accuracy of "the longer answer wins" or its contrary, whichever fits ``train``; ties count a half."""
+    """Accuracy on ``test`` of "the longer answer wins", or of the opposite if that fits ``train`` better.
+    Ties count one half."""
 
     def longer_wins(pairs):
         signs = [len(chosen) - len(rejected) for chosen, rejected in pairs]
@@ -93,7 +95,7 @@ def length_rule(train, test):
 
 
 def word_counts(pairs, numbers):
-    """[pairs, words]: log(1 + count) in the chosen answer minus the same in the rejected one."""
+    """-> [pairs, words]: log(1 + count) of each word in the chosen answer minus that in the rejected one."""
     x = torch.zeros(len(pairs), len(numbers))
     for row, pair in zip(x, pairs, strict=True):
         for text, sign in zip(pair, (1, -1), strict=True):
@@ -104,7 +106,7 @@ def word_counts(pairs, numbers):
 
 
 def logistic_regression(x, penalty):
-    """Weights [words] at the least of mean -log sigmoid(x w) + penalty |w|^2."""
+    """The weights w [words] that minimise mean(-log sigmoid(x w)) + penalty |w|^2."""
     w = torch.zeros(x.shape[1], requires_grad=True)
     optimizer = torch.optim.LBFGS([w], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -119,7 +121,7 @@ def logistic_regression(x, penalty):
 
 
 def bag_of_words(train, test):
-    """Accuracy of a logistic regression whose penalty was chosen by cross-validation within ``train``."""
+    """Accuracy on ``test`` of a logistic regression. Cross-validation in ``train`` chooses its penalty."""
     known = Counter(word for pair in train for text in pair for word in set(WORD.findall(text.lower())))
     numbers = {word: i for i, (word, _) in enumerate(known.most_common(KNOWN_WORDS))}
     x = word_counts(train, numbers)
@@ -134,7 +136,7 @@ def bag_of_words(train, test):
     return {"penalty": penalty, "accuracy": right.float().mean().item()}
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- all stages
 
 
 def run(path, folder, seed):
@@ -185,7 +187,7 @@ def run(path, folder, seed):
         data_path=data,
         eval_data_path=held_out,
         max_seq_len=512,
-        epochs=1,  # chosen, with the rate, on pairs of the first half
+        epochs=1,  # chosen, like the learning rate, on pairs of the first half
         batch_size=32,
         learning_rate=5e-4,
         eval_interval=0,
@@ -237,7 +239,7 @@ def run(path, folder, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="pairs of transcripts: JSONL, may be gzipped")
-    parser.add_argument("--out", default="", help="keep what is made here, and go on with what is there")
+    parser.add_argument("--out", default="", help="folder that keeps all results; runs in it are resumed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

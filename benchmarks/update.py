@@ -1,9 +1,9 @@
-"""The update path against the machine's matrix rate: forward, backward, clip and step of a policy.
+"""Speed of an update compared with the machine's matrix rate: forward, backward, clip and step of a policy.
 
-64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens in the mean and 128 at most. Counted are the
-operations that the task needs and no others: two per weight and token in the forward and four in the
-backward, for real tokens only, the head at response positions only, attention over what a token may see.
-"plain" is what a transformers model reaches at best: equal lengths, no padding, every position counted.
+64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens on average and 128 at most. Only operations
+that the task needs are counted: two per weight and token in the forward and four in the backward, for real
+tokens only, the head at response positions only, attention only over tokens that a token may see.
+"plain" is the best case of a transformers model: equal lengths, no padding, logits at every position.
 """
 
 import random
@@ -12,19 +12,21 @@ import time
 import torch
 from common import VOCABULARY, matrix_rate, policy, show, spread
 
-from trainer import kernels, ppo
-from trainer.memory import keep_freed_memory
-from trainer.packing import Packing, pack_sequences
-from trainer.precision import autocast
-from trainer.record import Rollout, micro_batches, tokens_per_pass
-from trainer.scoring import PolicyScorer
+from trainer import ppo
+from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.cpu import kernels
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.packing import Packing, pack_sequences
+from trainer.compute.precision import autocast
+from trainer.compute.rollout_data import Rollout
+from trainer.compute.scoring import PolicyScorer
 
 REPETITIONS = 3
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
 
 
 def make_rollout(rows=64, seed=0, device="cpu"):
-    """A filled record with random numbers in it; only its lengths matter here."""
+    """A ``Rollout`` filled with random numbers; only its lengths matter here."""
     rng = random.Random(seed)
     prompt_len = torch.tensor([rng.randint(16, 48) for _ in range(rows)])
     response_len = torch.tensor([min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(rows)])
@@ -36,13 +38,13 @@ def make_rollout(rows=64, seed=0, device="cpu"):
 
 
 def weights_per_token(model):
-    """Elements of all matrices that every token is multiplied with: all but the embedding and the head."""
+    """Number of weights that every token is multiplied with: all matrices but the embedding and the head."""
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     return sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in outside)
 
 
 def needed_operations(model, lengths, predicted):
-    """Of forward and backward. lengths: tokens of each sequence; predicted: positions with logits."""
+    """Operations of forward and backward. lengths: tokens per sequence; predicted: positions with logits."""
     config = model.config
     width = config.num_attention_heads * config.head_dim
     attention = sum(2 * 2 * width * n * (n + 1) / 2 for n in lengths) * config.num_hidden_layers
@@ -51,7 +53,7 @@ def needed_operations(model, lengths, predicted):
 
 
 def ours(scorer, optimizer, rollout):
-    """One update as the trainer makes it: micro-batches, PPO loss, clip, step."""
+    """One update as the trainer does it: micro-batches, PPO loss, gradient clip, optimizer step."""
     tokens = rollout.response_len.sum().item()
     budget = tokens_per_pass(rollout.tokens.device)
     for index in micro_batches(rollout.lengths.tolist(), budget):
@@ -81,8 +83,8 @@ def timed(function, device):
 
 
 def padding_waste(rollout):
-    """Share of the tokens computed that are padding: (outside attention, inside it). Compiled attention, on a
-    CPU, pads nothing."""
+    """The share of computed tokens that are padding: (outside attention, inside attention). Compiled
+    attention, on a CPU, has no padding."""
     lengths, outside, inside = rollout.lengths.tolist(), 0, 0
     compiled = kernels.ready(torch.empty(0, device=rollout.tokens.device))
     for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
@@ -93,7 +95,7 @@ def padding_waste(rollout):
 
 
 def measure(size, dtype_name, device):
-    keep_freed_memory()  # as the trainer does; it serves the peer as well
+    keep_freed_memory()  # as the trainer does; the peer profits as well
     dtype, rollout = getattr(torch, dtype_name), make_rollout(device=device)
     model, peer = policy(size, 32).to(device), policy(size, 32).to(device)
     pack_sequences(model.base_model)
@@ -110,7 +112,7 @@ def measure(size, dtype_name, device):
         for name, step in steps.items():
             before = matrix_rate(dtype, device=device)
             seconds = timed(step, device)
-            rate = (before + matrix_rate(dtype, device=device)) / 2  # the machine's speed changes under us
+            rate = (before + matrix_rate(dtype, device=device)) / 2  # the machine's speed is not constant
             if repetition >= 0:
                 shares[name].append(needs[name] / seconds / rate)
                 rates.append(rate / 1e9)

@@ -1,0 +1,13 @@
+"""The data: record files, record formats, tokenization, datasets and data order.
+
+The files of this folder:
+
+    record_files.py     files -> records by number: JSONL, JSON, text, gzip, Parquet, a folder or a hub name
+    formats.py          records -> prompts, demonstrations, preference pairs, rated answers, by their keys
+    tokenization.py     conversations -> text (chat template) -> token ids
+    special_tokens.py   special tokens that a text spells out stay text
+    prompt_template.py  --prompt_template: gives a tokenizer a chat template
+    lm_dataset.py       the datasets of PPO, stage 1 and stage 2; drops records that are too long
+    data_order.py       the order of records: epochs, batches, each process' share, data loader
+    demo/               the demo's data and tokenizer, and the scripts that make them
+"""

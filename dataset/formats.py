@@ -1,4 +1,4 @@
-"""Records to prompts, demonstrations, preference pairs and rated answers, recognised by their keys.
+"""Dataset formats: records -> prompts, demonstrations, preference pairs, rated answers, by their keys.
 
     {"conversations": turns} or {"messages": turns}   MiniMind, ShareGPT, OpenAI; the answer, if any, last
     {"prompt": text or turns, …}                      with "answer" or "completion" (TRL), text or turns
@@ -7,10 +7,22 @@
     {"user_input": text, "completion", "score"}       ChatLLaMA
     {"text": text or transcript}                      a prompt, or a text to be learned
 
-A turn is {"role", "content"} or {"from", "value"}; without roles user and assistant take turns. A transcript
-is "\\n\\nHuman: …\\n\\nAssistant: …"; as a prompt it stays text up to the last "Assistant:", and who has a
-chat template reads it through ``to_messages``. Examples of all: docs/data.md. Whatever does not fit is an
-``InputError``; who reads the file puts file and line before it.
+A turn is {"role", "content"} or {"from", "value"}; without roles user and assistant alternate. A transcript
+is "\\n\\nHuman: …\\n\\nAssistant: …". As a prompt it stays text up to the last "Assistant:". ``to_messages``
+makes turns of it where a chat template is used. Examples of all: docs/data.md.
+
+To support another format of records, change this file, in the function of the stage that is to read it:
+
+    to_prompt         all stages: record -> prompt and answer. Add a branch for the new keys, and put the
+                      prompt's key into ``PROMPT_KEYS``. Enough for PPO and, with an answer, for stage 1
+    to_demonstration  stage 1 (train_sft.py): only if the answer is not what ``to_prompt`` returns
+    to_pair           stage 2 (train_reward.py), pairs; ``_preferred`` reads one side of a pair
+    to_rated          stage 2, answers with a score; ``is_rated`` tells them from pairs
+
+Another name for a role goes into ``ROLE_NAMES``, another kind of file into record_files.py.
+
+What fits no format raises ``InputError``. Its message has no file and line: ``located`` in record_files.py
+puts them before it.
 """
 
 import contextlib
@@ -20,8 +32,8 @@ import re
 
 from errors import InputError
 
-PLACEHOLDERS = ("", "空", "无")  # what MiniMind's prompt files have in place of an answer
-PROMPT_KEYS = {"conversations", "messages", "chosen", "user_input", "prompt"}
+PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these in place of an answer
+PROMPT_KEYS = {"conversations", "messages", "chosen", "user_input", "prompt"}  # beside one, "text" is ignored
 QUESTIONS = {"question", "query", "instruction", "input", "conversations", "messages", "user_input"}
 ROLE_NAMES = {
     "human": "user",
@@ -29,13 +41,13 @@ ROLE_NAMES = {
     "bot": "assistant",
     "chatgpt": "assistant",
 }  # ShareGPT's names
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # of transcripts
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")
-ANSWERS = "\n\nAssistant:"  # what an answer follows in a transcript
+ANSWERS = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
 def to_prompt(record):
-    """-> (prompt: text or messages, answer: text or None), of a record of any kind."""
+    """A record of any format -> (prompt: text or messages, answer: text or None). Raises InputError."""
     if "conversations" in record or "messages" in record:
         turns = record["conversations"] if "conversations" in record else record["messages"]
         prompt, answer = _without_placeholder(*_split_turns(as_messages(turns)))
@@ -58,7 +70,8 @@ def to_prompt(record):
 
 
 def to_demonstration(record):
-    """-> (prompt, answer: text), or (None, text) where the whole text is to be learned."""
+    """A record -> (prompt, answer: text), or (None, text) if the whole text is to be learned. Raises
+    InputError."""
     text = record.get("text")
     if isinstance(text, str) and text and record.keys().isdisjoint(PROMPT_KEYS) and not is_transcript(text):
         return None, text
@@ -69,7 +82,8 @@ def to_demonstration(record):
 
 
 def to_pair(record):
-    """-> ((prompt, chosen text), (prompt, rejected text), margin: how much better, 0 where nobody says)."""
+    """A record -> ((prompt, chosen text), (prompt, rejected text), margin). margin: how much better the
+    chosen answer is, 0 if the record does not say. Raises InputError."""
     chosen, rejected = (_preferred(record, side) for side in ("chosen", "rejected"))
     if chosen[0] is None and rejected[0] is None:
         if other := sorted(QUESTIONS & record.keys()):
@@ -81,7 +95,7 @@ def to_pair(record):
 
 
 def to_rated(record):
-    """-> (prompt, response text, score)."""
+    """A record -> (prompt, response text, score). Raises InputError."""
     prompt, response = to_prompt(record)
     if "score" not in record or response is None:
         raise InputError('no rated answer; the line needs "completion" (or "answer") and "score"')
@@ -89,7 +103,7 @@ def to_rated(record):
 
 
 def is_rated(record):
-    """Is it one answer with a score, and not a pair?"""
+    """Is the record one answer with a score? If not, it is taken for a pair."""
     return "score" in record and "chosen" not in record
 
 
@@ -119,9 +133,10 @@ def is_transcript(text):
 
 
 def to_messages(prompt):
-    """A prompt, text or messages, -> messages: the turns of a transcript, or one turn of the user.
+    """A prompt (text or messages) -> messages: the turns of a transcript, or one user turn for other text.
 
-    Who speaks twice in a row in a transcript has one turn: many chat templates insist on alternation.
+    If one speaker of a transcript speaks twice in a row, both parts become one turn, because many chat
+    templates accept only alternating roles.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -138,26 +153,26 @@ def to_messages(prompt):
 
 
 def add_system(prompt, system_prompt):
-    """The prompt with a system message first, unless it has one or none is wanted."""
+    """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
     if not system_prompt or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
         return prompt
     return [{"role": "system", "content": system_prompt}, *to_messages(prompt)]
 
 
 def _split_turns(messages):
-    """Messages -> (those before the answer, the answer: None unless the assistant speaks last)."""
+    """Messages -> (those before the answer, the answer); the answer is None if the user speaks last."""
     if messages[-1]["role"] != "assistant":
         return messages, None
     return messages[:-1], messages[-1]["content"]
 
 
 def _split_transcript(text):
-    """-> (the text up to the last answer, the answer: None where a human speaks last)."""
+    """A transcript -> (its text up to the last answer, the answer: None if a human speaks last)."""
     before, human, last = text.rpartition("\n\nHuman:")
     question, answers, response = last.partition(ANSWERS)
     if not answers:
         return text + ANSWERS, None
-    # A few answers of HH-RLHF come in two turns.
+    # A few answers in HH-RLHF consist of two assistant turns.
     return before + human + question + answers, response.removeprefix(" ").replace(f"{ANSWERS} ", "\n\n")
 
 
@@ -173,8 +188,8 @@ def _prompt(record):
 
 
 def _with_completion(prompt, record):
-    """A prompt and "answer" or "completion" -> (prompt, answer or None). Of turns all but the last go to the
-    prompt."""
+    """A prompt and the record's "answer" or "completion" -> (prompt, answer or None). If the completion is a
+    list of turns, all but the last are added to the prompt."""
     completion = record.get("completion")
     if isinstance(completion, list):
         turns, answer = _split_turns(as_messages(completion))
@@ -185,7 +200,8 @@ def _with_completion(prompt, record):
 
 
 def _preferred(record, side):
-    """One side of a pair -> (prompt, response), the prompt None where both sides have to be compared."""
+    """One side of a pair -> (prompt, response). The prompt is None if only a comparison of both sides can
+    find it."""
     value, prompt = record.get(side), _prompt(record) if "prompt" in record else None
     if isinstance(value, str) and is_transcript(value):
         prompt, response = _split_transcript(value)
@@ -194,19 +210,20 @@ def _preferred(record, side):
     elif isinstance(value, list):
         turns, response = _split_turns(as_messages(value))
         asked = to_messages(prompt) if prompt else []
-        # Some files repeat the prompt in both sides.
+        # Some files repeat the prompt in both sides: then it is not added again.
         prompt = turns if turns[: len(asked)] == asked else asked + turns
     else:
         raise InputError(f'"{side}" must be text beside a "prompt", a transcript, or a list of messages')
     if response is None:
-        raise InputError(f'"{side}" must be a question and end with an assistant turn')
+        raise InputError(f'"{side}" must hold a question and end with an assistant turn')
     return prompt, response
 
 
 def _common_start(chosen, rejected):
-    """Two texts without a prompt -> ((start, rest), (start, other rest)): they part at a word."""
-    alike = itertools.takewhile(lambda signs: signs[0] == signs[1], zip(chosen, rejected, strict=False))
-    start = "".join(sign for sign, _ in alike)
+    """Two texts without a prompt -> ((start, rest), (start, other rest)). The prompt is their common start,
+    cut back to the end of a word."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    start = "".join(letter for letter, _ in alike)
     start = re.match(r"(.*\s)?", start, re.DOTALL)[0].rstrip()
     if not start:
         raise InputError('no prompt; the texts do not begin alike: add a "prompt"')
@@ -228,7 +245,7 @@ def _number(record, name, default=None):
     number = math.nan
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
-            number = float(value)  # ChatLLaMA's files have them in quotes
+            number = float(value)  # ChatLLaMA's files have numbers in quotes
     if not math.isfinite(number):
         raise InputError(f'"{name}" must be a number, not {repr(value)[:50]}')
     return number

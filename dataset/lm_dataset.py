@@ -1,11 +1,15 @@
 """Datasets: prompts for PPO, demonstrations for stage 1, preference pairs or rated answers for stage 2.
 
-A dataset makes its items from the records of a file when they are asked for and keeps no text. A file of up
-to ``READ_WHOLE`` records is read through once at the start: whatever is wrong in it is an ``InputError`` that
-names the file and the line, and what exceeds ``max_length`` tokens is dropped and counted. Of a larger file
-only ``SAMPLE`` records are read at the start; one that turns out too long is passed over for the next.
+Prompts and other records that are too long are dropped here, and never cut. Too long is more than
+``max_length`` tokens (``--max_seq_len``); for PPO that counts the prompt alone, chat template included.
 
-Nothing is ever truncated, nothing is ever left-padded. Forms of records: formats.py; of files: records.py.
+    up to READ_WHOLE records  ``RecordDataset.__init__`` reads all of them at the start, drops those that are
+                              too long and counts them (``dropped``)
+    more records              it reads ``SAMPLE`` of them at the start. If a record turns out too long later,
+                              ``__getitems__`` takes the next one that fits in its place (``_next``)
+
+A wrong record, when it is read, is an ``InputError`` with file and line. Items are made when they are asked
+for; no text is kept. Nothing is ever left-padded. Record formats: formats.py. Files: record_files.py.
 """
 
 import hashlib
@@ -13,44 +17,27 @@ import json
 from array import array
 from dataclasses import dataclass
 
-import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from dataset.conversations import conversation_ids, conversation_text, encode, for_tokenizer, render
 from dataset.formats import add_system, is_rated, to_demonstration, to_pair, to_prompt, to_rated
-from dataset.order import PromptBatches, epoch_order, global_batch, local_positions
-from dataset.records import located, open_records
+from dataset.record_files import located, open_records
 from dataset.special_tokens import mark_special
+from dataset.tokenization import conversation_text, encode, for_tokenizer, render
 from errors import InputError
 
-__all__ = [
-    "PreferenceDataset",
-    "Prompt",
-    "PromptBatches",
-    "RLAIFDataset",
-    "RatedDataset",
-    "SFTDataset",
-    "conversation_ids",
-    "epoch_order",
-    "global_batch",
-    "local_positions",
-    "reward_dataset",
-    "right_pad",
-]
-
-READ_WHOLE = 100_000  # records that are all read at the start: ten seconds, or so
-SAMPLE = 1_000  # of more, evenly spaced
-BLOCK = 256  # records tokenised together
+READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: about ten seconds
+SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
+BLOCK = 256  # records that are tokenised together
 
 
 class RecordDataset(Dataset):
-    """What the datasets here share: items by number, made from records. Subclasses say how, in ``make``.
+    """The base of all datasets here: items by number, made from records. Subclasses add ``make``, ``length``.
 
-    ``dropped``: records found too long at the start; ``longest``: tokens of the longest item, at the most;
-    ``fingerprint``: a hash of what was read at the start.
+    ``dropped``: number of records found too long at the start; ``longest``: upper limit of an item's tokens;
+    ``fingerprint``: a hash of the items made at the start.
 
-    Raises InputError for a bad file, a bad record among those read, or if all of those are too long.
+    Raises InputError for a bad file, for a bad record among those read, or if all of those are too long.
     """
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", records=None):
@@ -75,19 +62,19 @@ class RecordDataset(Dataset):
         self.fingerprint = digest.hexdigest()[:12]
 
     def make(self, indices):
-        """Record numbers -> their items, whatever their length."""
+        """Record numbers -> their items, also those that are too long."""
         raise NotImplementedError
 
     @staticmethod
     def length(item):
-        """Tokens of an item."""
+        """The number of tokens of an item."""
         raise NotImplementedError
 
     def __len__(self):
         return len(self._kept)
 
     def __getitems__(self, places):
-        """Several items, tokenised together: what a DataLoader asks for."""
+        """Several items, tokenised together. DataLoader calls this for a batch."""
         items = self.make([self._kept[place] for place in places])
         return [
             item if self.length(item) <= self.max_length else self._next(place)
@@ -96,16 +83,16 @@ class RecordDataset(Dataset):
 
     def __getitem__(self, place):
         if not 0 <= place < len(self):
-            raise IndexError(place)  # what ends a for loop
+            raise IndexError(place)  # a for loop over the dataset ends with this
         return self.__getitems__([place])[0]
 
     def hold_out(self, count):
-        """Keep the last ``count`` items apart: none before them is passed over for one of them, nor one of
-        them for another."""
+        """Keep the last ``count`` items apart, for evaluation. A record that is too long is never replaced by
+        one from the other side of this edge."""
         self.edge = len(self) - count
 
     def _next(self, place):
-        """The first item behind ``place`` that is short enough, on its side of the edge."""
+        """The next item after ``place`` that is short enough, round and round on its side of ``edge``."""
         first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
         for i in range(place + 1, place + last - first):
             (item,) = self.make([self._kept[first + (i - first) % (last - first)]])
@@ -116,15 +103,15 @@ class RecordDataset(Dataset):
         )
 
     def describe(self):
-        """How many there are, for people."""
+        """The number of items, and how many were too long, as a text."""
         if not self.whole:
-            return f"{len(self)} (longer than --max_seq_len, like {self.dropped} in {SAMPLE}: passed over)"
+            return f"{len(self)} (longer than --max_seq_len and passed over: {self.dropped} of {SAMPLE} read)"
         return f"{len(self)}" + (
             f" ({self.dropped} longer than --max_seq_len dropped)" if self.dropped else ""
         )
 
     def read(self, indices, form):
-        """Records by number, each through a function of formats.py -> a list of what that returns."""
+        """Record numbers -> a list of what ``form``, a function of formats.py, makes of each record."""
         rows = []
         for i in indices:
             with located(self.records, i):
@@ -145,16 +132,18 @@ def _blocks(places, what):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``index`` is its record's number; ``answer`` is for measuring, never for training."""
+    """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
+    text is never trained on. ``prompt_ids``: token ids up to the assistant's turn."""
 
     index: int
-    prompt: list | str  # messages or text, for rewards have templates of their own
+    prompt: list | str  # messages or text: reward models apply their own templates
     answer: str | None
     prompt_ids: list
 
 
 class RLAIFDataset(RecordDataset):
-    """Items: ``Prompt``. Records of every form will do; only their prompts are used."""
+    """Prompts for PPO. Items: ``Prompt``. Takes records of every format and uses their prompts only. Prompts
+    of more than ``max_length`` tokens are dropped (see ``RecordDataset``)."""
 
     def make(self, indices):
         rows = self.read(indices, self._row)
@@ -186,11 +175,11 @@ class RLAIFDataset(RecordDataset):
 
 
 class SFTDataset(RecordDataset):
-    """Items (token ids, loss mask): the mask is 1 on what the assistant says, up to its end of turn; of a
-    record that is just a text, on all but the first token.
+    """Demonstrations. Items (token ids, loss mask). The mask is 1 on what the assistant says, its end of turn
+    included. In a record that is only a text, it is 1 on all but the first token.
 
-    Text is tokenised piece by piece, prompt and answer apart, as it is when the model generates: no token
-    spans the two.
+    Prompt and answer are tokenised separately, as they are when the model generates, so no token covers the
+    end of one and the start of the other.
     """
 
     def make(self, indices):
@@ -211,7 +200,7 @@ class SFTDataset(RecordDataset):
         return samples
 
     def _pieces(self, record):
-        """-> [(text, trained?), ...]"""
+        """A record -> [(text, is it trained on?), …]"""
         tokenizer, (prompt, answer) = self.tokenizer, to_demonstration(record)
         answer = mark_special(tokenizer, answer)
         if tokenizer.eos_token is None:
@@ -230,7 +219,7 @@ class SFTDataset(RecordDataset):
                 render(tokenizer, messages[:k], generate=True),
                 render(tokenizer, messages[: k + 1]),
             )
-            # Some templates rewrite earlier turns (Qwen3 strips old thoughts): such a turn is context only.
+            # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
             if full.startswith(after) and after.startswith(before) and len(before) > done:
                 pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
                 done = len(after)
@@ -244,18 +233,19 @@ class SFTDataset(RecordDataset):
 
 
 def up_to_eos(ids, eos_id):
-    """Mask of one assistant piece: a template may write a newline after the end of turn; nobody says that."""
+    """The mask of one assistant piece: 1 up to its last EOS, 0 after it, where a template may write a newline
+    that the model never has to."""
     said = len(ids) - ids[::-1].index(eos_id) if eos_id in ids else len(ids)
     return [1] * said + [0] * (len(ids) - said)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What people prefer (stage 2)
+# Preferences (stage 2)
 
 
 class PreferenceDataset(RecordDataset):
-    """Items (chosen ids, rejected ids, margin), each side the ``conversation_ids`` that PPO will have scored;
-    margin 0.0 where the record has none."""
+    """Preference pairs. Items (chosen ids, rejected ids, margin). Each side has the token ids that the reward
+    model reads in PPO (``conversation_ids``). margin is 0.0 if the record has none."""
 
     def make(self, indices):
         rows = self.read(indices, self._row)
@@ -267,7 +257,7 @@ class PreferenceDataset(RecordDataset):
         return *(self._text(*side) for side in sides), margin
 
     def prompt(self, place):
-        """What was asked in an item: text or messages."""
+        """The prompt of an item: text or messages."""
         ((prompt, _),) = self.read([self._kept[place]], to_prompt)
         return add_system(prompt, self.system_prompt)
 
@@ -280,7 +270,7 @@ class PreferenceDataset(RecordDataset):
 
 
 class RatedDataset(PreferenceDataset):
-    """Items (conversation ids, score)."""
+    """Rated answers. Items (conversation ids, score)."""
 
     def make(self, indices):
         rows = self.read(indices, self._row)
@@ -298,14 +288,8 @@ class RatedDataset(PreferenceDataset):
 
 
 def reward_dataset(path, tokenizer, max_length, system_prompt=""):
-    """Pairs or rated answers, whichever the first record is -> ``PreferenceDataset`` or ``RatedDataset``."""
+    """The dataset of stage 2: ``RatedDataset`` or ``PreferenceDataset``, decided by the first record."""
     records = open_records(path)
     with located(records, 0):
         kind = RatedDataset if is_rated(records[0]) else PreferenceDataset
     return kind(path, tokenizer, max_length, system_prompt, records)
-
-
-def right_pad(rows, value=0):
-    """Lists of numbers -> int64 [B, T], padded on the right with ``value``."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([list(row) + [value] * (width - len(row)) for row in rows])

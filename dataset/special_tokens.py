@@ -1,9 +1,9 @@
-"""Special tokens that a text spells out stay text.
+"""Special tokens that a text spells out stay text, so that no text can end a turn.
 
-A prompt may hold the characters ``<|im_end|>``, and a policy may write them: neither may end a turn, or a
-reward model could be told anything. So ``mark_special`` puts a mark in the place of each before a chat
-template writes its own special tokens around the text, and ``encode_marked`` reads the marks as ordinary
-characters. A text that spells no special token stays as it is.
+A prompt may contain the characters ``<|im_end|>``, and a policy may write them. If they became the special
+token, a response could end its turn, write the next one itself and so mislead a reward model. Therefore
+``mark_special`` replaces each of them by a mark, then a chat template writes its own special tokens around
+the text, and ``encode_marked`` encodes the marks as ordinary characters. Other text is not changed.
 """
 
 import re
@@ -12,34 +12,35 @@ from typing import NamedTuple
 
 from model.loading import as_input_error
 
-MARK = "\ufdd0"  # opens a mark: a code point that Unicode reserves for use inside programs
-FIRST, LAST = 0xF0000, 0xFFFFD  # of what follows it: which string it stands for, MARK itself being the first
+MARK = "\ufdd0"  # begins a mark; Unicode reserves this code point for use inside programs
+FIRST, LAST = 0xF0000, 0xFFFFD  # a mark's second code point: FIRST for MARK itself, then the names
 MARKS = re.compile(f"({MARK}[{chr(FIRST)}-{chr(LAST)}])")
 SPECIAL_MARK = re.compile(f"{MARK}[{chr(FIRST + 1)}-{chr(LAST)}]")
 
 
 class Spellings(NamedTuple):
-    """How a tokenizer's special tokens are written, and the ids that no text of a user may get."""
+    """How a tokenizer's special tokens are written, and the ids that no text of a user may become."""
 
-    names: list  # longest first, for one may begin another
-    pattern: re.Pattern  # any of them
+    names: list  # longest first: one may be the start of another
+    pattern: re.Pattern  # matches any of the names
     ids: frozenset
 
 
-@lru_cache(maxsize=8)  # asked for every text; some tokenizers have thousands of added tokens
+@lru_cache(maxsize=8)  # called for every text, and some tokenizers have thousands of added tokens
 def spellings(tokenizer):
+    """The ``Spellings`` of a tokenizer."""
     added = tokenizer.added_tokens_decoder
     names = {*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)}
     names = sorted(names - {""}, key=lambda name: (-len(name), name))
     ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    # Text of unknown characters has the unknown token's id, unless that says something else as well.
+    # Unknown characters become the unknown token, so its id is allowed, unless it is BOS, EOS or pad as well.
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     ids -= {tokenizer.unk_token_id} - ends
     return Spellings(names, re.compile("|".join(map(re.escape, names)) or "(?!)"), frozenset(ids))
 
 
 def mark_special(tokenizer, text):
-    """``text`` with a mark in the place of each special token that it spells, or would once normalised."""
+    """``text`` with a mark in place of each special token that it spells, before or after normalisation."""
     special = spellings(tokenizer)
 
     def marked(text):
@@ -51,26 +52,26 @@ def mark_special(tokenizer, text):
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None:
         with as_input_error(f"the tokenizer {tokenizer.name_or_path} cannot normalise a text"):
-            # Full-width letters, say, that become a special token's.
+            # For example, full-width letters may become those of a special token.
             if special.pattern.search(normalizer.normalize_str(marked(text))):
                 text = normalizer.normalize_str(text)
     return marked(text)
 
 
 def unmark(tokenizer, text):
-    """The text that ``mark_special`` was given."""
+    """The text as it was before ``mark_special``."""
     strings = [MARK, *spellings(tokenizer).names]
     return MARKS.sub(lambda mark: strings[ord(mark[0][1]) - FIRST], text)
 
 
 def encode_marked(tokenizer, text, add_special_tokens):
-    """The token ids of a text with marks in it; special tokens beside the marks are special.
+    """The token ids of a text with marks: the marks become text, special tokens outside them stay special.
 
-    The text is cut only at those, so that words and prefix spaces are what they would be in any text.
+    The text is split only at special tokens, so words and prefix spaces get the same ids as in any text.
     """
     if not SPECIAL_MARK.search(text):
         return _ids(tokenizer, unmark(tokenizer, text), add_special_tokens=add_special_tokens)
-    parts = [""]  # in turn: nothing spelled, something spelled
+    parts = [""]  # alternate: a part without a marked special token, one with
     for part in re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text):
         if SPECIAL_MARK.search(part):
             parts += [part, ""]
@@ -80,7 +81,7 @@ def encode_marked(tokenizer, text, add_special_tokens):
     for i, part in enumerate(parts):
         if part:
             ids += _as_text(tokenizer, part) if i % 2 else _ids(tokenizer, unmark(tokenizer, part))
-    if add_special_tokens:  # a BOS, say: what the tokenizer puts around any text
+    if add_special_tokens:  # for example a BOS: what the tokenizer puts around any text
         whole = tokenizer(
             unmark(tokenizer, text), split_special_tokens=True, return_special_tokens_mask=True, verbose=False
         )
@@ -92,9 +93,10 @@ def encode_marked(tokenizer, text, add_special_tokens):
 
 
 def _as_text(tokenizer, text):
-    """Ids without a special one among them, of a text between two special tokens.
+    """The ids of a text between two special tokens; none of them is special.
 
-    Vocabularies of words may have the special token as a word: then its characters are read one by one.
+    If the vocabulary is words, it may have the special token as a word. Then its characters are encoded one
+    by one.
     """
     special = spellings(tokenizer).ids
     ids = _ids(tokenizer, unmark(tokenizer, text), split_special_tokens=True)

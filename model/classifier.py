@@ -1,22 +1,23 @@
-"""A causal language model -> a reward model: a sequence classifier with one label."""
+"""Makes a reward model from a causal language model: a transformers sequence classifier with one label."""
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from errors import InputError
 from model.loading import disable_dropout
-from model.plain import as_plain
+from model.minimind_conversion import as_plain
 
 
 def reward_from(policy, tokenizer, extra_layers=0):
-    """A policy's backbone, ``extra_layers`` more, a new score head. The policy is left as it was.
+    """A policy's backbone, ``extra_layers`` new ones and a new score head -> a reward model, fp32, eval mode.
 
-    A policy's last layer knows which token should come next, too late to compare it with the one that did.
-    The extra layers can. They start as the identity (their outputs are zero), so nothing is lost. Raises
+    The policy is not changed. Why extra layers: only the last layer of a policy knows which token should come
+    next, so no layer is left to compare this with the token that did come. The extra layers can compare them.
+    They start as the identity (their output matrices are zero), so the policy's knowledge is kept. Raises
     InputError for families that have no such classifier.
     """
     try:
-        policy = as_plain(policy)  # a dense MiniMind is a Llama or a Qwen3
+        policy = as_plain(policy)  # a dense MiniMind becomes a Llama or a Qwen3
     except InputError:
         raise InputError(
             "--model: no sequence classifier exists for a MiniMind with experts; start from a dense one"
@@ -24,10 +25,11 @@ def reward_from(policy, tokenizer, extra_layers=0):
     sizes = policy.config.to_dict()
     sizes["num_hidden_layers"] += extra_layers
     if extra_layers:
-        sizes.pop("layer_types", None)  # one a layer; the config derives it anew
+        sizes.pop("layer_types", None)  # one entry per layer; the config makes the list again
     config = type(policy.config).from_dict(sizes)
     config.num_labels = 1
-    # The score is read at the last token that is not padding, so that batched and single scores agree.
+    # transformers reads the score at the last token that is not this pad token. Without a pad token in the
+    # config, it could not find that token in a padded batch.
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     try:
         reward = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

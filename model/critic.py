@@ -1,4 +1,14 @@
-"""The critic: a language-model backbone and a head that reads one value at every position."""
+"""The critic: the backbone of a language model and a value head that gives one value at every position.
+
+PPO reads the value of response token t (t = 0 is the first) at sequence position prompt_len + t - 1. There
+the backbone has read the prompt and the response tokens before t, but not token t itself: it is the value of
+the state in which token t is chosen. ``ValueScorer`` in trainer/compute/scoring.py does it: it takes the last
+hidden states at these positions (``states_at``) and applies ``CriticModel.read`` to them.
+
+Its first weights: ``--critic_init auto`` (the default) takes the first ``--reward_model`` that is a
+classifier with the policy's vocabulary, else the actor (``critic_start`` in
+trainer/rewards/reward_models.py).
+"""
 
 import copy
 
@@ -10,11 +20,11 @@ from model.lora import frozen_copy
 
 
 class CriticModel(nn.Module):
-    """``values[b, t]`` estimates the return of the state in which ``tokens[b, : t + 1]`` has been written.
+    """``values[b, p]`` estimates the return after ``tokens[b, : p + 1]`` have been written.
 
-    ``backbone`` is the ``base_model`` of a transformers model, whose ``last_hidden_state`` has already gone
-    through the final norm: the head reads it as it is. The head starts at zero, so that the first values are
-    0 everywhere instead of noise for the advantages to inherit; a critic that starts from a reward model
+    ``backbone`` is the ``base_model`` of a transformers model. Its ``last_hidden_state`` has already gone
+    through the final norm, so the head applies no norm. The head starts at zero: the first values are 0
+    everywhere, and no random values get into the advantages. A critic that starts from a reward model
     takes over its score head instead, as in InstructGPT (Ouyang et al. 2022, arXiv:2203.02155, appendix C.4).
     """
 
@@ -29,17 +39,17 @@ class CriticModel(nn.Module):
     def from_model(cls, model, share=False):
         """A trainable fp32 critic on a copy of ``model``'s backbone, on its device, with dropout off.
 
-        ``model`` is a causal language model or a sequence classifier (a reward model) of transformers; it is
-        left as it was. ``share``: the weights of its backbone, frozen in both, are not copied; adapters are
-        to train in their place.
+        ``model`` is a causal language model or a sequence classifier (a reward model) of transformers. It is
+        not changed. ``share=True`` is for LoRA: frozen weights of the backbone are shared, not copied, and
+        nothing in the backbone trains until adapters are added.
         """
         if share:
             backbone = frozen_copy(model.base_model)
         else:
             backbone = copy.deepcopy(model.base_model).float().requires_grad_(True)
         disable_dropout(backbone)
-        # The width of the embeddings and not config.hidden_size: with projections in between (OPT-350m) the
-        # two differ, and last_hidden_state has the former.
+        # Not config.hidden_size: OPT-350m has projections between embeddings and layers, so the two widths
+        # differ, and last_hidden_state has the width of the embeddings.
         width = backbone.get_input_embeddings().embedding_dim
         critic = cls(backbone, width).to(model.device)
         score = dict(model.named_children()).get("score")  # the head of transformers' decoder classifiers

@@ -1,11 +1,11 @@
-"""A path or a hub name -> model and tokenizer, checked; and a model back to a ``.pth``.
+"""Loads a language model and its tokenizer from a ``.pth``, a directory or a hub name, and checks them.
 
-Models are loaded in fp32 with dropout off. A ``.pth`` is a state-dict. A folder of the same stem beside it
-(``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them) tells the architecture, the
-generation settings and the tokenizer; without one the file is taken for MiniMind's own and the architecture
-is read from its keys and shapes.
+Models are loaded in fp32 with dropout off. A ``.pth`` is a state-dict. If a folder of the same stem is beside
+it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), the architecture, the
+generation settings and the tokenizer come from that folder. If not, the file is taken for a MiniMind, and
+minimind_pth.py reads the architecture from its keys and shapes.
 
-What a user can get wrong raises ``InputError``.
+Every mistake that a user can make raises ``InputError``.
 """
 
 import contextlib
@@ -29,12 +29,11 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from errors import InputError
-from model.hub import check_hub
-from model.model_minimind import MiniMindConfig
+from model.hub_connection import check_hub
+from model.minimind_pth import minimind_config_of
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
-MINIMIND_HEADS = 8  # MiniMind 2 has eight heads at every size; its state-dict does not tell
-MOST_PARTS = 4096  # layers, heads, experts: no model has as many, and building them would take for ever
+MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -44,8 +43,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def load_tokenizer(path, trust_remote_code=False):
     """The tokenizer of a directory or hub name.
 
-    One without a pad token gets its EOS as pad: lengths tell padding apart here, never the token itself.
-    Raises ``InputError`` if there is none or it cannot be read.
+    A tokenizer without a pad token gets its EOS as pad token. This is safe: padding is known from lengths,
+    never from the token. Raises ``InputError`` if there is no tokenizer or it cannot be read.
     """
     _check_folder_or_hub_name(path)
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
@@ -60,10 +59,10 @@ def load_tokenizer(path, trust_remote_code=False):
 
 
 def _is_whole_in_json(path):
-    """Does the tokenizer of this folder say that its tokenizer.json is all there is to it?
+    """Does this folder's tokenizer_config.json say that tokenizer.json is the complete tokenizer?
 
-    ``AutoTokenizer`` believes that of some architectures only: beside a Qwen2, it would read any file as
-    Qwen2's tokenizer, cut texts as that does and add its tokens.
+    ``AutoTokenizer`` follows that for some architectures only. Beside a Qwen2 it would read any tokenizer as
+    Qwen2's own: it would split texts as Qwen2 does and add Qwen2's tokens.
     """
     settings = Path(path) / "tokenizer_config.json"
     if not settings.is_file() or not (Path(path) / "tokenizer.json").is_file():
@@ -75,8 +74,8 @@ def _is_whole_in_json(path):
 def load_policy(path, trust_remote_code=False):
     """The causal language model of a ``.pth``, a directory or a hub name: fp32, on the CPU, dropout off.
 
-    Raises ``InputError`` for a file or folder that is missing or unreadable, is no causal language model, or
-    whose weights do not fit its architecture exactly.
+    Raises ``InputError`` if the file or folder is missing or unreadable, is not a causal language model, or
+    has weights that do not fit its architecture exactly.
     """
     if str(path).endswith(".pth"):
         model = _load_pth(Path(path), trust_remote_code)
@@ -98,12 +97,12 @@ def _load_pretrained(path, trust_remote_code):
             str(path),
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, in one line
+            ignore_mismatched_sizes=True,  # they are reported below, in one line
             output_loading_info=True,
         )
     if "ForSequenceClassification" in str(model.config.architectures):
         raise InputError(f"{path} is a classifier or reward model, not a causal language model")
-    # transformers fills what is missing or of another shape with random numbers.
+    # transformers fills weights that are missing or have another shape with random numbers.
     if report["missing_keys"]:
         raise InputError(f"{path}: its weights lack {_few(report['missing_keys'])}")
     if report["mismatched_keys"]:
@@ -113,24 +112,25 @@ def _load_pretrained(path, trust_remote_code):
 
 
 def _check_size(folder, trust_remote_code):
-    """Raise ``InputError`` if the config of a folder asks for far more numbers than its files hold:
-    transformers would make them up, until the memory is full."""
+    """Raise ``InputError`` if the config of a folder describes far more weights than its files can hold.
+    transformers would fill the missing ones with random numbers until the memory is full."""
     with quiet(), as_input_error(f"no causal language model could be loaded from {folder}"):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         model = _outline(config, trust_remote_code)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     size = sum(file.stat().st_size for file in Path(folder).iterdir() if file.suffix != ".json")
-    if size and numbers > max(8 * size, 10**8):  # one bit a number; what is small is judged below
+    # Not even one bit per weight. Below 1e8 weights nothing is refused here: loading finds what is missing.
+    if size and numbers > max(8 * size, 10**8):
         raise InputError(
-            f"{folder}: config.json asks for {numbers:.1e} numbers, the files beside it hold fewer"
+            f"{folder}: config.json describes {numbers:.1e} weights, which the files beside it cannot hold"
         )
 
 
 def _outline(config, trust_remote_code):
-    """The model of a config, with shapes but without memory for its weights."""
+    """The model of a config on the meta device: it has shapes, but no memory for weights."""
     for name, value in config.to_dict().items():
         if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
-            raise InputError(f"its config has {value:.1e} for {name}, which cannot be meant")
+            raise InputError(f"its config says {name} = {value:.1e}, which is impossibly large")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
@@ -147,7 +147,7 @@ def _load_pth(path, trust_remote_code):
                 generation_config = GenerationConfig.from_pretrained(str(sidecar))
     else:
         what = f"{path} is not a MiniMind checkpoint"
-        config = _infer_minimind_config(state, path)
+        config = minimind_config_of(state, path)
 
     with quiet(), as_input_error(what):
         outline = _outline(config, trust_remote_code)
@@ -162,7 +162,8 @@ def _load_pth(path, trust_remote_code):
 
 
 def _check_fit(model, state, path):
-    """Raise ``InputError`` unless ``state``, what is tied filled in, has the keys and shapes of ``model``."""
+    """Raise ``InputError`` unless ``state`` has exactly the keys and shapes of ``model``. Tied weights that
+    ``state`` lacks are filled in first."""
     for name, source in model.all_tied_weights_keys.items():
         if source in state and not torch.equal(state.setdefault(name, state[source]), state[source]):
             raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
@@ -181,11 +182,11 @@ def _check_fit(model, state, path):
 
 def _read_state_dict(path):
     """The tensors of a ``.pth`` by name, on the CPU. Code in the file is never run."""
-    if not os.path.isfile(path):  # unlike Path's, false for what can be no path
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a text that cannot be a path
         raise InputError(f"{path}: no such file")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # on bytes that are no checkpoint, the unpickler can raise anything
+    except Exception as error:  # on bytes that are not a checkpoint, the unpickler can raise anything
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise InputError(
                 f"{path} holds Python objects besides tensors, and reading those could run code: "
@@ -200,64 +201,15 @@ def _read_state_dict(path):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
     odd = [n for n, x in state.items() if x.layout != torch.strided or x.is_meta or x.is_complex()]
     if odd:
-        raise InputError(f"{path}: {_few(odd)} is sparse, complex or without numbers: save ordinary tensors")
+        raise InputError(f"{path}: {_few(odd)} is sparse, complex or a meta tensor: save ordinary tensors")
     return dict(state)
-
-
-def _infer_minimind_config(state, path):
-    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, by MiniMind's conventions.
-
-    Shapes that follow no MiniMind are left for the strict comparison with the model's own.
-    """
-
-    def rows(name):
-        if name not in state or state[name].dim() == 0:
-            raise InputError(
-                f"{path} has no {name}: not a MiniMind checkpoint. Any other needs its config.json in the "
-                f"folder {path.with_suffix('')}"
-            )
-        return state[name].shape[0]
-
-    layer = "model.layers.0."
-    version = 3 if f"{layer}self_attn.q_norm.weight" in state else 2
-    query_rows, key_rows = rows(f"{layer}self_attn.q_proj.weight"), rows(f"{layer}self_attn.k_proj.weight")
-    if version == 3:
-        head_dim = rows(f"{layer}self_attn.q_norm.weight")
-    else:
-        head_dim = query_rows // MINIMIND_HEADS
-    if head_dim == 0 or head_dim % 2 or query_rows % head_dim or key_rows % head_dim or not key_rows:
-        raise InputError(
-            f"{path}: queries of {query_rows} and keys of {key_rows} rows do not split into heads "
-            f"of size {head_dim}: not a MiniMind checkpoint"
-        )
-    layers = {found[1] for name in state if (found := re.match(r"model\.layers\.(\d+)\.", name))}
-    sizes = {
-        "vocab_size": rows("model.embed_tokens.weight"),
-        "hidden_size": rows("model.norm.weight"),
-        "num_hidden_layers": len(layers),
-        "head_dim": head_dim,
-        "num_attention_heads": query_rows // head_dim,
-        "num_key_value_heads": key_rows // head_dim,
-    }
-    use_moe = f"{layer}mlp.gate.weight" in state
-    if use_moe:
-        shared = re.compile(re.escape(f"{layer}mlp.shared_experts.") + r"\d+\.gate_proj\.weight")
-        sizes["num_experts"] = rows(f"{layer}mlp.gate.weight")
-        sizes["n_shared_experts"] = sum(shared.fullmatch(name) is not None for name in state)
-        sizes["intermediate_size"] = rows(f"{layer}mlp.experts.0.gate_proj.weight")
-    else:
-        sizes["intermediate_size"] = rows(f"{layer}mlp.gate_proj.weight")
-    tied = "lm_head.weight" not in state or torch.equal(
-        state["lm_head.weight"], state["model.embed_tokens.weight"]
-    )
-    return MiniMindConfig(minimind_version=version, use_moe=use_moe, tie_word_embeddings=tied, **sizes)
 
 
 def disable_dropout(model):
     """Set every dropout probability of ``model`` to zero, in place: train mode then computes what eval does.
 
-    That is ``p`` of the dropout modules, and whatever modules and configs keep under a name with "drop" in it
-    (``attention_dropout``, ``resid_pdrop``, ``layerdrop``), which some families read in their forward.
+    This sets ``p`` of the dropout modules, and each float of modules and configs whose name contains "drop"
+    (``attention_dropout``, ``resid_pdrop``, ``layerdrop``), because the forward of some families reads those.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -269,10 +221,11 @@ def disable_dropout(model):
 
 
 def tokenizer_source(path):
-    """Where the tokenizer of the model at ``path`` lies when nobody says: a directory or a hub name.
+    """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
-    A model directory or hub name has its own. For a ``.pth`` it is the folder of the same stem beside it, and
-    otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` where there is none.
+    For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
+    beside it, otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` if neither has
+    one.
     """
     if not str(path).endswith(".pth"):
         if os.path.isdir(path) and not _has_tokenizer(Path(path)):
@@ -285,11 +238,11 @@ def tokenizer_source(path):
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
 
 
-# ---------------------------------------------------------------- small things
+# ---------------------------------------------------------------- helpers
 
 
 def _check_folder_or_hub_name(path):
-    """Raise ``InputError`` for a file, and for a missing folder that cannot be a hub name."""
+    """Raise ``InputError`` for a file, and for a path that does not exist and cannot be a hub name."""
     if os.path.isfile(path):
         raise InputError(
             f"{path} is a file, where a directory or a hub name is needed (a model may be a .pth)"
@@ -307,7 +260,7 @@ def _has_tokenizer(folder):
 
 
 def _few(names, limit=3):
-    """``a, b, c and 7 more``"""
+    """Names as text, shortened: ``a, b, c and 7 more``."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
@@ -320,10 +273,10 @@ def as_input_error(what):
         yield
     except InputError as error:
         raise InputError(f"{what}: {error}") from error
-    except BaseException as error:  # a file or a hub can be wrong in more ways than there are exceptions
+    except BaseException as error:  # bad files and hubs lead to exceptions of every class
         if (
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # of tokenizers' Rust
+        ):  # tokenizers' Rust code raises it, as a BaseException
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         reason = reason if len(reason) <= 250 else f"{reason[:250]}…"
@@ -333,7 +286,7 @@ def as_input_error(what):
 
 @contextlib.contextmanager
 def quiet():
-    """No progress bars, load reports or retry notices in this block: what they would say is checked here."""
+    """No progress bars, load reports or retry notices in this block: the callers check the outcome."""
     verbosity, hub_verbosity = hf_logging.get_verbosity(), hub_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()

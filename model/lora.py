@@ -1,10 +1,12 @@
-"""LoRA: small trained matrices beside frozen ones, whose weights several models share. Through ``peft``.
+"""LoRA: trains small matrices beside frozen ones, which several models share. Uses the library ``peft``.
 
 A frozen layer x -> W x becomes x -> (W + (alpha / r) B A) x, with A [r, in] random and B [out, r] zero, so
-that training begins at W (Hu et al. 2021, arXiv:2106.09685, section 4.1). alpha is 2 r: the factor is 2 at
-any rank, and a learning rate that suits one rank is a fair start for another.
+that training begins at W (Hu et al. 2021, arXiv:2106.09685, section 4.1). alpha is 2 r, so the factor is 2 at
+any rank, and a learning rate that suits one rank is a good first guess for another.
 
-``peft`` is imported where adapters are made, and only there: runs without them do not need it.
+``train_ppo.py --lora_r N`` switches it on (``build_run``): actor, old actor and critic get adapters, the
+reference has none; actor, old actor and reference share the frozen weights, and the critic too if it starts
+from the actor. The critic's value head trains as well. ``peft`` is imported only where adapters are made.
 """
 
 import copy
@@ -16,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import InputError
 
-ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # who chooses experts, by name
+ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
 
 
 def frozen_copy(model):
-    """A copy of a model that does not train, and that shares with it, instead of copying, what does not train
-    there either: of a model with adapters, all but these."""
+    """A copy of a model that does not train. Parameters that ``model`` has frozen are shared, not
+    copied: for a model with adapters, that is everything but the adapters."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
@@ -29,9 +31,9 @@ def frozen_copy(model):
 def add_adapters(backbone, rank, seed):
     """Freeze a backbone and put an adapter beside every matrix of its layers, in place.
 
-    backbone: the ``base_model`` of a model of transformers: embeddings and head get none, nor do routers of
-    experts. seed: of the A matrices; no other random number is touched. Raises InputError, naming --lora_r,
-    where there is no such matrix, where none has as high a rank, and without ``peft``.
+    backbone: the ``base_model`` of a transformers model. Embeddings, head and routers of experts get no
+    adapter. seed: of the A matrices; the global random state is not changed. Raises InputError, naming
+    --lora_r, if there is no such matrix, if ``rank`` is above the rank of all of them, or without ``peft``.
     """
     targets = _targets(backbone)
     if not targets:
@@ -42,13 +44,14 @@ def add_adapters(backbone, rank, seed):
     highest = max(min(layer.weight.shape) for layer in targets.values())
     if rank > highest:
         raise InputError(
-            f"--lora_r {rank}: no matrix of this model has a rank above {highest}; give at most that, usual "
-            "are 4 to 64"
+            f"--lora_r {rank}: no matrix of this model has a rank above {highest}; give at most that, "
+            "usually 4 to 64"
         )
     try:
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise InputError(f"--lora_r {rank}: needs peft; pip install 'peft>=0.17,<1'") from None
+    except ImportError as error:  # it is not there, or too old for this transformers
+        reason = str(error).splitlines()[0][:100]
+        raise InputError(f"--lora_r {rank}: needs peft; pip install 'peft>=0.18' ({reason})") from None
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -59,7 +62,7 @@ def add_adapters(backbone, rank, seed):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, backbone)
     for layer in adapted_layers(backbone).values():
-        layer.cast_input_dtype_enabled = False  # to fp32 and, under autocast, straight back
+        layer.cast_input_dtype_enabled = False  # peft would cast to fp32, and autocast straight back
 
 
 def _targets(backbone):
@@ -74,7 +77,7 @@ def _targets(backbone):
 
 
 def adapted_layers(model):
-    """{name: layer} of the layers that have an adapter; peft's have a child of this name. Without: empty."""
+    """{name: layer} of the layers that have an adapter (peft gives them a child ``lora_A``); may be empty."""
     return {
         name: module for name, module in model.named_modules() if "lora_A" in dict(module.named_children())
     }
@@ -82,9 +85,9 @@ def adapted_layers(model):
 
 @torch.no_grad()
 def merged(model):
-    """(name, tensor) for all that ``model.state_dict()`` would hold without adapters, W + (alpha / r) B A in
-    the place of W: what the model computes, in the form of one that never had any. One at a time, so that no
-    second copy of the weights comes into being."""
+    """(name, tensor) for every entry of ``model.state_dict()`` as it would be without adapters, with
+    W + (alpha / r) B A in the place of W. The result computes what the model computes. Tensors come one at a
+    time, so there is never a second copy of all weights in memory."""
     layers = adapted_layers(model)
     for name, x in model.state_dict().items():
         if ".lora_" not in name:
@@ -94,7 +97,7 @@ def merged(model):
 
 
 def merged_copy(model):
-    """A copy of a model with its adapters, if any, merged: one that others can save as they save any."""
+    """A copy of a model with its adapters, if any, merged. transformers can save it like any other model."""
     plain, state = copy.deepcopy(model), dict(merged(model))
     for name, layer in adapted_layers(plain).items():
         plain.set_submodule(name, layer.base_layer)
@@ -103,13 +106,13 @@ def merged_copy(model):
 
 
 def learned(module):
-    """The part of a module that training changes, as a module of the same parameters: all of it or, with
-    adapters, these and what trains beside them (the critic's head)."""
+    """The part of a module that training changes, as a module with the same parameters under the same names:
+    the whole module or, with adapters, the adapters and what trains beside them (the critic's head)."""
     if not adapted_layers(module):
         return module
     part = nn.Module()
     for name, p in module.named_parameters():
-        if p.requires_grad or ".lora_" in name:  # the old actor's adapter does not train, but changes
+        if p.requires_grad or ".lora_" in name:  # the old actor's adapter has no gradient, but changes
             *path, last = name.split(".")
             place = part
             for step in path:
@@ -121,12 +124,12 @@ def learned(module):
 
 
 def trained(module):
-    """The parameters that an optimizer steps."""
+    """The parameters that an optimizer changes: those that require a gradient."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def describe(model):
-    """What has an adapter and which matrices of the layers have none, in one line; '' without adapters."""
+    """One line: which matrices of the layers have an adapter, and which have none; '' without adapters."""
     layers = adapted_layers(model)
     if not layers:
         return ""

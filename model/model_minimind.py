@@ -1,16 +1,18 @@
-"""MiniMind as a transformers model: only what differs from transformers' own.
+"""MiniMind 2 and 3 as transformers models: config, backbone, language model and classifier.
 
-A dense MiniMind 3 is a Qwen3, and a dense MiniMind 2 is a Llama, that is a Qwen3 without the norms on queries
-and keys. So everything here is transformers' Qwen3, except
+How a MiniMind ``.pth`` is recognised, and how its config is found: minimind_pth.py.
+
+A dense MiniMind 3 is a Qwen3. A dense MiniMind 2 is a Llama, that is a Qwen3 without the norms on queries and
+keys. So everything here is transformers' Qwen3, except
 
 - the query and key norms, which MiniMind 2 does not have;
-- the mixture-of-experts feed-forward: a softmax gate over four experts, of which a token visits two
-  (MiniMind 2, plus one expert that it always visits) or one (MiniMind 3).
+- the mixture-of-experts feed-forward: a softmax gate over four experts. Each token goes through two of them
+  and one shared expert (MiniMind 2), or through one of them (MiniMind 3).
 
-State-dict keys are those of MiniMind's own class, so that a ``.pth`` goes both ways with ``strict=True``.
+State-dict keys are those of MiniMind's own class, so each can load the other's ``.pth`` with ``strict=True``.
 Importing this module registers the classes with transformers' ``Auto*`` classes under the ``model_type``
-``"small_lm_minimind"``. It is not plain ``"minimind"``: folders that MiniMind's own scripts write have that
-type with other field names, and would be misread here without a word.
+``"small_lm_minimind"``. The name is not ``"minimind"``, because folders that MiniMind's own scripts write
+have that type with other field names. They would be read wrongly here, without any error.
 """
 
 import math
@@ -35,7 +37,7 @@ from transformers.utils import can_return_tuple
 
 from errors import InputError
 
-# What the two versions of MiniMind do not share. Sizes that follow from hidden_size are in MiniMindConfig.
+# Defaults that differ between the two versions. Sizes that follow from hidden_size are in MiniMindConfig.
 VERSIONS = {
     2: {
         "num_key_value_heads": 2,
@@ -56,7 +58,7 @@ VERSIONS = {
 
 @strict
 class MiniMindConfig(Qwen3Config):
-    """The architecture of a MiniMind model. Every argument goes by name.
+    """The architecture of a MiniMind model. Give every argument by name.
 
     ``minimind_version`` is 2 (default: MiniMind of 2025, whose released sizes are hidden 512 x 8 layers and
     768 x 16) or 3 (2026). A field left at ``None`` takes that version's value.
@@ -111,11 +113,13 @@ class MiniMindConfig(Qwen3Config):
 
 
 class Router(nn.Linear):
-    """Hidden states [N, hidden] -> expert logits [N, num_experts]. Its output is recorded."""
+    """Hidden states [N, hidden] -> expert logits [N, num_experts]. A class of its own, because transformers
+    records ``router_logits`` by class (``_can_record_outputs``)."""
 
 
 class MoEFeedForward(nn.Module):
-    """Each token visits the ``num_experts_per_tok`` experts its gate likes best, and every shared expert."""
+    """Each token goes through the ``num_experts_per_tok`` experts of highest gate probability, and through
+    every shared expert. The weights of the chosen experts are made to add up to one."""
 
     def __init__(self, config):
         super().__init__()
@@ -132,8 +136,8 @@ class MoEFeedForward(nn.Module):
 
         out = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
-            # An expert that no token chose runs on zero tokens: its gradient is then zero and not missing,
-            # which is what data-parallel training needs.
+            # An expert that no token chose runs on zero tokens. Its gradient is then zero and not missing:
+            # data-parallel training needs that.
             row, slot = torch.where(chosen == index)
             visit = expert(tokens[row]) * weights[row, slot, None]
             out = out.index_add(0, row, visit.to(out.dtype))
@@ -143,19 +147,19 @@ class MoEFeedForward(nn.Module):
 
 
 class MiniMindPreTrainedModel(Qwen3PreTrainedModel):
-    """What transformers has to know of every MiniMind model."""
+    """Settings that transformers reads for every MiniMind model."""
 
     config: MiniMindConfig
     config_class = MiniMindConfig
-    _can_compile_fullgraph = False  # which tokens an expert gets depends on the data
+    _can_compile_fullgraph = False  # the number of tokens of an expert depends on the data
     _can_record_outputs = {**Qwen3PreTrainedModel._can_record_outputs, "router_logits": Router}  # noqa: RUF012
 
 
 class MiniMindModel(MiniMindPreTrainedModel, Qwen3Model):
     """The backbone: ``input_ids`` [B, T] -> ``last_hidden_state`` [B, T, hidden], final norm included.
 
-    With ``output_router_logits=True`` the output has ``router_logits``: a tuple with one tensor
-    [B * T, num_experts] a layer, gradients attached; an empty tuple for a dense model.
+    With ``output_router_logits=True`` the output has ``router_logits``: a tuple of one tensor
+    [B * T, num_experts] per layer, with gradients; an empty tuple for a dense model.
     """
 
     def __init__(self, config):
@@ -172,9 +176,9 @@ class MiniMindModel(MiniMindPreTrainedModel, Qwen3Model):
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
     """The language model: ``input_ids`` [B, T] -> ``logits`` [B, T, vocab_size].
 
-    The call is that of any causal language model of transformers. ``output_router_logits=True`` adds
-    ``router_logits`` as the backbone gives them. ``loss`` is the cross-entropy alone: the balance loss of the
-    experts is the trainer's, who knows which tokens are padding.
+    It is called like any causal language model of transformers. ``output_router_logits=True`` adds the
+    backbone's ``router_logits``. ``loss`` is the cross-entropy alone. The trainer adds the experts' balance
+    loss (trainer/compute/balance_loss.py), because it knows which tokens are padding.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -209,7 +213,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             output_router_logits=output_router_logits,
             **kwargs,
         )
-        # logits_to_keep, as in transformers: the number of last positions, 0 for all, or their indices.
+        # logits_to_keep, as in transformers: how many last positions to keep, 0 for all, or their indices.
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(backbone.last_hidden_state[:, keep])
         loss = None
@@ -226,7 +230,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
 
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
-    """A MiniMind backbone with a linear ``score`` head on the last token: the shape of a reward model."""
+    """A MiniMind backbone with a linear ``score`` head, read at the last token: a reward model."""
 
 
 AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig)

@@ -1,4 +1,4 @@
-"""A model to a ``.pth`` that MiniMind's own class loads, and a folder beside it with everything else."""
+"""Saves a model: as a ``.pth`` with a folder beside it, or as a Hugging Face directory."""
 
 import contextlib
 import io
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from atomic_files import move, one_at_a_time
 from errors import InputError
-from files import move, one_at_a_time
 from model.loading import quiet
 from model.lora import merged, merged_copy
 
@@ -16,12 +16,12 @@ from model.lora import merged, merged_copy
 def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
     """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
-    The state-dict has the keys that MiniMind's own class loads with ``strict=True``, ``lm_head.weight``
-    included when it is tied; adapters are merged. The folder of the same stem gets the config, generation
-    config and tokenizer. Every file appears whole or not at all, the ``.pth`` last.
+    A MiniMind's state-dict can be loaded by MiniMind's own class with ``strict=True``: ``lm_head.weight`` is
+    included even if it is tied. Adapters are merged. The folder of the same stem gets the config, generation
+    config and tokenizer. Every file appears whole or not at all, and the ``.pth`` appears last.
 
     ``model`` is the bare model, not wrapped for data-parallel training. Raises ``InputError`` if a weight is
-    not finite in ``dtype`` (NaN, or beyond fp16's ±65504): nothing is written then, what was there stays.
+    not finite in ``dtype`` (NaN, or beyond fp16's ±65504). Then nothing is written, and old files stay.
     """
     path = Path(path_pth)
     state = _state_dict_in(dtype, model, path)
@@ -30,18 +30,17 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
 
 
 def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
-    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads,
-    adapters merged.
+    """Write ``model``, a causal LM or a classifier, as a directory that ``from_pretrained`` loads.
 
-    fields: more entries of its config.json. Files appear as ``save_policy``'s do, config.json last; others in
-    the directory stay. Raises ``InputError`` as that does.
+    Adapters are merged. fields: more entries for its config.json. Every file appears whole or not at all,
+    config.json last. Other files in the directory stay. Raises ``InputError`` as ``save_policy`` does.
     """
     path = Path(path)
-    _state_dict_in(dtype, model, path)  # is it finite?
+    _state_dict_in(dtype, model, path)  # raises if a weight is not finite; the result is not needed
     model = merged_copy(model).to(dtype)
     generation = model.generation_config if model.can_generate() else None
     if generation:
-        model.generation_config = type(generation)()  # see _write_files
+        model.generation_config = type(generation)()  # for the reason, see _write_files
     vars(model.config).update(fields)
     with _whole_files(path, path / "config.json") as folder:
         with quiet():
@@ -49,18 +48,19 @@ def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
         if generation:
             generation.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):  # which only their writer could read
+        for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
             shutil.copymode(folder / "config.json", file)
 
 
 @contextlib.contextmanager
 def _whole_files(target, last):
-    """A folder to write into. Its files then replace those of the same names in ``target``, each of them
-    whole; the one with the name of ``last`` becomes that, after all others."""
+    """Gives the ``with`` block an empty folder to write into. Then its files replace those of the same names
+    in ``target``, one by one, each of them whole. The file with the name of ``last`` is moved to ``last``,
+    after all others."""
     folder = target.with_name(f".{target.name}.tmp")
     target.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(target):  # two runs may write to the same name
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed here
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed here
         try:
             folder.mkdir()
             yield folder
@@ -75,17 +75,17 @@ def _whole_files(target, last):
 
 
 def _write_files(folder, model, tokenizer, state, name):
-    # Not save_pretrained: it refuses the contradictory generation settings that some hub models have.
+    # Not save_pretrained: it refuses contradictory generation settings, which some hub models have.
     model.config.to_json_file(folder / "config.json")
     model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
-    buffer = io.BytesIO()  # torch's own writer says "unexpected pos" where a disk is full
+    buffer = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
     torch.save(state, buffer)
     (folder / name).write_bytes(buffer.getbuffer())
 
 
 def check_finite(name, tensor, path):
-    """InputError for a weight that a narrower type, to which it has been converted, cannot hold."""
+    """InputError if ``tensor``, already converted to the type to be saved, has a NaN or an infinity."""
     if not tensor.isfinite().all():
         kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(tensor.dtype, "fp32")
         raise InputError(f"{path}: not written, {name} has values that are NaN or too large for {kind}")
@@ -97,6 +97,6 @@ def _state_dict_in(dtype, model, path):
         rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
         check_finite(name, rounded, path)
         state[name] = rounded.cpu().contiguous()
-    # Tied weights are one tensor, which torch.save then stores once.
+    # Tied weights are the same tensor here, so torch.save stores it once.
     state.update({name: state[source] for name, source in model.all_tied_weights_keys.items()})
     return state

@@ -1,15 +1,15 @@
-"""Every test runs on one thread: the models are so small that a second one only waits for the first."""
+"""pytest set-up: one thread per test (the models are too small for two), and the slowest files first."""
 
 import os
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start: sums depend on the threads
+os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start: sums depend on threads
 
 import torch
 
 torch.set_num_threads(1)
 
-# The files that take longest, first: a file stays on one worker, and none should be left alone with one.
+# The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = [
     "processes",
     "checkpoints",

@@ -1,9 +1,9 @@
-"""Scripts of this repository as processes of their own, without waiting for torch to be imported each time.
+"""Start scripts of this repository as processes by forking, without importing torch each time.
 
-``Forked`` is a ``subprocess.Popen`` for [python, script, *argv]. It is forked off a process that has imported
-everything once, and so costs a few milliseconds instead of four seconds of a CPU. All else is as it is: its
-own pid, session, environment, files and signals, and the script runs as ``__main__``. (That a script starts
-from nothing at all is tested with a plain ``Popen``: test_cli.py, and everything under torchrun.)
+``Forked`` is a ``subprocess.Popen`` for [python, script, *argv]. It is forked from a process that has already
+imported everything, so a start costs a few milliseconds instead of four seconds of CPU time. All else is as
+usual: the process has its own pid, session, environment, files and signals, and the script runs as
+``__main__``. (A start without forking is tested with a plain ``Popen``: in test_cli.py, and under torchrun.)
 """
 
 import atexit
@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forked(subprocess.Popen):
-    """Linux only: a process whose parent has ended becomes a child of ours, and can be waited for as one."""
+    """Linux only: once its own parent has ended, the forked process becomes our child: we can wait for it."""
 
     _server = None  # the socket to the process that forks, one for all tests of this process
 
@@ -50,7 +50,7 @@ class Forked(subprocess.Popen):
 
 
 def serve(connection):
-    """Fork for each request. Returns its command line in the process that is to run it, and only there."""
+    """Fork a process for each request. Returns only in the forked process: the command line it has to run."""
     while True:
         text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
         if not text:
@@ -63,14 +63,14 @@ def serve(connection):
                 os._exit(0)
             connection.close()
             return become(json.loads(text), descriptors, (reader, writer))
-        os.waitpid(middle, 0)  # from here on, the new process is a child of the one that asked
+        os.waitpid(middle, 0)  # once it has ended, the new process is a child of the test process
         connection.send(os.read(reader, 32))
         for descriptor in (*descriptors, reader, writer):
             os.close(descriptor)
 
 
 def become(request, outputs, unwanted):
-    """Take over what ``Popen`` would have given a new process -> its command line."""
+    """Set session, folder, environment and output files as ``Popen`` would -> the command line."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""chat.py: what it says is what the model says, whatever way it is asked."""
+"""chat.py: prompts from flags, pipes and terminals, history, sampling, streaming, two models side by side."""
 
 import argparse
 import os
@@ -18,16 +18,16 @@ import chat
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.interrupt import StopRequest
-from trainer.noise import noise_keys
-from trainer.rollout import response_texts, sample
+from trainer.generation.engine import response_texts, sample
+from trainer.generation.sampling_noise import noise_keys
+from trainer.runs.interrupts import StopRequest
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 CPU = torch.device("cpu")
 
 
 def byte_tokenizer():
-    """One token a byte, and the EOS: every character beyond ASCII takes several tokens."""
+    """One token per byte, and the EOS: every character beyond ASCII takes several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *alphabet])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -36,7 +36,7 @@ def byte_tokenizer():
 
 
 def talker(tokenizer, seed=1, positions=256):
-    """A Llama whose greedy answers wander through the vocabulary, which tied weights would not."""
+    """A Llama whose greedy answers use many different tokens; with tied weights they would not."""
     config = llama_config(len(tokenizer), layers=2)
     config.tie_word_embeddings, config.max_position_embeddings = False, positions
     torch.manual_seed(seed)
@@ -49,7 +49,7 @@ def talker(tokenizer, seed=1, positions=256):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A folder with what a run leaves: ppo_actor_32.pth of a tiny Llama with a chat template."""
+    """A folder with what a run saves: ppo_actor_32.pth of a tiny Llama with a chat template."""
     folder = tmp_path_factory.mktemp("out")
     tokenizer = word_tokenizer(WORDS, chat=True)
     save_policy(talker(tokenizer, seed=1), tokenizer, folder / "ppo_actor_32.pth")
@@ -80,7 +80,7 @@ def user(text):
 
 
 def converse(speakers, lines, monkeypatch, interactive=True, **flags):
-    """chat.talk with these lines typed."""
+    """Run chat.talk as if these lines were typed."""
     lines = iter(lines)
 
     def typed(question):
@@ -143,7 +143,7 @@ def test_prompts_from_a_pipe_and_two_models(out):
         assert len(left) == 38
 
 
-def test_no_traceback_for_bad_input_nor_for_a_reader_who_leaves(out, tmp_path):
+def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
     left = start("--model", out / "ppo_actor_32.pth", "--max_gen_len", 12)
     left.stdout.close()
     bad = start("--model", tmp_path / "none.pth", "--tokenizer", tmp_path, "--prompt", "hi", cwd=tmp_path)
@@ -195,7 +195,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
         assert "/clear forgets" in terminal.wait_for("> ")
         terminal.send("w1 w2\n")
         terminal.wait_for("w1 w2\n")
-        terminal.wait_for(" w")  # it is talking
+        terminal.wait_for(" w")  # the answer has begun
         terminal.process.send_signal(signal.SIGINT)
         assert "Traceback" not in terminal.wait_for("\n> ")
         terminal.send("/clear\n")
@@ -254,7 +254,7 @@ def test_which_model_is_loaded(tmp_path, capsys):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
-    assert "ppo_actor_128.pth" in capsys.readouterr().err  # a choice that nobody made is told
+    assert "ppo_actor_128.pth" in capsys.readouterr().err  # the choice is reported, as no flag made it
     assert path("--model", "x") == "x"
     assert path("--weight", "full_sft") == str(tmp_path / "full_sft_512.pth")
     assert path("--hidden_size", "64") == str(tmp_path / "ppo_actor_64.pth")

@@ -1,4 +1,4 @@
-"""The command line as users meet it: what a run writes, bad input in one line, stopping and going on."""
+"""The command line of train_ppo.py: what a run writes; bad input gives one error line and writes nothing."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     }
 
 
-def test_a_run_writes_what_the_contract_says(files, tmp_path):
+def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path):
     train(**files, **SIZES, out_dir=tmp_path, epochs=3)
     run = tmp_path / "run_1"
     config = json.loads((run / "config.json").read_text())
@@ -68,7 +68,7 @@ def test_a_run_writes_what_the_contract_says(files, tmp_path):
 
 
 def test_swanlab_offline_gets_the_metrics(files, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))  # not logged in, whoever runs this
+    monkeypatch.setenv("HOME", str(tmp_path))  # so that nobody is logged in
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     argv = flags(**files, **SIZES, out_dir=tmp_path / "out", device="cpu")
     train_ppo.main([*argv, "--use_wandb"])
@@ -88,7 +88,7 @@ def test_reward_code_of_a_model_needs_permission(files, tmp_path):
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    """Files that are wrong in one way each, by the name that BAD uses."""
+    """A folder of files, each wrong in one way; BAD below uses their names."""
     folder = tmp_path_factory.mktemp("bad")
     paths = {name: folder / name for name in ("text.jsonl", "empty.jsonl", "full_sft_32.pth", "big", "fn.py")}
     paths["text.jsonl"].write_text('{"prompt": "a"}\nhello\n')
@@ -106,7 +106,7 @@ def bad(tmp_path_factory):
     return str(folder)
 
 
-BAD = [  # what is wrong, the flags ({} is the folder above), what the line must name
+BAD = [  # (what is wrong, flags with {} for the folder above, text that the error must contain)
     ("data missing", {"data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ("data empty", {"data_path": "{}/empty.jsonl"}, "empty.jsonl: the file has no records"),
     ("data not JSON", {"data_path": "{}/text.jsonl"}, "text.jsonl:2"),
@@ -161,7 +161,7 @@ def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, ba
         train_ppo.main(argv)
     assert named in str(error.value)
     assert len(str(error.value)) < 400
-    if what != "reward function of one score":  # that one only shows once it is called
+    if what != "reward function of one score":  # this error appears only when the function is called
         assert not (tmp_path / "out").exists()
 
 
@@ -186,7 +186,7 @@ def test_ddp_without_torchrun_is_refused(files, tmp_path):
 
 
 def test_minimind_names_are_found(tmp_path, files):
-    """--hidden_size alone loads out/reason_{hidden_size}.pth, and the tokenizer given by hand."""
+    """--hidden_size alone loads out/reason_{hidden_size}.pth; with --reasoning 0 it is full_sft_….pth."""
     policy = tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
     torch.save(policy.state_dict(), tmp_path / "reason_32.pth")
     more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}

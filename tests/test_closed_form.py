@@ -1,4 +1,4 @@
-"""Tasks whose optimum is known exactly: does the trainer, run as users run it, get there?
+"""PPO on tasks whose optimum is known exactly: the trainer, run by its command line, must reach it.
 
 With a reward r and KL coefficient beta, the policy that maximises E[r] - beta KL(pi || ref) is
 ref * exp(r / beta), normalised, and the maximum is beta * log E_ref[exp(r / beta)].
@@ -54,7 +54,7 @@ def sequence_logprobs(model, prompt, sequences, longest):
 
 
 def all_responses(vocabulary, longest):
-    """Every response there is: ended by token 0, or ``longest`` tokens without it."""
+    """Every possible response: ended by token 0, or ``longest`` tokens without it."""
     done, open_ = [], [()]
     for _ in range(longest):
         grown = [(*s, token) for s in open_ for token in range(vocabulary)]
@@ -87,7 +87,7 @@ def test_one_token_task_reaches_the_known_optimum(kl_in, tmp_path):
 
 @pytest.mark.parametrize(("estimator", "reaches"), [(0, False), (1, True), (2, False)])
 def test_only_k2_belongs_in_the_loss(estimator, reaches):
-    """Exact expectations, no samples: k2 ends at the optimum, k3 elsewhere, k1 pulls nothing at all."""
+    """Exact expectations, no samples: k2 ends at the optimum, k3 elsewhere, and k1 has no effect at all."""
     beta, reward = 0.5, torch.tensor([1.0, 0.2, -0.4, -1.0], dtype=torch.float64)
     ref = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
     logits = ref.clone().requires_grad_()
@@ -109,7 +109,7 @@ def test_only_k2_belongs_in_the_loss(estimator, reaches):
 
 
 def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
-    """657 responses of up to three tokens, random rewards, KL in the reward: exact for sequences."""
+    """657 responses of up to three tokens, random rewards, KL in the reward, which is exact for sequences."""
     tokenizer, beta, longest = word_tokenizer("abcdefg"), 0.2, 3
     sizes = {"hidden": 48, "layers": 2, "spread": 4.0}
     ref, actor = trained(

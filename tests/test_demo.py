@@ -1,4 +1,4 @@
-"""The bundled demo is what the README says: a policy that is often wrong, a judge that knows better."""
+"""The bundled demo: a policy that is often wrong, a reward model that ranks right answers over wrong ones."""
 
 import json
 
@@ -8,10 +8,10 @@ from tiny import ROOT, read_jsonl
 
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
-from trainer.noise import noise_keys
-from trainer.reward_models import load_reward_model
-from trainer.rewards import format_reward, is_correct
-from trainer.rollout import response_texts, sample
+from trainer.generation.engine import response_texts, sample
+from trainer.generation.sampling_noise import noise_keys
+from trainer.rewards.reward_models import load_reward_model
+from trainer.rewards.rules import format_reward, is_correct
 
 DEMO, DATA = ROOT / "model" / "demo", ROOT / "dataset" / "demo"
 
@@ -51,7 +51,7 @@ def test_the_policy_is_often_wrong_and_often_misformatted():
 
 def test_held_out_problems_occur_in_no_training_file():
     def numbers(prompt):
-        """The words of a problem, whatever the phrasing: "twelve plus five minus nine"."""
+        """A problem without its phrasing: ("twelve", "plus", "five", "minus", "nine")."""
         words = prompt.lower().strip("?.").split()
         first = next(i for i, word in enumerate(words) if word in ("plus", "minus"))
         return tuple(words[first - 1 : first + 4])

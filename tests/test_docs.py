@@ -1,38 +1,56 @@
-"""The documents point at what is really there. ``python tests/test_docs.py`` renews their line numbers."""
+"""The documents name code, tests, commands and figures that are really there."""
 
+import json
 import re
-from pathlib import Path
 
 import pytest
+from tiny import ROOT, read_jsonl, run_files, train
 
-ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\[`?(?P<name>\w+)`?\]\((?P<path>[\w./]+\.py)#L(?P<line>\d+)\)")
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+from trainer import train_ppo, train_reward, train_sft
+from trainer.peer_flags import PEER_FLAGS
 
-
-def definition_line(path, name):
-    """The line on which a Python file defines a function or class."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if re.match(rf"\s*(def|class) {name}\b", line):
-            return number
-    raise AssertionError(f"{path} does not define {name}")
+LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
+DOCUMENTS = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+READMES = [ROOT / "README.md", ROOT / "README_zh.md"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_to_code_name_the_right_line(document):
-    for match in LINK.finditer(document.read_text(encoding="utf-8")):
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def defines(path, name):
+    return re.search(rf"^\s*(def|class) {name}\b", text_of(path), re.MULTILINE)
+
+
+def is_documented(path):
+    return pytest.param(path, id=path.name)
+
+
+@pytest.mark.parametrize("document", map(is_documented, DOCUMENTS))
+def test_links_to_code_name_what_the_file_defines(document):
+    for match in LINK.finditer(text_of(document)):
         path = (document.parent / match["path"]).resolve()
-        assert definition_line(path, match["name"]) == int(match["line"]), f"{document.name}: {match[0]}"
+        assert defines(path, match["name"]), f"{document.name}: {match[0]}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_to_files_exist(document):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).exists(), f"{document.name}: {target}"
+@pytest.mark.parametrize("document", map(is_documented, DOCUMENTS))
+def test_links_to_files_and_sections_exist(document):
+    for target, section in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]+)?\)", text_of(document)):
+        path = document.parent / target if target else document
+        assert path.exists(), f"{document.name}: {target}"
+        assert not re.match("#L[0-9]", section), f"{document.name}: {target}{section}: line numbers go stale"
+        if section:
+            assert section[1:] in anchors(path), f"{document.name}: {target}{section}"
+
+
+def anchors(path):
+    """What GitHub calls the sections of a Markdown file."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(path), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 def test_every_decision_names_code_and_a_test():
-    sections = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    sections = text_of(ROOT / "docs" / "ppo.md").split("\n## ")[1:]
     numbered = [s for s in sections if re.match(r"\d+\. ", s)]
     assert [int(s.split(".")[0]) for s in numbered] == list(range(1, 15))
     for section in numbered:
@@ -41,16 +59,99 @@ def test_every_decision_names_code_and_a_test():
         assert any("/tests/" not in p for p in paths), section[:40]
 
 
-def renew(document):
-    """Write the current line number into every link to code."""
+def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
+    """One row a name; ``<part>`` stands for a part of the reward."""
+    page = text_of(ROOT / "docs" / "metrics.md")
+    rows = re.findall(
+        r"^\| `((?:rollout|reward|kl|policy|value|perf|eval|train)/[\w<>]+)` \|", page, re.MULTILINE
+    )
+    assert len(rows) == len(set(rows))
+    patterns = {name: re.compile(name.replace("<part>", r"\w+") + r"\Z") for name in rows}
+    files = run_files(tmp_path, count=8)
+    answered = [{"prompt": r["prompt"], "answer": "a"} for r in read_jsonl(files["data_path"])]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(r) + "\n" for r in answered), encoding="utf-8")
+    sizes = {
+        "batch_size": 4,
+        "mini_batch_size": 4,
+        "max_gen_len": 4,
+        "max_steps": 2,
+        "critic_warmup_steps": 0,
+    }
+    more = {
+        "eval_data_path": held_out,
+        "normalize_reward": 1,
+        "length_reward": 0.5,
+        "repetition_penalty": 0.5,
+    }
+    train(**files, **sizes, **more, out_dir=tmp_path / "out", run_name="r")
+    logged = {name for line in read_jsonl(tmp_path / "out/r/metrics.jsonl") for name in line} - {"step"}
+    assert len(logged) > 40
+    for name in logged:
+        assert any(pattern.match(name) for pattern in patterns.values()), f"{name} is not on the page"
+    for name in rows:
+        if not name.startswith("train/"):
+            script = re.search(rf"^\| `{name}` \| (.*)$", page, re.MULTILINE)[1]
+            only_elsewhere = "PPO" not in script and ("SFT" in script or "reward model" in script)
+            assert only_elsewhere or any(patterns[name].match(n) for n in logged), f"{name} is never logged"
 
-    def link(match):
-        line = definition_line((document.parent / match["path"]).resolve(), match["name"])
-        return f"[`{match['name']}`]({match['path']}#L{line})"
 
-    document.write_text(LINK.sub(link, document.read_text(encoding="utf-8")), encoding="utf-8")
+# ----------------------------------------------------------------------------------------------------- README
 
 
-if __name__ == "__main__":
-    for path in DOCUMENTS:
-        renew(path)
+def commands(path):
+    """The lines of the code blocks that a user types, without comments."""
+    lines = (
+        "\n".join(re.findall(r"```\n(.*?)```", text_of(path), re.DOTALL)).replace("\\\n", " ").splitlines()
+    )
+    starts = ("make ", "python ", "torchrun ", ".venv/bin/", "pip ", "git ")
+    return [" ".join(line.split("#")[0].split()) for line in lines if line.startswith(starts)]
+
+
+@pytest.mark.parametrize("readme", map(is_documented, READMES))
+def test_the_demo_figures_are_those_of_the_results_file(readme):
+    runs = json.loads(text_of(ROOT / "benchmarks/results/demo.json"))["runs"]
+    run = next(run for run in runs if run["seed"] == 42)  # the default, so what `make train` does
+    rows = re.findall(
+        r"^\| .+ \| ([\d.]+) \| \*\*([\d.]+)\*\* \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", text_of(readme), re.M
+    )
+    names = ["accuracy", "format_rate", "score", "length", "finished"]
+    assert len(rows) == len(names)
+    for name, cells in zip(names, rows, strict=True):
+        wanted = [run[when][f"{name}{kind}"] for kind in ("", "_greedy") for when in ("before", "after")]
+        assert [float(cell) for cell in cells] == pytest.approx(wanted, abs=6e-4), name
+
+
+def test_both_readmes_have_the_same_commands_figures_and_files():
+    english, chinese = READMES
+    assert commands(english) == commands(chinese)
+    assert len(commands(english)) >= 10
+    for pattern in (r"\d+\.\d+", r"`(--\w+)", r"\]\(([^)#]+)"):
+        mine, theirs = (set(re.findall(pattern, text_of(path))) for path in READMES)
+        assert mine - {"README_zh.md"} == theirs - {"README.md"}, pattern
+
+
+@pytest.mark.parametrize("document", map(is_documented, [d for d in DOCUMENTS if d.name != "log.md"]))
+def test_commands_have_flags_that_exist(document):
+    parsers = {"train_ppo.py": train_ppo, "train_sft.py": train_sft, "train_reward.py": train_reward}
+    for command in commands(document):
+        for name, script in parsers.items():
+            if name in command:
+                given = set(re.findall(r"--(\w+)", command.split(name)[1]))
+                assert given <= set(script.flag_parser().flags), command
+
+
+def test_the_table_of_files_is_complete():
+    readme = text_of(ROOT / "README.md")
+    for path in (*ROOT.glob("trainer/**/*.py"), *ROOT.glob("model/*.py"), *ROOT.glob("dataset/*.py")):
+        if path.name != "__init__.py":
+            assert f"({path.relative_to(ROOT).as_posix()})" in readme, path
+
+
+def test_names_of_other_trainers_are_answered_as_the_readme_says():
+    table = re.findall(r"^\| `--([\w.]+)`.*?\| `--(\w+)", text_of(ROOT / "README.md"), re.MULTILINE)
+    assert len(table) >= 10
+    flags = train_ppo.flag_parser().flags
+    for theirs, ours in table:
+        assert ours in flags
+        assert theirs == ours or PEER_FLAGS.get(theirs) == ours, theirs

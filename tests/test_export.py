@@ -1,4 +1,4 @@
-"""export.py: what it writes is what was trained, for those who have never heard of this repository."""
+"""export.py: exported directories hold the trained weights and load in plain transformers; bad input."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def words_for(vocab_size):
 
 @pytest.fixture
 def demo(tmp_path):
-    """The demo's policy as a run would leave it."""
+    """The demo's policy as a .pth, as a run would save it."""
     path = tmp_path / "out" / "ppo_actor_128.pth"
     save_policy(load_policy(DEMO), load_tokenizer(DEMO), path)
     return path
@@ -89,7 +89,7 @@ def test_narrower_types(dtype, demo, tmp_path):
     ],
 )
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
-    """MiniMind's own logits, from a class of transformers; and its own keys on the way back."""
+    """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's own keys."""
     words_for(160).save_pretrained(tmp_path / "words")
     words = ("--tokenizer", tmp_path / "words")
     run(GOLDEN / f"{name}.pth", tmp_path / "plain", *words, "--dtype", "float32")
@@ -177,7 +177,7 @@ def test_model_card(demo, tmp_path):
     ]
 
 
-def test_older_readers_find_what_they_look_for(demo, tmp_path):
+def test_settings_that_older_transformers_need_are_written(demo, tmp_path):
     run(demo, tmp_path / "exported")
     settings = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -188,7 +188,7 @@ def test_older_readers_find_what_they_look_for(demo, tmp_path):
 
 
 def test_generation_ends_where_training_ended_it(tmp_path):
-    """At the tokenizer's EOS as well, and whatever contradictory settings there are."""
+    """At the tokenizer's EOS as well; settings that contradict each other are written all the same."""
     model = build(FAMILIES["Llama"]())
     model.generation_config.eos_token_id, model.generation_config.temperature = [4, 3], 0.5
     save_policy(model, word_tokenizer(WORDS), tmp_path / "a.pth")
@@ -299,7 +299,7 @@ def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
 
 
 def test_the_real_command_line(demo, tmp_path):
-    """From any folder: one line and code 2, or one line and code 0."""
+    """From any folder: success is one line and exit code 0, bad input one line and exit code 2."""
     script = ROOT / "export.py"
     good = launch([str(demo), str(tmp_path / "new")], script=script)
     out, err = good.communicate(timeout=120)

@@ -1,7 +1,7 @@
-"""Bad input by the thousand: one line that names what is wrong, or it works; never anything else.
+"""Fuzzing: thousands of bad inputs; each is accepted, or refused in one line that names what is wrong.
 
-Hypothesis makes the inputs, the same ones in every run. Whatever once ended in another way is in CORPUS, or
-beside the test of its kind, with what was wrong.
+Hypothesis makes the inputs, the same ones in every run. Inputs that once ended in another way are kept in
+CORPUS, or beside the test of their kind, with what went wrong.
 """
 
 import copy
@@ -24,13 +24,15 @@ from tiny import flags, save_policy_dir, save_reward_dir, tiny_llama, word_token
 from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
-from model.checks import check_tokenizer, eos_ids
+from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
-from trainer import checkpoints, train_ppo
+from trainer import train_ppo
 from trainer.inputs import load_inputs
-from trainer.rewards import Reward, load_reward_function
+from trainer.rewards.reward import Reward
+from trainer.rewards.reward_function import load_reward_function
+from trainer.runs import checkpoints
 
-COUNT, SECONDS = Counter(), Counter()  # of inputs that reached the code under test, by test
+COUNT, SECONDS = Counter(), Counter()  # inputs of the code under test, and its time, by kind of input
 
 
 def fuzz(examples, **strategies):
@@ -41,7 +43,7 @@ def fuzz(examples, **strategies):
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],  # an input that fails is shown as it is: making it smaller takes minutes
+        phases=[Phase.generate],  # do not shrink an input that fails: that takes minutes
     )
     return lambda test: rules(given(**strategies)(test))
 
@@ -59,7 +61,7 @@ def counted(name):
 
 @contextmanager
 def one_line_or_fine(*named):
-    """Nothing but an InputError of one short line, with one of ``named`` in it, leaves this block."""
+    """The block may succeed, or raise an InputError of one short line that contains one of ``named``."""
     try:
         yield
     except InputError as error:
@@ -120,7 +122,7 @@ GOOD_LINES = [  # good for every dataset
     ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
     '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
 ]
-# Where to cut, what to put there and how much of the old to leave out; in fractions of the length.
+# (where to cut, as a fraction of the length; how many bytes to leave out or double; what to put there)
 edits = st.lists(
     st.tuples(
         st.floats(0, 1),
@@ -183,7 +185,7 @@ def tokenizers():
 
 
 def read_all(name, path, tokenizers):
-    """Every dataset with every tokenizer: a dataset of token ids, or one line; the file is as it was."""
+    """Read a file as each dataset with each tokenizer: token ids or one error line; the file is unchanged."""
     before = path.read_bytes()
     with counted(name):
         for tokenizer in tokenizers:
@@ -232,7 +234,7 @@ def test_wrong_types(rows, folder, tokenizers):
     read_all("data: wrong types", path, tokenizers)
 
 
-CORPUS = [  # what was wrong, and a line that shows it
+CORPUS = [  # (what once went wrong, the line that caused it)
     ("RecursionError", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
     ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
     ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
@@ -252,7 +254,7 @@ def test_corpus_of_lines(what, line, tmp_path, tokenizers):
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "", "."])
-def test_paths_that_are_none(path, tokenizers):
+def test_paths_that_are_invalid(path, tokenizers):
     for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
         with pytest.raises(InputError):
             dataset(path, tokenizers[0], 10)
@@ -264,7 +266,7 @@ def test_paths_that_are_none(path, tokenizers):
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
-    """It was a TypeError: text + None."""
+    """It once raised a TypeError: text + None."""
     tokenizer = word_tokenizer(["a"])
     tokenizer.eos_token = None
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])
@@ -362,16 +364,18 @@ NUMBERS = [
     "inf",
     "1e400",
 ]
-BOUNDED = {  # the values with which a tiny run stays tiny
-    name: values
-    for names, values in (
-        ("batch_size mini_batch_size max_gen_len max_seq_len ppo_epochs accumulation_steps", SMALL),
-        ("update_old_actor_freq log_interval save_interval", SMALL),
-        ("keep_checkpoints eval_interval critic_warmup_steps hidden_size", [*SMALL, "9" * 30]),
-        ("learning_rate critic_learning_rate grad_clip clip_epsilon vf_coef cliprange_value", NUMBERS),
-        ("kl_coef target_kl gamma lam temperature missing_eos_penalty", NUMBERS),
-    )
-    for name in names.split()
+SET_BELOW = {"epochs", "max_steps", "num_workers", "eval_interval"}  # by the test, or they start processes
+
+
+def values_of(flag):
+    """Values for a number flag, in its range and out of it, with which a tiny run stays tiny."""
+    return NUMBERS if isinstance(flag.default, float) else [*SMALL, "9" * 30]
+
+
+BOUNDED = {  # every number that the script declares, so that no new flag is left out
+    name: values_of(flag)
+    for name, flag in train_ppo.flag_parser().flags.items()
+    if (flag.at_least is not None or flag.above is not None) and name not in SET_BELOW
 } | {
     "seed": ["-1", "0", str(2**63 - 1), str(2**63), "9" * 30],
     "kl_in": ["loss", "reward", "both"],
@@ -382,7 +386,7 @@ BOUNDED = {  # the values with which a tiny run stays tiny
     "run_name": ["", "é", "a/b", "..", "x" * 300, "a\0b", " "],
     "resume": ["auto", "nowhere", "\0"],
     "device": ["cpu", "gpu", "cpu:3", "meta", "\0"],
-    "tokenizer": ["", "/nowhere", "a/b/c"],  # no hub name: that would be asked for, for minutes
+    "tokenizer": ["", "/nowhere", "a/b/c"],  # no hub name: looking for that takes minutes
     "reward_model": ["", "/nowhere"],
     "reward_fn": ["", "nowhere:f", ":", "f"],
     "eval_data_path": ["", "nowhere"],
@@ -422,7 +426,7 @@ def test_runs(chosen, steps, run_files, folder):
 
 
 class Evil:
-    """Unpickling it would leave a file behind."""
+    """Unpickling it would create the file ``path``."""
 
     def __init__(self, path):
         self.path = path
@@ -456,7 +460,7 @@ def load_and_look(path):
 @fuzz(250, mutation=mutations, start=st.booleans())
 def test_mutated_pth(mutation, start, folder, pth_bytes):
     mutate, how = mutation
-    if start:  # most of the file is numbers, in which a change is not seen
+    if start:  # most of the file is weights, where changes are not noticed
         data = mutate(pth_bytes[:2500], how) + pth_bytes[2500:]
     else:
         data = mutate(pth_bytes, how)
@@ -531,7 +535,7 @@ def model_folder(folder):
 
 
 def json_mutation(data, changes):
-    """A JSON object with some of its values, at any depth, replaced; ``None`` as a place: a new key."""
+    """A JSON object with some of its values, at any depth, replaced or deleted."""
     data = json.loads(data)
     for place, value in changes:
         holder = data
@@ -628,7 +632,7 @@ def test_everything_that_a_run_loads(changes, file, model_folder, folder):
         COUNT["run: loading: read"] += 1
 
 
-MODEL_CORPUS = [  # what was wrong, the file, its change
+MODEL_CORPUS = [  # (what once went wrong, the file, its change)
     ("AttributeError: None has no endswith", "config.json", {"architectures": [None]}),
     ("TypeError: not iterable", "config.json", {"architectures": 1}),
     ("it tried to allocate 1.3 TB", "config.json", {"vocab_size": 10**10}),
@@ -647,7 +651,7 @@ def test_corpus_of_model_folders(what, file, change, model_folder):
         read_model("model: corpus", model_folder)
 
 
-PTH_CORPUS = [  # what was wrong, a tensor
+PTH_CORPUS = [  # (what once went wrong, the tensor that caused it)
     ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
     ("numbers lost with a warning", torch.zeros(10, 32, dtype=torch.complex64)),
     ("no numbers at all", torch.zeros(10, 32, device="meta")),
@@ -716,7 +720,7 @@ def test_mutated_tokenizers(mutation, file, tokenizer_folder):
         read_tokenizer("tokenizer: bytes", tokenizer_folder)
 
 
-TOKENIZER_CORPUS = [  # each a Rust panic, which is no Exception (and says more on stderr than one line)
+TOKENIZER_CORPUS = [  # each causes a Rust panic, which is no Exception (and prints more than one line)
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
     {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
@@ -870,8 +874,8 @@ def test_mutated_checkpoints(mutation, number, trained):
     values=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2),
     whole=st.booleans(),
 )
-def test_checkpoints_of_another_making(name, values, whole, trained):
-    """The checksums agree, the content is what no run would have written."""
+def test_checkpoints_with_right_checksums_and_wrong_content(name, values, whole, trained):
+    """The checksums agree, but no run would have written this content."""
     newest = trained[0] / "checkpoints" / "step_2"
     content = json.loads((newest / name).read_text())
     for number, value in values.items():
@@ -897,8 +901,8 @@ def test_checkpoints_of_another_making(name, values, whole, trained):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_there_were_enough(request):
-    """Says how many inputs there were; with -s one sees it."""
+def test_enough_inputs_were_tried(request):
+    """Prints how many inputs there were (pytest -s shows it)."""
     inputs = {
         name: n for name, n in COUNT.items() if not name.endswith((": read", ": accepted", ": finished"))
     }
@@ -906,5 +910,5 @@ def test_there_were_enough(request):
     print(f"\n{total:,} inputs in {seconds:.1f} s of the code under test")
     for name, n in sorted(COUNT.items()):
         print(f"{n:6,}  {name}")
-    if request.session.testscollected > 60:  # not only some of the tests
+    if request.session.testscollected > 60:  # the whole file was run
         assert total >= 2000

@@ -1,14 +1,17 @@
-"""What only a GPU can show. Without one these are skipped; test_rollout.py runs the same logic on the CPU."""
+"""Tests that need a GPU (skipped without one); generation/test_engine.py runs the same logic on a CPU.
+
+All code that runs only on a GPU is listed at the top of trainer/generation/cuda_graphs.py.
+"""
 
 import pytest
 import torch
 from tiny import flags, read_jsonl, save_policy_dir, save_reward_dir, tiny_llama, word_tokenizer, write_jsonl
 
 from trainer import train_ppo
-from trainer.noise import noise_keys
-from trainer.packing import pack_sequences
-from trainer.rollout import Sampler, sample
-from trainer.scoring import PolicyScorer
+from trainer.compute.packing import pack_sequences
+from trainer.compute.scoring import PolicyScorer
+from trainer.generation.engine import Sampler, sample
+from trainer.generation.sampling_noise import noise_keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
@@ -56,12 +59,12 @@ def test_a_run_in_bf16(tmp_path):
     }
     sizes = {
         "batch_size": 8,
-        "mini_batch_size": 4,
+        "mini_batch_size": 8,
         "max_gen_len": 8,
         "max_steps": 3,
         "critic_warmup_steps": 0,
     }
     train_ppo.main(flags(**files, **sizes, device="cuda", out_dir=tmp_path / "out"))
     steps = read_jsonl(tmp_path / "out" / "run_1" / "metrics.jsonl")
-    assert steps[0]["policy/ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert steps[0]["rollout/sampler_gap"] < 0.1
+    assert [step["policy/ratio"] for step in steps[1:]] == [pytest.approx(1.0, abs=1e-3)] * 3
+    assert steps[1]["rollout/sampler_gap"] < 0.1

@@ -1,6 +1,7 @@
-"""What must hold whatever the sizes: how a batch is cut and padded changes nothing."""
+"""Invariants of a PPO step: ratio 1 and KL 0 at the start; cutting and padding change nothing."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.distributed import World
+from trainer.compute.rollout_data import length_mask
 from trainer.inputs import load_inputs
-from trainer.noise import noise_keys
-from trainer.ppo import length_mask
-from trainer.ppo_run import round_frozen
-from trainer.tracking import Metrics
+from trainer.runs.distributed import World
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import gradients_that_fit, step_if_finite
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -39,20 +39,21 @@ def make_run(files, **values):
 
 
 def filled_rollout(run, prompts, step=0):
-    batch = [prompts[i] for i in range(run.args.batch_size)]
-    keys = noise_keys(run.args.seed, step, list(range(len(batch))))
-    rollout, texts = train_ppo.roll_out(run, run.old_actor, batch, keys, run.args.temperature)
-    parts = run.reward.settle(train_ppo.judge(run, batch, rollout, texts), {})
-    metrics = Metrics()
-    std = train_ppo.fill_rollout(run, rollout, parts["score"], metrics)
-    return rollout, std, metrics
+    """Collect and fill a batch with the trainer's own functions -> (rollout with all its fields, metrics)."""
+    size = run.args.batch_size
+    batches = iter([[prompts[i] for i in range(size)]])
+    batch, metrics = train_ppo.collect(run, step, batches, list(range(size))), Metrics()
+    train_ppo.fill_rollout(run, batch, metrics)
+    return batch.rollout, metrics
 
 
-def gradients(run, minibatch, std):
+def gradients(run, minibatch):
     run.actor.zero_grad()
     run.critic.zero_grad()
-    tokens = minibatch.response_len.sum().item()
-    sums = train_ppo.backward_that_fits(run, minibatch, tokens, std, True)
+    work = partial(
+        train_ppo.backward, run, minibatch, minibatch.response_len.sum().item(), list(run.learners)
+    )
+    sums = gradients_that_fit(run, work, minibatch.lengths.tolist(), run.args.accumulation_steps)
     grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
     return grads, sums
 
@@ -74,8 +75,8 @@ def furthest(left, right):
 
 def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     run, prompts = make_run(files, temperature=0.7)
-    rollout, std, metrics = filled_rollout(run, prompts)
-    _, sums = gradients(run, rollout.rows(range(8)), std)
+    rollout, metrics = filled_rollout(run, prompts)
+    _, sums = gradients(run, rollout.rows(range(8)))
     tokens = rollout.response_len[:8].sum().item()
     assert sums.total("policy/ratio") / tokens == pytest.approx(1.0, abs=1e-6)
     assert sums.total("policy/approx_kl") / tokens == pytest.approx(0.0, abs=1e-9)
@@ -86,7 +87,7 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
 
 def test_values_start_at_zero_and_advantages_are_whitened(files):
     run, prompts = make_run(files, critic_init="actor")
-    rollout, _, _ = filled_rollout(run, prompts)
+    rollout, _ = filled_rollout(run, prompts)
     real = rollout.advantages[rollout.mask]
     assert rollout.values.abs().max() == 0
     assert real.mean().abs() < 1e-6
@@ -100,23 +101,23 @@ def test_values_start_at_zero_and_advantages_are_whitened(files):
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_accumulation_changes_no_gradient(files, kl_in):
     run, prompts = make_run(files, kl_in=kl_in, kl_coef=0.3)
-    with torch.no_grad():  # away from the start, so that the KL and the clip have something to say
+    with torch.no_grad():  # away from the start, so that the KL and the clip have an effect
         for p in run.actor.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    rollout, std, _ = filled_rollout(run, prompts)
+    rollout, _ = filled_rollout(run, prompts)
     minibatch = rollout.rows(range(16))
-    whole, _ = gradients(run, minibatch, std)
+    whole, _ = gradients(run, minibatch)
     for pieces in (2, 5, 16):
         run.args.accumulation_steps = pieces
-        assert furthest(whole, gradients(run, minibatch, std)[0]) < 1e-6
+        assert furthest(whole, gradients(run, minibatch)[0]) < 1e-6
 
 
 def test_padding_changes_no_gradient(files):
     """Whatever stands in the padding, of tokens and of every [B, R] field, is never read."""
     run, prompts = make_run(files)
-    rollout, std, _ = filled_rollout(run, prompts)
+    rollout, _ = filled_rollout(run, prompts)
     minibatch = rollout.rows(range(8))
-    plain, _ = gradients(run, minibatch, std)
+    plain, _ = gradients(run, minibatch)
     garbage, padded = copy.copy(minibatch), 0
     for name, x in vars(minibatch).items():
         if isinstance(x, torch.Tensor) and x.dim() == 2:
@@ -124,23 +125,23 @@ def test_padding_changes_no_gradient(files):
             setattr(garbage, name, x.masked_fill(~real, 3 if name == "tokens" else 1e6))
             padded += (~real).sum().item()
     assert padded > 50
-    assert furthest(plain, gradients(run, garbage, std)[0]) < 1e-6
+    assert furthest(plain, gradients(run, garbage)[0]) < 1e-6
 
 
 def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
     run, prompts = make_run(files)
-    rollout, std, _ = filled_rollout(run, prompts)
-    whole, _ = gradients(run, rollout.rows(range(8)), std)
-    monkeypatch.setattr("trainer.logprobs.CHUNK", {"cpu": 7 * 10})  # seven tokens at a time
-    monkeypatch.setattr("trainer.logprobs.LEAST", 1)
-    assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
+    rollout, _ = filled_rollout(run, prompts)
+    whole, _ = gradients(run, rollout.rows(range(8)))
+    monkeypatch.setattr("trainer.compute.logprobs.CHUNK", {"cpu": 7 * 10})  # seven tokens at a time
+    monkeypatch.setattr("trainer.compute.logprobs.MIN_CHUNK_TOKENS", 1)
+    assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     kept, results = [], []
     for flag in (0, 1):
         run, prompts = make_run(files, gradient_checkpointing=flag)
-        rollout, std, _ = filled_rollout(run, prompts)
+        rollout, _ = filled_rollout(run, prompts)
         sizes = {}
 
         def note(x, sizes=sizes):
@@ -148,11 +149,11 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            loss = run.policy(*rollout.sequences, 1.0)[0].sum()
+            loss = run.learners["actor"].scorer(*rollout.sequences, 1.0)[0].sum()
         weights_too = {p.untyped_storage().data_ptr() for p in run.actor.parameters()}
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights_too))
         loss.backward()
-        results.append(gradients(run, rollout.rows(range(8)), std)[0])
+        results.append(gradients(run, rollout.rows(range(8)))[0])
     assert same(*results)
     assert kept[1] < 0.5 * kept[0]
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
@@ -171,13 +172,13 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     MiniMindForCausalLM(config).save_pretrained(tmp_path)
     word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path)
     run, prompts = make_run({**files, "model": str(tmp_path)})
-    rollout, std, _ = filled_rollout(run, prompts)
-    whole, sums = gradients(run, rollout.rows(range(8)), std)
+    rollout, _ = filled_rollout(run, prompts)
+    whole, sums = gradients(run, rollout.rows(range(8)))
     assert (
         sums.total("policy/balance_loss") >= 0.5 * 8 * 2 * 0.99
     )  # coefficient x sequences x layers, at least
     run.args.accumulation_steps = 8
-    assert furthest(whole, gradients(run, rollout.rows(range(8)), std)[0]) < 1e-6
+    assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
 
 
 def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
@@ -190,44 +191,46 @@ def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
         with torch.no_grad():
             for p in run.ref.parameters():
                 p.mul_(1.1)
-        settle = run.reward.settle
-        run.reward.settle = lambda *a, own=settle, scale=scale: {k: scale * v for k, v in own(*a).items()}
-        rollout, std, _ = filled_rollout(run, prompts)
-        gradients(run, rollout.rows(range(8)), std)
+        combine = run.reward.combine
+        run.reward.combine = lambda *a, own=combine, scale=scale: {k: scale * v for k, v in own(*a).items()}
+        rollout, _ = filled_rollout(run, prompts)
+        gradients(run, rollout.rows(range(8)))
         grads.append([p.grad.clone() for p in run.actor.parameters()])
     assert max(g.abs().max() for g in grads[0]) > 1e-3
     assert furthest(*grads) < 1e-5
 
 
-# ----------------------------------------------------------------------------------- steps that must not be
+# ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
 
 
 def test_early_stop_leaves_the_weights_alone(files):
     run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
-    rollout, std, _ = filled_rollout(run, prompts)
+    rollout, _ = filled_rollout(run, prompts)
     metrics = Metrics()
-    train_ppo.update(run, rollout, 0, std, metrics)
+    train_ppo.update(run, rollout, 0, metrics)
     after_stop = weights(run)
-    steps = {int(s["step"]) for s in run.actor_optimizer.state.values()}
+    steps = {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()}
     assert steps == {1}  # the first minibatch has KL 0 and steps; the second is stopped
     assert metrics.means(ALONE)["policy/early_stop"] == 0.5
-    train_ppo.optimizer_step(run, 1, 0.0, True)  # no gradient is left behind that a later step could apply
+    step_if_finite(
+        run, 0.0, list(run.learners.values()), 1
+    )  # no gradient is left behind that a later step could apply
     assert same(after_stop, weights(run))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_no_step(files, where):
     run, prompts = make_run(files)
-    rollout, std, _ = filled_rollout(run, prompts)
-    train_ppo.update(run, rollout, 0, std, Metrics())  # momentum exists now
-    before, moments = weights(run), copy.deepcopy(run.actor_optimizer.state_dict()["state"])
-    rollout, std, _ = filled_rollout(run, prompts, step=1)
+    rollout, _ = filled_rollout(run, prompts)
+    train_ppo.update(run, rollout, 0, Metrics())  # momentum exists now
+    before, moments = weights(run), copy.deepcopy(run.learners["actor"].optimizer.state_dict()["state"])
+    rollout, _ = filled_rollout(run, prompts, step=1)
     if where == "loss":
         rollout.returns[3, 0] = torch.inf  # one minibatch of two
     else:
         handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     metrics = Metrics()
-    train_ppo.update(run, rollout, 1, std, metrics)
+    train_ppo.update(run, rollout, 1, metrics)
     skipped = metrics.means(ALONE)["policy/skipped_steps"]
     if where == "loss":
         assert skipped == 0.5
@@ -235,11 +238,11 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
     else:
         assert skipped == 1.0
         assert same(before, weights(run))
-        after = run.actor_optimizer.state_dict()["state"]
+        after = run.learners["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
         with pytest.raises(SystemExit, match="in a row"):
-            train_ppo.update(run, rollout, 2, std, Metrics())
-            train_ppo.update(run, rollout, 3, std, Metrics())
+            train_ppo.update(run, rollout, 2, Metrics())
+            train_ppo.update(run, rollout, 3, Metrics())
         handle.remove()
 
 
@@ -247,24 +250,26 @@ def test_critic_warm_up_moves_only_the_critic(files):
     run, prompts = make_run(files, critic_warmup_steps=2)
     actor = [p.detach().clone() for p in run.actor.parameters()]
     critic = [p.detach().clone() for p in run.critic.parameters()]
-    rollout, std, _ = filled_rollout(run, prompts)
-    train_ppo.update(run, rollout, 1, std, Metrics())
+    rollout, _ = filled_rollout(run, prompts)
+    train_ppo.update(run, rollout, 1, Metrics())
     assert same(actor, run.actor.parameters())
     assert not same(critic, run.critic.parameters())
-    train_ppo.update(run, rollout, 2, std, Metrics())
+    train_ppo.update(run, rollout, 2, Metrics())
     assert not same(actor, run.actor.parameters())
-    assert run.actor_optimizer.param_groups[0]["lr"] < run.args.learning_rate  # its own schedule has begun
+    assert (
+        run.learners["actor"].optimizer.param_groups[0]["lr"] < run.args.learning_rate
+    )  # its own schedule has begun
 
 
 def test_gradients_are_clipped_and_the_reference_never_moves(files):
     run, prompts = make_run(files, grad_clip=1e-6)
-    rollout, std, _ = filled_rollout(run, prompts)
-    gradients(run, rollout.rows(range(8)), std)
+    rollout, _ = filled_rollout(run, prompts)
+    gradients(run, rollout.rows(range(8)))
     norms = []
-    run.actor_optimizer.step = lambda: norms.append(
+    run.learners["actor"].optimizer.step = lambda: norms.append(
         torch.stack([p.grad.norm() for p in run.actor.parameters()]).norm().item()
     )
-    train_ppo.optimizer_step(run, 0, 0.0, True)
+    step_if_finite(run, 0.0, list(run.learners.values()), 0)
     assert norms == [pytest.approx(1e-6, rel=1e-2)]
     assert all(p.grad is None for p in run.ref.parameters())
     assert all(p.grad is None for p in run.old_actor.parameters())
@@ -278,25 +283,25 @@ def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
     assert same(start, run.old_actor.parameters())  # still the old one: it samples the second batch as well
     assert not same(start, run.actor.parameters())
     metrics, _ = train_ppo.learn(run, 1, train_ppo.collect(run, 1, batches, positions))
-    assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # an importance ratio all along
+    assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # the old actor is older: a real ratio
     assert same(run.actor.parameters(), run.old_actor.parameters())
 
 
 def test_rounding_what_is_frozen_changes_no_step(files):
-    """Not the reference, not the old actor, not the reward model; and what trains keeps its precision."""
+    """Reference, old actor and reward model are rounded: scores and weights stay; trained ones are fp32."""
     results = []
     for rounded in (False, True):
         run, prompts = make_run(files, dtype="bfloat16", update_old_actor_freq=2, learning_rate=1e-2)
         if rounded:
-            round_frozen(run)
+            train_ppo.prepare_frozen(run)
         batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
         for step in range(4):
-            collected = train_ppo.collect(run, step, batches, list(range(16)))
-            scores.append(collected[3]["model"])
-            train_ppo.learn(run, step, collected)
+            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            scores.append(batch.scores["model"])
+            train_ppo.learn(run, step, batch)
         results.append([*scores, *weights(run)])
-        (judge, _), dtype = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
-        for model in (run.ref, run.old_actor, judge.model):
+        (reward_model, _), dtype = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
+        for model in (run.ref, run.old_actor, reward_model.model):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
     assert same(*results)

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from trainer import ppo
+from trainer.compute.balance_loss import load_balance_loss
+from trainer.compute.rollout_data import length_mask
+from trainer.runs.learning_rate import cosine_lr
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 
 
 def test_length_mask():
-    assert ppo.length_mask(torch.tensor([3, 1]), 3).equal(MASK)
+    assert length_mask(torch.tensor([3, 1]), 3).equal(MASK)
 
 
 def test_masked_sum_ignores_whatever_padding_holds():
@@ -84,7 +87,7 @@ def test_gae_by_hand():
 def test_gae_with_lambda_one_is_return_minus_value():
     torch.manual_seed(0)
     rewards, values = torch.randn(4, 7), torch.randn(4, 7)
-    mask = ppo.length_mask(torch.tensor([7, 5, 1, 3]), 7)
+    mask = length_mask(torch.tensor([7, 5, 1, 3]), 7)
     rewards = torch.where(mask, rewards, 0.0)
     _, returns = ppo.gae(rewards, values, mask, gamma=1.0, lam=1.0)
     to_go = rewards.flip(1).cumsum(1).flip(1)
@@ -151,27 +154,27 @@ def test_load_balance_loss_by_hand():
     near, far = math.log(3.0), 0.0
     balanced = torch.tensor([[near, far], [far, near]])
     skewed = torch.tensor([[near, far]])
-    assert ppo.load_balance_loss((balanced,), torch.tensor([2]), 1).item() == pytest.approx(1.0)
-    assert ppo.load_balance_loss((skewed,), torch.tensor([1]), 1).item() == pytest.approx(1.5)
+    assert load_balance_loss((balanced,), torch.tensor([2]), 1).item() == pytest.approx(1.0)
+    assert load_balance_loss((skewed,), torch.tensor([1]), 1).item() == pytest.approx(1.5)
     both = torch.cat([balanced, skewed])  # two sequences: the sum, and one layer twice: twice the sum
-    assert ppo.load_balance_loss((both, both), torch.tensor([2, 1]), 1).item() == pytest.approx(5.0)
+    assert load_balance_loss((both, both), torch.tensor([2, 1]), 1).item() == pytest.approx(5.0)
 
 
 def test_load_balance_loss_of_a_dense_model_is_zero():
-    assert ppo.load_balance_loss((), torch.tensor([3, 1]), 1) == 0
+    assert load_balance_loss((), torch.tensor([3, 1]), 1) == 0
 
 
 def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():
-    rates = [ppo.cosine_lr(2.0, step, 11) for step in range(11)]
+    rates = [cosine_lr(2.0, step, 11) for step in range(11)]
     assert rates[0] == 2.0
     assert rates[5] == pytest.approx(1.1)  # halfway between 2 and 0.2
     assert rates[10] == pytest.approx(0.2)
     assert rates == sorted(rates, reverse=True)
-    assert ppo.cosine_lr(2.0, 0, 1) == 2.0
+    assert cosine_lr(2.0, 0, 1) == 2.0
 
 
 def test_warm_up_rises_in_equal_parts_to_the_peak():
-    rates = [ppo.cosine_lr(2.0, step, 14, warmup=3) for step in range(14)]
+    rates = [cosine_lr(2.0, step, 14, warmup=3) for step in range(14)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[3:] == [ppo.cosine_lr(2.0, step, 11) for step in range(11)]
+    assert rates[3:] == [cosine_lr(2.0, step, 11) for step in range(11)]
     assert rates[13] == pytest.approx(0.2)

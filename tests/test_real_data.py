@@ -1,4 +1,4 @@
-"""Models and data that nobody here made. Skipped where ../shared/data is absent."""
+"""Training on models and data that others made (../shared/data); skipped where that folder is absent."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: the losses are those of plain transformers, and runs keep what PPO's runs keep."""
+"""train_sft.py and train_reward.py: losses as in plain transformers, results, resuming, bad input."""
 
 import json
 import math
@@ -29,17 +29,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import export
 from dataset import lm_dataset
-from dataset.lm_dataset import conversation_ids, right_pad
+from dataset.tokenization import conversation_ids
 from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
-from trainer import stage, train_ppo, train_reward, train_sft
-from trainer.distributed import World
+from trainer import supervised, train_ppo, train_reward, train_sft
+from trainer.compute.batching import pad_right
+from trainer.generation.engine import response_texts, sample
+from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import load_inputs
-from trainer.noise import noise_keys
-from trainer.reward_models import critic_start, load_reward_model
-from trainer.rollout import response_texts, sample
+from trainer.rewards.reward_models import critic_start, load_reward_model
+from trainer.runs.distributed import World
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
@@ -92,15 +93,15 @@ def argv_of(files, kind, out_dir, **more):
 
 
 def build(files, kind, out_dir="/nowhere", **more):
-    """The run, not begun."""
+    """The run as its script builds it, before its first step."""
     script = SCRIPTS["sft" if kind == "sft" else "reward"]
     return script.build(script.parse_args(argv_of(files, kind, out_dir, **more)), ALONE)
 
 
 def gradients_of(run, items, budget=4096):
-    """A batch's loss and gradients, in micro-batches of so many tokens -> (means, {name: gradient})"""
+    """A batch's loss and gradients, in micro-batches of ``budget`` tokens -> (means, {name: gradient})"""
     run.trained.zero_grad()
-    sums = stage.backward(run, items, [run.tokens(x) for x in items], run.weigh(items), budget)
+    sums = supervised.backward(run, items, [run.tokens(x) for x in items], run.loss_counts(items), budget)
     return sums.means(ALONE), {
         n: p.grad.clone() for n, p in run.trained.named_parameters() if p.grad is not None
     }
@@ -121,8 +122,8 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
     means, gradients = gradients_of(run, items)
 
     plain = AutoModelForCausalLM.from_pretrained(files["model"], dtype=torch.float32)
-    tokens, lengths = right_pad([ids for ids, _ in items]), torch.tensor([len(ids) for ids, _ in items])
-    learned = right_pad([mask for _, mask in items]).bool()
+    tokens, lengths = pad_right([ids for ids, _ in items])
+    learned = pad_right([mask for _, mask in items])[0].bool()
     real = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
     loss = plain(tokens, attention_mask=real, labels=tokens.masked_fill(~learned, -100)).loss
     loss.backward()
@@ -167,30 +168,30 @@ def test_only_what_the_assistant_says_is_learned(files, tmp_path):
     places = [5, 6, 11, 12, 13]  # c </s> e f </s>
     wanted = torch.stack([-logprobs[place - 1, ids[place]] for place in places])
     assert torch.allclose(run.nll(items)[0], wanted, atol=1e-6)
-    assert run.weigh(items) == [5, 1]
+    assert run.loss_counts(items) == [5, 1]
 
 
 def test_pair_loss_by_hand():
     chosen, rejected, margin = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]), torch.tensor([0.5, 0.0])
     wanted = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(2.0))
     assert train_reward.pair_loss(chosen, rejected, margin).item() == pytest.approx(wanted)
-    assert train_reward.parting([5, 6, 7], [5, 7, 7]) == 1
-    assert train_reward.parting([5, 6], [5, 6, 7]) == 1  # nothing that both have differs
+    assert train_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
+    assert train_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
 
 
 def scores_of(model, rows):
-    """Plain transformers, padded."""
-    return model(right_pad(rows, model.config.pad_token_id), attention_mask=None).logits[:, 0]
+    """The scores [B] that plain transformers gives these lists of ids, padded."""
+    return model(pad_right(rows, value=model.config.pad_token_id)[0], attention_mask=None).logits[:, 0]
 
 
 def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files):
-    """With the margin, and with everything that is off by default: written out for one pair at a time."""
+    """With margins, and with every option that is off by default: written out for one pair at a time."""
     run = build(files, "reward")
     items = [run.data[i] for i in range(6)]
     assert {margin for *_, margin in items} == {0.0, 0.5, 1.0}
     means, gradients = gradients_of(run, items)
     plain = run.modules["model"]
-    total, lm_tokens, pair_losses = 0.0, run.weigh(items)[1], []
+    total, lm_tokens, pair_losses = 0.0, run.loss_counts(items)[1], []
     for chosen, rejected, margin in items:
         c, r = scores_of(plain, [chosen, rejected])
         pair_losses.append(F.softplus(-(c - r - margin)))
@@ -314,22 +315,23 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
     assert not report["missing_keys"]
     assert plain.config.num_labels == 1
     assert plain.config.pad_token_id == 0
-    tokenizer, judge = AutoTokenizer.from_pretrained(folder), load_reward_model(str(folder), ALONE.device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    reward_model = load_reward_model(str(folder), ALONE.device)
     records = read_jsonl(files["pairs"])
     pairs = [(record["prompt"], record["chosen"]) for record in records]
     rows = [conversation_ids(tokenizer, *pair) for pair in pairs]
     offset = plain.config.reward_offset
     assert offset != 0
-    assert torch.allclose(scores_of(plain, rows) - offset, judge(pairs), atol=1e-5)
+    assert torch.allclose(scores_of(plain, rows) - offset, reward_model(pairs), atol=1e-5)
     alone = torch.cat([plain(torch.tensor([row])).logits[:, 0] for row in rows])
     assert torch.allclose(alone, scores_of(plain, rows), atol=1e-5)
 
-    # The answers of the reference to the held-out prompts, sampled here: 0 on average.
+    # The answers of the reference to the held-out prompts, sampled here, score 0 on average.
     policy, asked = load_policy(files["model"]), [r["prompt"] for r in records[-5:]]
     texts = [f"user {prompt} </s> assistant ".split() for prompt in asked]
     ids = [[tokenizer.get_vocab()[word] for word in text] for text in texts]
     rollout = sample(policy, ids, noise_keys(42, -1, range(5)), [0], 5, 1.0)
-    answers = judge(list(zip(asked, response_texts(rollout, tokenizer), strict=True)))
+    answers = reward_model(list(zip(asked, response_texts(rollout, tokenizer), strict=True)))
     assert answers.std() > 0.01
     assert answers.mean().item() == pytest.approx(0.0, abs=1e-5)
 
@@ -337,14 +339,16 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
 def test_a_critic_that_starts_from_it_starts_centred(files, whole):
     from model.critic import CriticModel
 
-    judge = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
+    reward_model = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
     critic = CriticModel.from_model(
-        critic_start("reward", {"model": (judge, 1.0)}, load_tokenizer(files["model"]))
+        critic_start("reward", {"model": (reward_model, 1.0)}, load_tokenizer(files["model"]))
     )
     pair = ("a b", "c d e")
-    ids = conversation_ids(judge.tokenizer, *pair)
+    ids = conversation_ids(reward_model.tokenizer, *pair)
     place = max(i for i, token in enumerate(ids) if token != 0)  # the last token that is not the pad token
-    assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(judge([pair]).item(), abs=1e-5)
+    assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(
+        reward_model([pair]).item(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("offset", "says"), [("high", "reward_offset"), (math.inf, "reward_offset")])
@@ -357,8 +361,8 @@ def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
 
 
 def test_another_reference_and_ratings(files, tmp_path):
-    """Centred on the policy that is named, which has a tokenizer of its own; without samples, not at all.
-    From a dense MiniMind, which transformers knows as a Llama."""
+    """Scores are centred on the policy of --reference, which has its own tokenizer; 0 samples: not centred.
+    The run starts from a dense MiniMind, which transformers loads as a Llama."""
     tokenizer = word_tokenizer(["user", "assistant", *WORDS[::-1]], chat=True)
     other = save_policy_dir(tmp_path / "other", tokenizer, seed=9, spread=4.0)
     sizes = {
@@ -382,22 +386,22 @@ def test_another_reference_and_ratings(files, tmp_path):
     assert -1 <= last["eval/correlation"] <= 1
 
 
-# ------------------------------------------------------------------------------------ runs, as PPO's are
+# -------------------------------------------------------------------------- resuming and failing, as in PPO
 
 DRIVER = """import os, sys
 sys.path.insert(0, {root!r})
-from trainer import stage, train_sft, train_reward
-learn = stage.learn
+from trainer import supervised, train_sft, train_reward
+learn = supervised.learn
 def until(run, step, items):
     if step == {step}:
         os.kill(os.getpid(), 9)
     return learn(run, step, items)
-stage.learn = until
+supervised.learn = until
 {script}.main(sys.argv[1:])
 """
 
 
-def same_stage(one, other, step=6):
+def same_supervised_run(one, other, step=6):
     left, right = (load_weights(folder, step, "model") for folder in (one, other))
     assert left.keys() == right.keys()
     assert all(left[name].equal(right[name]) for name in left)
@@ -428,7 +432,7 @@ def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, kil
     run = shutil.copytree(killed[kind] / "r", tmp_path / "r")
     assert [m["step"] for m in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
     SCRIPTS[kind].main([*argv_of(files, kind, tmp_path), "--resume", "auto"])
-    same_stage(whole[kind] / "r", run)
+    same_supervised_run(whole[kind] / "r", run)
     result = {"sft": "full_sft_32", "reward": "reward_32"}[kind]
     for file in (whole[kind] / result).iterdir():
         assert file.read_bytes() == (tmp_path / result / file.name).read_bytes(), file.name
@@ -456,7 +460,7 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, ca
     weights.write_bytes(data)
     train_sft.main([*argv, "--resume", "auto"])
     assert "step_4 is damaged (model.safetensors is damaged)" in capsys.readouterr().out
-    same_stage(whole["sft"] / "r", run)
+    same_supervised_run(whole["sft"] / "r", run)
 
 
 def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path):
@@ -510,14 +514,14 @@ def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
 
 
 def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, monkeypatch):
-    loss = train_sft.FineTuning.loss
+    loss = train_sft.SftRun.loss
 
     def cramped(run, items, totals):
         if len(items) > 2:
             raise torch.OutOfMemoryError("for three")
         return loss(run, items, totals)
 
-    monkeypatch.setattr(train_sft.FineTuning, "loss", cramped)
+    monkeypatch.setattr(train_sft.SftRun, "loss", cramped)
     train_sft.main(argv_of(files, "sft", tmp_path))
     one, two = (load_weights(out / "r", 6, "model") for out in (whole["sft"], tmp_path))
     assert close(one, two, 1e-5)
@@ -530,13 +534,13 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
 
 
 def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
-    loss, bad = train_sft.FineTuning.loss, {2}
+    loss, bad = train_sft.SftRun.loss, {2}
 
     def spoiled(run, items, totals):
         total, metrics = loss(run, items, totals)
         return (total * math.nan if run.progress.step in bad else total), metrics
 
-    monkeypatch.setattr(train_sft.FineTuning, "loss", spoiled)
+    monkeypatch.setattr(train_sft.SftRun, "loss", spoiled)
     train_sft.main(argv_of(files, "sft", tmp_path, save_interval=1))
     before, after = (load_weights(tmp_path / "r", step, "model") for step in (2, 3))
     assert all(before[name].equal(after[name]) for name in before)
@@ -547,11 +551,11 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
         train_sft.main(argv_of(files, "sft", tmp_path, run_name="bad"))
 
 
-# ----------------------------------------------------------------------------------------------- the page
+# -------------------------------------------------------------------------- commands, late errors, templates
 
 
 def test_the_commands_of_the_page_run(files, tmp_path):
-    """Those of docs/stages.md, one after the other, with our files and in our sizes."""
+    """The commands of docs/stages.md, one after the other, with tiny files and sizes."""
     text = (ROOT / "docs" / "stages.md").read_text(encoding="utf-8").split("```")[1]
     ours = {"base": files["model"], "demonstrations.jsonl": files["sft"], "pairs.jsonl": files["pairs"]}
     ours |= {"prompts.jsonl": files["sft"], "exported": str(tmp_path / "exported"), "python": ""}

@@ -1,4 +1,4 @@
-"""Tiny real models, tokenizers and files for tests, and the trainer's command line run in this process."""
+"""Helpers for tests: tiny real models, tokenizers and files, and functions that run or start the trainer."""
 
 import json
 import os
@@ -26,7 +26,7 @@ CHAT = (
 
 
 def word_tokenizer(words, chat=False):
-    """One token a word; id 0 is the EOS and the pad, id 1 the unknown word."""
+    """A tokenizer with one token per word; id 0 is the EOS and the pad token, id 1 the unknown word."""
     vocab = {word: i for i, word in enumerate(["</s>", "<unk>", *words])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -62,14 +62,14 @@ def tiny_llama(vocab_size, seed=0, spread=1.0, **more):
 
 
 def save_policy_dir(folder, tokenizer, **more):
-    """A policy directory as users have them -> its path as text."""
+    """Save a random policy with its tokenizer as a Hugging Face directory -> its path as text."""
     tiny_llama(len(tokenizer), **more).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def save_reward_dir(folder, tokenizer, seed=1, **more):
-    """A real sequence classifier with one label and random weights -> its path as text."""
+    """Save a reward model, a sequence classifier with one label and random weights -> its path as text."""
     torch.manual_seed(seed)
     config = llama_config(len(tokenizer), **{"num_labels": 1, **more})
     LlamaForSequenceClassification(config).save_pretrained(folder)
@@ -108,7 +108,7 @@ def load_weights(run_folder, step, name="actor"):
 PYTHON = sys.executable
 LINUX = sys.platform == "linux"
 
-# A reward function that goes wrong for real: at call $FAULT_AT, on process $FAULT_RANK, it runs $FAULT.
+# A reward function that can fail: at call $FAULT_AT, on process $FAULT_RANK, it executes the code $FAULT.
 FAULTY_REWARD = """import os, sys, time
 calls = 0
 def score(prompts, responses, answers):
@@ -143,13 +143,13 @@ SCRIPT = ROOT / "trainer" / "train_ppo.py"
 
 
 def launch(argv, script=SCRIPT, **environment):
-    """Start train_ppo.py as users do -> the process. ``environment``: more variables."""
+    """Start train_ppo.py (or ``script``) as a process -> the process. ``environment``: more variables."""
     kind = Forked if LINUX and script == SCRIPT else subprocess.Popen
     return _start([PYTHON, str(script), *argv], environment, kind)
 
 
 def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
-    """The same under torchrun, at any free port."""
+    """The same under torchrun, on any free port."""
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += options or rendezvous
@@ -173,7 +173,7 @@ def finish(process, code=0, seconds=120):
 
 
 def wait_for(condition, process, seconds=60):
-    """Until ``condition()`` holds, while the process lives."""
+    """Wait until ``condition()`` holds. AssertionError if the process ends first or it takes too long."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"
@@ -182,7 +182,7 @@ def wait_for(condition, process, seconds=60):
 
 
 def without_time(records):
-    """What must be the same in two runs: all but how long things took."""
+    """Lines of metrics.jsonl without the timings (perf/…), which differ between two equal runs."""
     return [{k: v for k, v in r.items() if not k.startswith("perf/")} for r in records]
 
 

@@ -1,0 +1,20 @@
+"""The trainer: one script for each stage of training, what they share, and four folders.
+
+train_ppo.py       stage 3, PPO: the training loop, written to be read from top to bottom; start here
+train_sft.py       stage 1, supervised fine-tuning
+train_reward.py    stage 2, the reward model
+
+ppo.py             PPO's formulas as pure functions: KL, token rewards, GAE, whitening, losses
+ppo_models.py      ``PpoRun``: the models of a PPO run, and what is saved, compared and printed of them
+inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
+evaluation.py      PPO's evaluation on held-out prompts
+supervised.py      what stages 1 and 2 share: flags, training loop, evaluation
+reward_offset.py   centring a reward model on the reference's answers (stage 2)
+flags.py           the flag parser, and the flags that all scripts have
+peer_flags.py      flag names of MiniMind, TRL and OpenRLHF, and their names here
+
+generation/        sampling responses: engine, KV cache, CUDA graphs, sampling noise
+rewards/           scoring responses: rules, reward models, a user's function, a server
+compute/           forward passes: batching, packing, attention, log-probs, values, precision, memory
+runs/              a run: folder, checkpoints, resuming, several processes, optimizer steps, logs
+"""

@@ -1,36 +1,41 @@
-"""Held-out evaluation: the same prompts with the same noise every time, sampled and greedy.
+"""PPO's evaluation on held-out prompts: sampled and greedy, with the same sampling noise every time.
 
-Accuracy is measured against the records' answers and never rewarded: accuracy going down while the score goes
-up is what reward hacking looks like.
+The prompts are those of ``--eval_data_path``; without it there is no evaluation. It runs before training
+(step 0), after every ``--eval_interval`` batches and after the last one (``train`` in train_ppo.py).
+
+Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
+accuracy falls, the policy exploits the reward (reward hacking). ``evaluate_actor`` in train_ppo.py calls it.
 """
 
-from trainer.rewards import is_correct
-from trainer.tracking import Metrics
+from itertools import product
 
-BATCH = 256
+from trainer.rewards.rules import is_correct
+from trainer.runs.metrics import Metrics
+
+BATCH = 256  # prompts sampled at a time
+EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
 
 
 def share_of(items, world):
-    """This process' items of a dataset, as a list."""
-    if len(items) < world.size:  # too few to share: all take all, and means are the same
+    """This process' share of a dataset's items, as a list."""
+    if len(items) < world.size:  # too few to share: every process takes all, which gives the same means
         return [items[i] for i in range(len(items))]
     return [items[i] for i in range(world.rank, len(items), world.size)]
 
 
 def evaluate(roll_out, prompts, temperature, reasoning, world):
-    """Evaluate on all prompts, shared out over the processes -> {"eval/…": mean}, greedy ones "…_greedy".
+    """Evaluate on all prompts, shared between the processes -> {"eval/<name>": mean}.
 
-    roll_out(batch of Prompt, temperature) -> (rollout, texts, score parts).
+    Names of greedy results end in "_greedy". roll_out(list of Prompt, temperature) -> (rollout, response
+    texts, {part of the score: [B]}). If it raises InputError in one process, all processes raise it.
     """
     metrics = Metrics()
     mine = share_of(prompts, world)
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     with world.all_or_none():
-        for batch, kind, heat in [
-            (b, *way) for b in batches for way in (("", temperature), ("_greedy", 0.0))
-        ]:
-            rollout, texts, parts = roll_out(batch, heat)
+        for batch, (kind, sampled_at) in product(batches, (("", temperature), ("_greedy", 0.0))):
+            rollout, texts, parts = roll_out(batch, sampled_at)
             pairs = [(t, p.answer) for t, p in zip(texts, batch, strict=True) if p.answer is not None]
             if answered:
                 right = sum(is_correct(text, answer, reasoning) for text, answer in pairs)

@@ -1,25 +1,25 @@
-"""PPO as pure tensor functions: scores -> advantages -> losses. No I/O, no modules, no state.
+"""PPO as pure tensor functions: scores -> rewards of tokens -> advantages, whitened -> losses. No I/O, no
+modules, no state.
 
 Shapes: B sequences, R response columns. Column t belongs to response token t; its state (what the policy and
 the critic had seen) is sequence position prompt_len + t - 1. ``mask`` [B, R] is True on response tokens.
+
+The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``, the
+default), or in ``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
+
+A new estimator of advantages is one function here, called in the place of ``gae`` by ``estimate_advantages``
+of train_ppo.py.
 
 Losses are *sums* over response tokens. The caller divides by the token count of the whole minibatch, over
 all micro-batches and processes: only then does an update not depend on how the minibatch was cut.
 
 Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016 (arXiv:1506.02438);
-k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); expert balance, Fedus et al. 2021
-(arXiv:2101.03961).
+k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html).
 """
 
-import math
-
 import torch
-import torch.nn.functional as F
 
-
-def length_mask(lengths, width):
-    """lengths [B] -> bool [B, width], True where column < length."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
+LEAST_STD = 1e-4  # advantages that are all equal: nothing to learn from, and nothing to divide by
 
 
 def masked_sum(x, mask):
@@ -38,7 +38,8 @@ def kl_estimators(logprobs, ref_logprobs):
 
 
 def token_rewards(scores, response_len, mask, kl_penalty=None):
-    """The sequence's score [B] lands on its last response token; ``kl_penalty`` [B, R] is taken off each."""
+    """Rewards [B, R]: the sequence's score [B] lands on its last response token; ``kl_penalty`` [B, R], if
+    any (``--kl_in reward``: kl_coef * k1), is taken off every response token."""
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     rewards.scatter_(1, response_len[:, None] - 1, scores.float()[:, None])
     if kl_penalty is not None:
@@ -76,6 +77,54 @@ def mean_std(total):
     return mean.item(), variance.sqrt().item()
 
 
+def whiten(x, mask, sum_over_processes):
+    """x [B, R] less its mean, divided by its standard deviation, both over the response tokens of the whole
+    batch on all processes -> (whitened [B, R], 0 on padding; the standard deviation as a float).
+
+    ``estimate_advantages`` of train_ppo.py applies it to every batch's advantages, after ``gae``. Returns are
+    not whitened.
+
+    sum_over_processes: tensor -> the sum of every process' tensor.
+    """
+    mean, std = mean_std(sum_over_processes(moments(x, mask)))
+    std = max(std, LEAST_STD)
+    return torch.where(mask, (x - mean) / std, 0.0), std
+
+
+def explained_variance(returns, values, mask, sum_over_processes):
+    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch: 1 for a critic
+    that foresees every return, 0 for one that says the same everywhere. Returns of lambda < 1 contain the
+    values themselves: then a useless critic can look good."""
+    _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
+    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
+    return 1 - (error_std / max(return_std, 1e-8)) ** 2
+
+
+def rollout_metrics(rollout):
+    """{name: (sum, count)}: KL to the reference, and how far the sampler's log-probs are from the
+    scorer's."""
+    mask, tokens = rollout.mask, rollout.response_len.sum()
+    k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
+    gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
+    per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
+    sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
+    return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
+
+
+def policy_objective(logprobs, mb, clip_epsilon, kl_weight):
+    """What the actor minimises: clipped policy loss + kl_weight * k2 to the reference, summed over tokens.
+
+    logprobs [B, R] of the actor; mb: the micro-batch, rows of a ``Rollout``; kl_weight: in units of the loss
+    a nat, 0 leaves the KL out. -> (sum, metrics as sums over tokens).
+    """
+    loss, metrics = policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, clip_epsilon)
+    total = loss
+    if kl_weight:
+        k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
+        total = total + kl_weight * masked_sum(k2, mb.mask)
+    return total, metrics | {"policy/loss": loss}
+
+
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_epsilon):
     """Clipped surrogate (arXiv:1707.06347, eq. 7), token level -> (sum, metrics as sums over tokens).
 
@@ -105,32 +154,3 @@ def value_loss(values, old_values, returns, mask, cliprange):
             "value/clip_fraction": masked_sum((clipped_error > error).float(), mask),
         }
     return loss, metrics
-
-
-def load_balance_loss(router_logits, lengths, top_k):
-    """Mixture-of-experts load balancing, per sequence (arXiv:2101.03961, eq. 4), summed over B and layers.
-
-    router_logits: one [N, E] a layer, of the tokens of B sequences row by row; lengths [B] sum to N. Per
-    sequence, so that the cut into micro-batches does not change it. E * sum_e f_e P_e, f_e the share of a
-    sequence's choices that went to expert e, P_e its mean gate probability: 1 a layer when balanced.
-    """
-    total = torch.zeros((), device=lengths.device)
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    for logits in router_logits:
-        experts = logits.shape[-1]
-        gate = logits.float().softmax(-1)
-        chosen = F.one_hot(gate.topk(top_k, dim=-1).indices, experts).sum(-2).float()
-        per_sequence = torch.zeros(len(lengths), experts, device=lengths.device)
-        share = per_sequence.index_add(0, row, chosen) / (lengths[:, None] * top_k)
-        mean_gate = per_sequence.index_add(0, row, gate) / lengths[:, None]
-        total = total + experts * (share * mean_gate).sum()
-    return total
-
-
-def cosine_lr(peak, step, total, warmup=0):
-    """``warmup`` steps that rise in equal parts to ``peak``, then a cosine from ``peak`` down to peak / 10 at
-    the last of ``total`` optimizer steps (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5)."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = min((step - warmup) / max(total - warmup - 1, 1), 1.0)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))

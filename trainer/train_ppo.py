@@ -1,16 +1,17 @@
 """PPO fine-tuning (RLHF) of a small causal language model, in one script.
 
-    for each batch of prompts:
-        the old actor answers every prompt                          rollout.py
-        format, reward model and your function score the answers    rewards.py
-        old / reference log-probs and values are computed once      scoring.py
-        GAE turns scores and values into advantages and returns     ppo.py
-        for each PPO epoch, for each minibatch:
-            clipped policy loss + vf_coef * value loss + kl_coef * KL to the reference
-            backward, clip, step: actor and critic, each its own optimizer
-        the old actor becomes a copy of the actor
+    for each step, which is one batch of prompts:
+        collect   the old actor answers every prompt                       generation/engine.py
+                  the rewards score the answers                            rewards/reward.py
+        learn     old / reference log-probs and values, computed once      compute/scoring.py
+                  scores -> rewards of tokens -> advantages and returns    ppo.py
+                  for each PPO epoch, for each minibatch:
+                      critic: vf_coef * value loss
+                      actor:  clipped policy loss + kl_coef * KL to the reference
+                      backward, clip, one optimizer step of each           runs/optimizer_step.py
+                  every --update_old_actor_freq batches the old actor becomes a copy of the actor
 
-Left out on purpose: top-k / top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
+Left out on purpose: top-k and top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
 bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
 
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
@@ -18,10 +19,10 @@ bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
     python trainer/train_ppo.py --model DIR_OR_PTH --reward_model DIR --data_path prompts.jsonl
 """
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,397 +31,367 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch.optim import AdamW
 
-from dataset.lm_dataset import RLAIFDataset
-from dataset.order import PromptBatches, epoch_order, local_positions, next_batch, prompt_loader
-from errors import FlagParser, InputError, run_script
-from files import writing
-from model.checks import eos_ids, is_moe
+from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
+from errors import InputError, run_script
+from model.compatibility import eos_ids
 from model.critic import CriticModel
-from model.lora import add_adapters, frozen_copy, learned, trained
-from model.saving import save_policy
+from model.lora import add_adapters, frozen_copy, trained
 from trainer import ppo
-from trainer.checkpoints import Progress
-from trainer.distributed import World, init_world
-from trainer.evaluation import evaluate
-from trainer.inputs import check_ppo_flags, count_steps, fill_paths, load_inputs
-from trainer.interrupt import StopRequest
-from trainer.keeping import begin, record, save
-from trainer.memory import keep_freed_memory
-from trainer.noise import noise_keys
-from trainer.ppo_run import LOOK, fingerprints, introduction, round_frozen
-from trainer.precision import set_precision
-from trainer.record import micro_batches, tokens_per_pass
-from trainer.reward_models import critic_start
-from trainer.rewards import Reward, load_reward, running_metrics
-from trainer.rollout import Sampler, response_texts
-from trainer.scoring import PolicyScorer, ValueScorer, prepare, score_all
-from trainer.stepping import forget_gradients, gradients_that_fit, step_if_finite
-from trainer.tracking import Metrics, sample_rows
+from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.precision import round_frozen, set_precision
+from trainer.compute.rollout_data import Rollout
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
+from trainer.evaluation import EVAL_STEP, evaluate
+from trainer.flags import MANY, FlagParser, add_machine_flags, add_output_flags, path
+from trainer.generation.engine import Sampler, response_texts
+from trainer.generation.sampling_noise import noise_keys
+from trainer.inputs import complete_flags, count_steps, load_inputs
+from trainer.ppo_models import PpoRun
+from trainer.rewards.reward import load_reward
+from trainer.rewards.reward_models import critic_start
+from trainer.runs.checkpoints import Progress
+from trainer.runs.distributed import init_world
+from trainer.runs.interrupts import StopRequest
+from trainer.runs.log_and_save import log_step, save
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import Learner, forget_gradients, gradients_that_fit, step_if_finite
+from trainer.runs.resume import start_or_resume
+from trainer.runs.run_logger import sample_rows
 
-EVAL_STEP = -1  # evaluation's noise: no training step has this number
+
+def flag_parser():
+    """All flags, in the groups of --help. Edit the defaults here, or give them on the command line."""
+    p = FlagParser(description=__doc__.split("\n\n")[0])
+    add = p.add_argument
+    p.group("models (without --model and --hidden_size: the bundled demo)")
+    add("--model", default="", type=path, may_change=True, help="policy: a .pth, a directory or a hub name")
+    add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
+    add("--hidden_size", default=0, at_least=0, at_most=MANY, may_change=True, help="N: out/full_sft_N.pth")
+    add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, may_change=True, help="checked if given")
+    add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: load the _moe checkpoint")
+    add("--lora_r", default=0, at_least=0, help="rank of LoRA adapters; 0: every weight trains")
+    add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
+    p.group("data")
+    add("--data_path", default="", type=path, may_change=True, help="prompts: a file, or a hub name")
+    add("--eval_data_path", default="", type=path, may_change=True, help="held-out prompts")
+    add("--system_prompt", default="", help="system message of every prompt that has none")
+    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
+    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
+    p.group("reward: the sum of what is given")
+    add("--reasoning", default=1, choices=[0, 1], help="1: reward the <think> and <answer> format")
+    add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
+    add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
+    add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
+    add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
+    add("--missing_eos_penalty", default=1.0, at_least=0, help="subtracted where a response has no EOS")
+    add("--repetition_penalty", default=0.0, at_least=0, help="largest penalty for repeated trigrams")
+    add("--length_reward", default=0.0, at_least=0, help="added for 20 to 800 characters, else subtracted")
+    add("--normalize_reward", default=0, choices=[0, 1], help="1: by running mean and standard deviation")
+    p.group("rollout")
+    add("--batch_size", default=128, at_least=1, at_most=MANY, help="prompts per step and process")
+    add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest response in tokens")
+    add("--temperature", default=1.0, at_least=0.01, at_most=100, help="of sampling and of every log-prob")
+    p.group("PPO")
+    add("--epochs", default=1, at_least=1, at_most=MANY, help="passes over the prompts")
+    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
+    add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
+    add("--mini_batch_size", default=32, at_least=1, help="sequences per optimizer step and process")
+    add("--accumulation_steps", default=1, at_least=1, at_most=MANY, may_change=True, help="saves memory")
+    add("--learning_rate", default=5e-4, above=0, at_most=1, help="actor's peak; cosine down to a tenth")
+    add("--critic_learning_rate", default=5e-4, above=0, at_most=1, help="critic's peak; the same cosine")
+    add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
+    add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor")
+    add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
+    add("--cliprange_value", default=0.5, above=0, help="clip of a value's change in a batch")
+    add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
+    add("--kl_in", default="loss", choices=["loss", "reward"], help="k2 in the loss, or k1 off the rewards")
+    add("--target_kl", default=0.0, at_least=0, help="above this KL to the old actor a batch's updates end")
+    add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
+    add("--lam", default=0.95, at_least=0, at_most=1, help="GAE lambda")
+    add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
+    add("--critic_warmup_steps", default=2, at_least=0, help="first batches, which train only the critic")
+    add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
+    add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    add_output_flags(p, log_interval=5, save_interval=20, eval_interval=20)
+    return p
 
 
 def parse_args(argv=None):
-    """All flags. Edit the defaults here, or give them on the command line."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    # models: without --model and --hidden_size, the bundled demo
-    p.add_argument("--model", default="", help="policy: a .pth, a directory or a hub name")
-    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
-    p.add_argument("--hidden_size", type=int, default=0, help="load out/{reason|full_sft}_{hidden_size}.pth")
-    p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
-    p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="load the _moe checkpoint")
-    p.add_argument("--lora_r", type=int, default=0, help="rank of LoRA adapters; 0: every weight trains")
-    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
-    # data
-    p.add_argument("--data_path", default="", help="prompts: a file, or a hub name; docs/data.md")
-    p.add_argument("--eval_data_path", default="", help="held-out prompts")
-    p.add_argument("--system_prompt", default="", help="system message of every prompt that has none")
-    p.add_argument("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
-    p.add_argument("--max_seq_len", type=int, default=256, help="longest prompt in tokens; longer: dropped")
-    p.add_argument("--num_workers", type=int, default=0, help="data loader processes")
-    # reward: the sum of what is given
-    p.add_argument("--reasoning", type=int, default=1, choices=[0, 1], help="1: think/answer format, marks")
-    p.add_argument("--reward_model", nargs="*", default=[], help="PATH, or several: PATH=WEIGHT PATH=WEIGHT")
-    p.add_argument("--reward_fn", default="", help="path.py:function of (prompts, responses, answers)")
-    p.add_argument("--missing_eos_penalty", type=float, default=1.0, help="off the score of a cut answer")
-    p.add_argument("--reward_url", default="", help="server: POST {query, prompts, labels} -> {rewards}")
-    p.add_argument("--reward_timeout", type=float, default=600, help="seconds for function or server; 0: any")
-    p.add_argument("--repetition_penalty", type=float, default=0.0, help="at most, off for repeated trigrams")
-    p.add_argument("--length_reward", type=float, default=0.0, help="for 20 to 800 characters, off otherwise")
-    p.add_argument("--normalize_reward", type=int, default=0, choices=[0, 1], help="by running mean, std")
-    # rollout
-    p.add_argument("--batch_size", type=int, default=128, help="prompts a step, per process")
-    p.add_argument("--max_gen_len", type=int, default=64, help="longest response in tokens")
-    p.add_argument("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
-    # PPO
-    p.add_argument("--epochs", type=int, default=1, help="passes over the prompts")
-    p.add_argument("--max_steps", type=int, default=0, help="stop after so many batches; 0: by --epochs")
-    p.add_argument("--ppo_epochs", type=int, default=1, help="passes over each batch")
-    p.add_argument("--mini_batch_size", type=int, default=32, help="sequences an optimizer step, per process")
-    p.add_argument("--accumulation_steps", type=int, default=1, help="pieces of a minibatch; same result")
-    p.add_argument("--learning_rate", type=float, default=5e-4, help="actor; cosine down to a tenth")
-    p.add_argument("--critic_learning_rate", type=float, default=5e-4, help="critic; cosine down to a tenth")
-    p.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm, each model its own")
-    p.add_argument("--clip_epsilon", type=float, default=0.2, help="clip of the ratio actor / old actor")
-    p.add_argument("--vf_coef", type=float, default=0.5, help="weight of the value loss")
-    p.add_argument("--cliprange_value", type=float, default=0.5, help="clip of a value's change in a batch")
-    p.add_argument("--kl_coef", type=float, default=0.02, help="reward units a nat of KL to the reference")
-    p.add_argument("--kl_in", default="loss", choices=["loss", "reward"], help="k2 loss, or k1 off rewards")
-    p.add_argument("--target_kl", type=float, default=0.0, help="end a batch's updates above it; 0: never")
-    p.add_argument("--gamma", type=float, default=1.0, help="discount")
-    p.add_argument("--lam", type=float, default=0.95, help="GAE lambda")
-    p.add_argument("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="its start")
-    p.add_argument("--critic_warmup_steps", type=int, default=2, help="batches that train only the critic")
-    p.add_argument("--update_old_actor_freq", type=int, default=1, help="batches between old actor <- actor")
-    # machine
-    p.add_argument("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="mixed precision")
-    p.add_argument("--ddp", action="store_true", help="insist on having been started by torchrun")
-    p.add_argument("--gradient_checkpointing", type=int, default=0, choices=[0, 1], help="saves memory")
-    p.add_argument("--seed", type=int, default=42, help="of the prompt order and the sampling noise")
-    # output
-    p.add_argument("--out_dir", default=str(ROOT / "out"), help="where everything is written")
-    p.add_argument("--run_name", default="", help="folder of this run; default: run_1, run_2, …")
-    p.add_argument("--resume", default="", help="auto, or a run or checkpoint folder")
-    p.add_argument("--log_interval", type=int, default=5, help="steps between printed lines and samples")
-    p.add_argument("--save_interval", type=int, default=20, help="steps between checkpoints")
-    p.add_argument("--keep_checkpoints", type=int, default=2, help="newest checkpoints kept")
-    p.add_argument("--eval_interval", type=int, default=20, help="steps between evaluations; 0: ends only")
-    p.add_argument("--use_wandb", action="store_true", help="log to SwanLab as well")
-    p.add_argument("--wandb_project", default="small-lm-ppo", help="SwanLab project")
-    args = p.parse_args(argv)
-    check_ppo_flags(args)
-    fill_paths(args)
-    return args
+    return complete_flags(flag_parser().parse_args(argv))
 
 
-@dataclass
-class Run:
-    """What every phase needs: the models, how they are stepped, and what does not change in a run."""
-
-    args: argparse.Namespace
-    world: World
-    dtype: torch.dtype  # of mixed precision and sampling
-    tokenizer: object
-    prompts: RLAIFDataset
-    eos: list  # token ids that end a response
-    reward: Reward
-    total_steps: int
-    actor: torch.nn.Module  # trained
-    old_actor: torch.nn.Module  # the behaviour policy
-    sampler: Sampler  # samples from a copy of the old actor (or of the actor, to evaluate it)
-    ref: torch.nn.Module  # the actor's start, frozen
-    critic: torch.nn.Module  # trained
-    policy: PolicyScorer  # of the actor
-    value: ValueScorer  # of the critic
-    actor_optimizer: torch.optim.Optimizer
-    critic_optimizer: torch.optim.Optimizer
-    progress: Progress
-    # what keeping.py asks of a run
-    script, look, judged_by_name, fingerprints = "train_ppo.py", LOOK, frozenset(), fingerprints
-
-    @property
-    def modules(self):
-        """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
-        modules = {"actor": self.actor, "critic": self.critic}
-        if self.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
-            modules["old_actor"] = self.old_actor
-        return {name: learned(module) for name, module in modules.items()}
-
-    @property
-    def optimizers(self):
-        return {"actor_optimizer": self.actor_optimizer, "critic_optimizer": self.critic_optimizer}
-
-    @property
-    def minibatches(self):
-        return self.args.batch_size // self.args.mini_batch_size
-
-    @property
-    def pth_path(self):
-        moe = "_moe" if is_moe(self.actor) else ""
-        return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
-
-    def save_result(self):
-        with writing(self.pth_path):
-            save_policy(self.actor, self.tokenizer, self.pth_path)
-
-    def results(self):
-        return f"model    {self.pth_path}\ntalk     python chat.py --model {self.pth_path}"
-
-
-def build_run(args, world, actor, tokenizer, prompts):
-    """Actor, old actor, reference and critic all start from the loaded policy (the critic may start from the
-    reward model); with --lora_r they share its weights, frozen, and differ in their adapters. Models are in
-    eval mode throughout: the training forward is the scoring forward."""
+def build_run(args, world, actor, tokenizer, prompts, held_out=None):
+    """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
+    policy, the critic as its backbone or as a reward model's (``critic_start``). No model has dropout: the
+    training forward is the scoring forward."""
     device, dtype = world.device, set_precision(args.dtype, world.device)
     keep_freed_memory()
     reward = load_reward(args, device, dtype, tokenizer)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
     critic = CriticModel.from_model(start, share=args.lora_r > 0).to(device).eval()
-    backbones = actor.base_model, critic.backbone
-    for backbone in backbones:
-        prepare(backbone, args.gradient_checkpointing)
-    ref = frozen_copy(actor)
-    for number, backbone in enumerate(backbones if args.lora_r else ()):
-        add_adapters(backbone, args.lora_r, args.seed + number)
-    options = {"weight_decay": 0.0, "fused": True}
-    run = Run(
+    sampler = Sampler(actor, dtype)  # a copy of its own
+    for backbone in (actor.base_model, critic.backbone):
+        prepare_training(backbone, args.gradient_checkpointing)
+    ref = frozen_copy(actor)  # before there are adapters: the reference has none
+    if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
+        add_adapters(actor.base_model, args.lora_r, args.seed)
+        add_adapters(critic.backbone, args.lora_r, args.seed + 1)
+    old_actor = frozen_copy(actor)  # after: it has the actor's adapters
+    total_steps = count_steps(args, len(prompts), world.size)
+    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
+
+    def learner(model, scorer, peak, warmup_batches=0):
+        optimizer, total = AdamW(trained(model), peak, weight_decay=0.0, fused=True), total_steps * per_batch
+        return Learner(model, scorer, optimizer, peak, total, first_step=warmup_batches * per_batch)
+
+    return PpoRun(
         args=args,
+        flags=flag_parser().flags,
         world=world,
         dtype=dtype,
         tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
         eos=eos_ids(tokenizer, actor),
         reward=reward,
-        prompts=prompts,
-        total_steps=count_steps(args, len(prompts), world.size),
-        actor=actor,
-        old_actor=frozen_copy(actor),
-        sampler=Sampler(ref, dtype),
+        total_steps=total_steps,
+        learners={
+            "critic": learner(critic, ValueScorer(critic, dtype), args.critic_learning_rate),
+            "actor": learner(actor, PolicyScorer(actor, dtype), args.learning_rate, args.critic_warmup_steps),
+        },
+        old_actor=old_actor,
         ref=ref,
-        critic=critic,
-        policy=PolicyScorer(actor, dtype),
-        value=ValueScorer(critic, dtype),
-        actor_optimizer=AdamW(trained(actor), args.learning_rate, **options),
-        critic_optimizer=AdamW(trained(critic), args.critic_learning_rate, **options),
+        sampler=sampler,
         progress=Progress(token_budget=tokens_per_pass(device)),
     )
-    if Path(args.model).resolve() == run.pth_path.resolve():
-        raise InputError(f"--model {args.model}: this run would write its result there; copy it elsewhere")
-    return run
 
 
-def roll_out(run, model, prompts, keys, temperature):
-    """Prompts -> (rollout, response texts)."""
+def prepare_frozen(run):
+    """Make the frozen models ready, after a checkpoint has been loaded, if there is one. The order matters:
+    the old actor takes the actor's weights where no checkpoint has its own; only then may they be rounded."""
+    args = run.args
+    if args.update_old_actor_freq == 1:
+        run.old_actor.load_state_dict(run.actor.state_dict())
+    # Not with adapters, whose frozen weights the actor shares; not in code from outside, which may use its
+    # weights in other ways.
+    if not (args.lora_r or args.trust_remote_code):
+        reward_models = [reward_model.model for reward_model, _ in run.reward.models.values()]
+        round_frozen([run.ref, run.old_actor, *reward_models], run.dtype)
+
+
+# ------------------------------------------------------------------ collect: prompts -> scored responses
+
+
+@dataclass
+class Batch:
+    """What a step samples: this process' prompts, their responses and scores."""
+
+    prompts: list  # of Prompt
+    rollout: Rollout
+    texts: list  # of the responses
+    scores: dict  # {part of the reward: [B]}, "score" is their sum
+    seconds: dict  # {phase: how long it took}
+
+
+def respond(run, model, prompts, keys, temperature):
+    """Prompts -> (rollout, response texts), sampled from this model's weights."""
     ids = [p.prompt_ids for p in prompts]
     rollout = run.sampler.load(model).sample(ids, keys, run.eos, run.args.max_gen_len, temperature)
     return rollout, response_texts(rollout, run.tokenizer)
 
 
-def judge(run, prompts, rollout, texts):
-    """Responses -> opinions: what each reward says of them, before it is weighed."""
+def raw_scores(run, prompts, rollout, texts):
+    """What each reward says of the responses, before it is normalised, clipped and weighed."""
     answers = [p.answer for p in prompts]
-    return run.reward.ask([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
-
-
-def fill_rollout(run, rollout, scores, metrics):
-    """Old and reference log-probs, values, rewards, advantages, returns -> the advantages' std."""
-    args, mask = run.args, rollout.mask
-    for name, model in (("old_logprobs", run.old_actor), ("ref_logprobs", run.ref)):
-        scorer = PolicyScorer(model, run.dtype)
-        setattr(rollout, name, score_all(rollout, lambda r, s=scorer: s(*r.sequences, args.temperature)[0]))
-    critic = ValueScorer(run.critic, run.dtype)
-    rollout.values = score_all(rollout, lambda r: critic(*r.sequences))
-
-    k1, k2, k3 = ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
-    penalty = args.kl_coef * k1 if args.kl_in == "reward" else None
-    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
-    rollout.advantages, rollout.returns = ppo.gae(rollout.rewards, rollout.values, mask, args.gamma, args.lam)
-
-    errors = rollout.returns - rollout.values
-    totals = torch.stack([ppo.moments(x, mask) for x in (rollout.advantages, rollout.returns, errors)])
-    (mean, std), (_, return_std), (_, error_std) = map(ppo.mean_std, run.world.sum(totals))
-    std = max(std, 1e-4)  # all advantages equal: nothing to learn from, and nothing to divide by
-    rollout.advantages = torch.where(mask, (rollout.advantages - mean) / std, 0.0)
-
-    gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
-    for name, x in (("kl/k1", k1), ("kl/k2", k2), ("kl/k3", k3), ("rollout/sampler_gap", gap)):
-        metrics.add(name, ppo.masked_sum(x, mask), rollout.response_len.sum())
-    metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(scores))
-    metrics.add("value/explained_variance", 1 - (error_std / max(return_std, 1e-8)) ** 2, 1)
-    return std
-
-
-def backward(run, minibatch, tokens, std, train_actor, token_budget):
-    """Gradients of one minibatch, micro-batch by micro-batch -> metrics, as sums over this process' tokens.
-
-    ``tokens`` counts the minibatch's response tokens over all processes: every loss is a sum divided by it,
-    and the sum of all processes' gradients is the gradient of the whole minibatch.
-    """
-    args, sums, sequences = run.args, Metrics(), run.args.mini_batch_size * run.world.size
-    pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths.tolist(), token_budget)]
-    for mb in pieces:
-        values = run.value(*mb.sequences)
-        loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, args.cliprange_value)
-        (args.vf_coef * loss / tokens).backward()
-        sums.add_all({"value/loss": loss, **info}, mb.response_len.sum())
-    for mb in pieces if train_actor else ():
-        logprobs, entropy, balance = run.policy(*mb.sequences, args.temperature)
-        loss, info = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_epsilon)
-        total = loss
-        if args.kl_in == "loss":  # divided by the advantages' std, as the advantages were
-            k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
-            total = total + args.kl_coef / std * ppo.masked_sum(k2, mb.mask)
-        (total / tokens + balance / sequences).backward()
-        info |= {"policy/loss": loss, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}
-        sums.add_all(info, mb.response_len.sum())
-        sums.add("policy/balance_loss", balance, len(mb.tokens))
-    return sums
-
-
-def backward_that_fits(run, minibatch, *more):
-    """``backward`` in as many pieces as --accumulation_steps wants, or in more, as small as memory wants."""
-    lengths, pieces = minibatch.lengths.tolist(), run.args.accumulation_steps
-    return gradients_that_fit(run, lambda budget: backward(run, minibatch, *more, budget), lengths, pieces)
-
-
-def optimizer_step(run, number, loss, train_actor):
-    """Optimizer step ``number`` of the run, of critic and actor -> False if it was not finite and is none."""
-    args = run.args
-    per_batch = args.ppo_epochs * run.minibatches
-    start, total = args.critic_warmup_steps * per_batch, run.total_steps * per_batch
-    both = [(run.critic, run.critic_optimizer, ppo.cosine_lr(args.critic_learning_rate, number, total))]
-    if train_actor:
-        lr = ppo.cosine_lr(args.learning_rate, number - start, total - start)
-        both.append((run.actor, run.actor_optimizer, lr))
-    return step_if_finite(run, loss, both)[0]
-
-
-def update(run, rollout, step, std, metrics):
-    """PPO epochs over a rollout, minibatches in a new order each time; ends early above ``target_kl``."""
-    args, world = run.args, run.world
-    size, train_actor = args.mini_batch_size, step >= args.critic_warmup_steps
-    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(run.minibatches)]
-    tokens = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
-    for epoch in range(step * args.ppo_epochs, (step + 1) * args.ppo_epochs):
-        for place, k in enumerate(epoch_order(run.minibatches, args.seed, epoch)):
-            sums = backward_that_fits(run, minibatches[k], tokens[k], std, train_actor)
-            metrics.merge(sums)
-            totals = [sums.total(name) for name in ("policy/approx_kl", "policy/loss", "value/loss")]
-            totals = torch.tensor(totals, dtype=torch.float64, device=world.device)
-            approx_kl, *losses = (world.sum(totals) / tokens[k]).tolist()
-            stop = 0 < args.target_kl < approx_kl
-            metrics.add("policy/early_stop", stop, 1)
-            if stop:  # before the step, not after: momentum must not move the weights either
-                forget_gradients(run)
-                return
-            stepped = optimizer_step(run, epoch * run.minibatches + place, sum(losses), train_actor)
-            metrics.add("policy/skipped_steps", not stepped, 1)
+    return run.reward.raw_scores([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
 
 
 def collect(run, step, batches, positions):
-    """The next prompts, which the old actor answers and the rewards judge -> (prompts, rollout, texts, score
-    parts, seconds).
+    """Take the next prompts, sample a response to each from the old actor, score them -> ``Batch``.
 
     Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
     """
     start = time.perf_counter()
     with run.world.all_or_none():
-        batch = next_batch(batches)
+        prompts = next_batch(batches)
         keys = noise_keys(run.args.seed, step, positions)
-        rollout, texts = roll_out(run, run.old_actor, batch, keys, run.args.temperature)
+        rollout, texts = respond(run, run.old_actor, prompts, keys, run.args.temperature)
         sampled = time.perf_counter()
-        opinions = judge(run, batch, rollout, texts)
-    parts = run.reward.settle(opinions, run.progress.raw_scores, run.world)
+        raw = raw_scores(run, prompts, rollout, texts)
+    scores = run.reward.combine(raw, run.world)
     seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
-    return batch, rollout, texts, parts, seconds
+    return Batch(prompts, rollout, texts, scores, seconds)
 
 
-def learn(run, step, collected):
-    """Fill the rollout, update the models -> (metrics, rows for samples.jsonl)."""
-    args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
-    batch, rollout, texts, parts, seconds = collected
-    std = fill_rollout(run, rollout, parts["score"], metrics)
+# ------------------------------------------------------------------- learn: scored responses -> weights
+
+
+def estimate_advantages(run, rollout, scores):
+    """Scores [B] -> rewards of tokens, advantages and returns. Another estimator goes in the place of GAE."""
+    args, mask, penalty = run.args, rollout.mask, None
+    if args.kl_in == "reward":
+        penalty = args.kl_coef * ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]
+    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
+    advantages, rollout.returns = ppo.gae(rollout.rewards, rollout.values, mask, args.gamma, args.lam)
+    rollout.advantages, rollout.advantage_std = ppo.whiten(advantages, mask, run.world.sum)
+
+
+def fill_rollout(run, batch, metrics):
+    """All that stays fixed while a batch is learned from: log-probs, values, rewards, advantages, returns."""
+    rollout = batch.rollout
+    old_actor, ref = (PolicyScorer(model, run.dtype) for model in (run.old_actor, run.ref))
+    score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, run.args.temperature)
+    estimate_advantages(run, rollout, batch.scores["score"])
+    for name, (total, count) in ppo.rollout_metrics(rollout).items():
+        metrics.add(name, total, count)
+    explained = ppo.explained_variance(rollout.returns, rollout.values, rollout.mask, run.world.sum)
+    metrics.add("value/explained_variance", explained, 1)
+
+
+def critic_loss(run, mb, token_count):
+    """A micro-batch's share of the minibatch's value loss -> (loss, Metrics).
+
+    AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
+    """
+    values, metrics = run.learners["critic"].scorer(*mb.sequences), Metrics()
+    loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, run.args.cliprange_value)
+    metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
+    return run.args.vf_coef * loss / token_count, metrics
+
+
+def actor_loss(run, mb, token_count):
+    """A micro-batch's share of the minibatch's policy loss, KL included -> (loss, Metrics)."""
+    args, metrics = run.args, Metrics()
+    logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
+    # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
+    kl_weight = args.kl_coef / mb.advantage_std if args.kl_in == "loss" else 0.0
+    loss, info = ppo.policy_objective(logprobs, mb, args.clip_epsilon, kl_weight)
+    metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
+    metrics.add("policy/balance_loss", balance, len(mb.tokens))
+    count = args.mini_batch_size * run.world.size  # sequences of the minibatch
+    return loss / token_count + balance / count, metrics
+
+
+LOSSES = {"critic": critic_loss, "actor": actor_loss}
+
+
+def backward(run, minibatch, token_count, names, token_budget):
+    """Gradients of one minibatch for these learners, micro-batch by micro-batch -> Metrics.
+
+    token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
+    sum of all processes' gradients is the gradient of the whole minibatch.
+    """
+    sums = Metrics()
+    pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths.tolist(), token_budget)]
+    for name in names:  # one model after the other, so that its weights stay in the cache
+        for mb in pieces:
+            loss, metrics = LOSSES[name](run, mb, token_count)
+            loss.backward()
+            sums.merge(metrics)
+    return sums
+
+
+def update(run, rollout, step, metrics):
+    """PPO epochs over a rollout, minibatches in a new order each time; ends early above ``target_kl``."""
+    args, world, size, count = run.args, run.world, run.args.mini_batch_size, run.minibatches_per_batch
+    first = step * args.ppo_epochs * count  # optimizer steps before this batch
+    names = [name for name, learner in run.learners.items() if first >= learner.first_step]
+    watched = ["value/loss", *(["policy/loss", "policy/approx_kl"] if "actor" in names else [])]
+    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+    token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    for ppo_epoch in range(args.ppo_epochs):
+        order = epoch_order(count, args.seed, step * args.ppo_epochs + ppo_epoch)
+        for place, k in enumerate(order):  # minibatch k
+            gradients = partial(backward, run, minibatches[k], token_counts[k], names)
+            lengths = minibatches[k].lengths.tolist()
+            sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
+            metrics.merge(sums)
+            totals = torch.tensor([sums.total(name) for name in watched], dtype=torch.float64)
+            totals = world.sum(totals.to(world.device)) / token_counts[k]
+            means = dict(zip(watched, totals.tolist(), strict=True))
+            approx_kl = means.pop("policy/approx_kl", 0.0)
+            stop = 0 < args.target_kl < approx_kl
+            metrics.add("policy/early_stop", stop, 1)
+            if stop:  # before the optimizer step: momentum must not move the weights either
+                forget_gradients(run)
+                return
+            number = first + ppo_epoch * count + place
+            learners, losses = [run.learners[name] for name in names], sum(means.values())
+            stepped, _ = step_if_finite(run, losses, learners, number)
+            metrics.add("policy/skipped_steps", not stepped, 1)
+
+
+def learn(run, step, batch):
+    """Fill the rollout's fields, update actor and critic -> (metrics, rows for samples.jsonl)."""
+    args, rollout, metrics, clock = run.args, batch.rollout, Metrics(), [time.perf_counter()]
+    fill_rollout(run, batch, metrics)
     clock.append(time.perf_counter())
-    update(run, rollout, step, std, metrics)
+    update(run, rollout, step, metrics)
     if (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
 
-    metrics.add_all({f"reward/{name}": x.sum() for name, x in parts.items()}, len(batch))
-    metrics.add("rollout/length", rollout.response_len.sum(), len(batch))
-    metrics.add("rollout/finished", rollout.finished.sum(), len(batch))
+    count = len(batch.prompts)
+    metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
+    metrics.add("rollout/length", rollout.response_len.sum(), count)
+    metrics.add("rollout/finished", rollout.finished.sum(), count)
     means = metrics.means(run.world)
-    seconds = {**seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
+    seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
     means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
-    means |= running_metrics(run.progress.raw_scores)
+    means |= run.reward.running_metrics()
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
-    return means, sample_rows(batch, texts, parts)
+    return means, sample_rows(batch.prompts, batch.texts, batch.scores)
 
 
-def evaluate_actor(run, prompts):
+# -------------------------------------------------------------------------------------------- the loop
+
+
+def evaluate_actor(run):
     """The actor on the held-out prompts: {"eval/…": mean}, nothing without ``--eval_data_path``."""
-    if prompts is None:
+    if run.held_out is None:
         return {}
 
-    def answer(batch, temperature):
-        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in batch])
-        rollout, texts = roll_out(run, run.actor, batch, keys, temperature)
-        return rollout, texts, run.reward.settle(judge(run, batch, rollout, texts), run.progress.raw_scores)
+    def roll_out(prompts, temperature):
+        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts])
+        rollout, texts = respond(run, run.actor, prompts, keys, temperature)
+        return rollout, texts, run.reward.combine(raw_scores(run, prompts, rollout, texts))
 
-    return evaluate(answer, prompts, run.args.temperature, run.args.reasoning, run.world)
+    return evaluate(roll_out, run.held_out, run.args.temperature, run.args.reasoning, run.world)
 
 
-def train(run, held_out, tracker):
+def train(run, logger):
     """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args, world, progress = run.args, run.world, run.progress
-    share = (args.batch_size, args.mini_batch_size, world.rank, world.size)
-    order = PromptBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *share)
-    batches = iter(prompt_loader(run.prompts, order, args.num_workers))
-    with StopRequest("\nstopping after this step; once more: at once\n") as stop:
+    sizes = (args.batch_size, args.mini_batch_size, world.rank, world.size)
+    order = RecordBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *sizes)
+    stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
+    with record_loader(run.prompts, order, args.num_workers) as batches, stopping as stop:
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
-            save(run, tracker)
+            save(run, logger)
         if progress.step == 0:
-            record(run, tracker, 0, evaluate_actor(run, held_out))
+            log_step(run, logger, 0, evaluate_actor(run))
         for step in order.steps:
             try:
-                collected = collect(run, step, batches, local_positions(*share))
+                batch = collect(run, step, batches, order.positions)
             except InputError:
-                save(run, tracker)
+                save(run, logger)
                 raise
-            metrics, rows = learn(run, step, collected)
-            world.check_identical(actor=run.actor, critic=run.critic)
+            metrics, rows = learn(run, step, batch)
+            world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
             progress.step = done = step + 1
             last, signal = done == run.total_steps, stop.agreed(world)
             failed = None
             if last or (args.eval_interval and done % args.eval_interval == 0):
                 try:
-                    metrics |= evaluate_actor(run, held_out)
-                except InputError as error:  # of a reward as well
+                    metrics |= evaluate_actor(run)
+                except InputError as error:  # a reward failed: first log and save what has been learned
                     failed = error
-            record(run, tracker, done, metrics, rows)
+            log_step(run, logger, done, metrics, rows)
             if last or signal or failed or done % args.save_interval == 0:
-                save(run, tracker)
+                save(run, logger)
             if failed:
                 raise failed
             if signal and not last:
@@ -431,20 +402,17 @@ def main(argv=None):
     args = parse_args(argv)
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
-            actor, tokenizer, prompts, held_out = load_inputs(args)
-            run = build_run(args, world, actor, tokenizer, prompts)
-        tracker = begin(run, introduction(run, held_out), sys.argv[1:] if argv is None else argv)
-        if args.update_old_actor_freq == 1:  # a checkpoint has no old actor of its own then
-            run.old_actor.load_state_dict(run.actor.state_dict())
-        round_frozen(run)
+            run = build_run(args, world, *load_inputs(args))
+        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
+        prepare_frozen(run)
         try:
-            train(run, held_out, tracker)
-            tracker.summary(run)
+            train(run, logger)
+            logger.summary(run)
         except (InputError, SystemExit):
-            tracker.stopped()
+            logger.stopped()
             raise
         finally:
-            tracker.finish()
+            logger.finish()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,24 @@
-"""Stage 2, the reward model: a language model with a score in place of words learns what people prefer.
+"""Stage 2, the reward model: a language model with a score head learns which answers people prefer.
 
     for each batch of pairs (chosen, rejected), packed one behind the other, or of answers with scores:
         score = one number a conversation, read at its last token
         loss = -log sigmoid(score chosen - score rejected - margin)     # Llama 2, arXiv:2307.09288, eq. 2
           or   (score - given score)^2                                  # records with a "score"
-        backward, clip the gradient, AdamW step
-    the mean score of what the reference answers to held-out prompts becomes the zero        centring.py
+        backward, clip the gradient, AdamW step                         # supervised.py
+    subtract the mean score of the reference's answers to held-out prompts              # reward_offset.py
 
-The reference is the policy that the model began from; name the one that PPO will begin from with
-``--reference`` where that is another.
+The reference is by default the policy that the reward model starts from. If PPO will start from another
+policy, name that one with ``--reference``.
 
     python trainer/train_reward.py                                       # from the demo's policy and pairs
     python trainer/train_reward.py --model PATH --data_path pairs.jsonl  # from a model you have
     torchrun --nproc_per_node 2 trainer/train_reward.py …                # two GPUs or processes
 
 It writes ``<out_dir>/reward_<hidden_size>/``, which AutoModelForSequenceClassification loads with one label
-and ``train_ppo.py --reward_model`` takes. What runs promise: docs/reliability.md.
+and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/reliability.md.
 """
 
 import copy
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -31,56 +30,57 @@ import torch
 import torch.nn.functional as F
 
 from dataset.lm_dataset import reward_dataset
-from dataset.templates import set_template
-from errors import FlagParser, InputError, run_script
+from dataset.prompt_template import set_template
+from errors import InputError, run_script
 from model.classifier import reward_from
 from model.loading import load_policy, load_tokenizer, tokenizer_source
-from trainer import stage
-from trainer.centring import make_reference, write_centred
-from trainer.inputs import DEMO, check_flags, check_policy, check_positions
-from trainer.logprobs import token_logprobs
-from trainer.packing import packed_states, take_rows
-from trainer.precision import autocast
-from trainer.record import pad_right
-from trainer.reward_models import score_places
-from trainer.scoring import Balance
-from trainer.stage_looks import PAIRS, RATINGS
-from trainer.tracking import Metrics
+from trainer import supervised
+from trainer.compute.balance_loss import BalanceLoss
+from trainer.compute.batching import pad_right
+from trainer.compute.logprobs import token_logprobs
+from trainer.compute.packing import packed_states, take_rows
+from trainer.compute.precision import autocast
+from trainer.flags import MANY, ROOT, FlagParser, complete_output_flags, path
+from trainer.inputs import DEMO, check_policy, check_positions
+from trainer.reward_offset import make_reference, write_centred
+from trainer.rewards.reward_models import score_places
+from trainer.runs import displays
+from trainer.runs.metrics import Metrics
 
 DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
 DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
 
 
+def flag_parser():
+    """All flags: this stage's here, those of stages 1 and 2 in supervised.py, those of all in flags.py."""
+    p = FlagParser(description=__doc__.split("\n\n")[0])
+    add = p.add_argument
+    p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
+    add("--model", default="", type=path, may_change=True, help="a .pth, a directory or a hub name")
+    add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
+    add("--hidden_size", default=0, at_least=0, at_most=MANY, may_change=True, help="out/full_sft_512.pth")
+    add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, may_change=True, help="checked if given")
+    add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: start from the _moe checkpoint")
+    add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
+    p.group("what only the demo's tiny model needs (Makefile)")
+    add("--extra_layers", default=0, at_least=0, at_most=64, help="new layers on top of the model's")
+    add("--parting_coef", default=0.0, at_least=0, help="pair loss where answers first differ")
+    add("--lm_coef", default=0.0, at_least=0, help="next-token loss from there on")
+    add("--score_penalty", default=0.0, at_least=0, help="weight of squared scores")
+    p.group("centring: the mean score of the reference's answers is subtracted")
+    add("--reference", default="", type=path, may_change=True, help="a policy; default: --model")
+    add("--reference_samples", default=512, at_least=0, at_most=MANY, help="of its answers; 0: no centring")
+    add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest of its answers in tokens")
+    p.group("data")
+    add("--data_path", default="", type=path, may_change=True, help="pairs, or answers with scores")
+    add("--eval_data_path", default="", type=path, may_change=True, help="held-out records of the same kind")
+    supervised.add_flags(p)
+    return p
+
+
 def parse_args(argv=None):
-    """All flags: those of this stage here, the others in stage.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    # model: without --model and --hidden_size, the demo's policy and pairs
-    p.add_argument("--model", default="", help="a .pth, a directory or a hub name to start from")
-    p.add_argument("--tokenizer", default="", help="directory or hub name; default: beside the model")
-    p.add_argument("--hidden_size", type=int, default=0, help="start from out/full_sft_{hidden_size}.pth")
-    p.add_argument("--num_hidden_layers", type=int, default=0, help="checked against the model if given")
-    p.add_argument("--use_moe", type=int, default=0, choices=[0, 1], help="start from the _moe checkpoint")
-    p.add_argument("--trust_remote_code", action="store_true", help="run code that a model brings along")
-    # what the demo's tiny model needs besides; Makefile
-    p.add_argument(
-        "--extra_layers", type=int, default=0, help="new layers on top (Llama, Qwen and their like)"
-    )
-    p.add_argument("--parting_coef", type=float, default=0.0, help="pair loss where responses part, too")
-    p.add_argument("--lm_coef", type=float, default=0.0, help="next-token loss on chosen from there on, too")
-    p.add_argument("--score_penalty", type=float, default=0.0, help="weight of the squared scores of pairs")
-    # the zero of the scores
-    p.add_argument(
-        "--reference", default="", help="policy whose answers score 0 on average; default: the start"
-    )
-    p.add_argument("--reference_samples", type=int, default=512, help="of its answers; 0: no centring")
-    p.add_argument("--max_gen_len", type=int, default=64, help="longest of its answers in tokens")
-    # data
-    p.add_argument("--data_path", default="", help="pairs, or answers with scores: a file or a hub name")
-    p.add_argument("--eval_data_path", default="", help="held-out records of the same kind")
-    stage.add_flags(p)
-    args = p.parse_args(argv)
-    check_flags(args)
-    args.out_dir = os.path.abspath(args.out_dir)
+    args = flag_parser().parse_args(argv)
+    complete_output_flags(args)
     if not args.model and (args.hidden_size or args.use_moe):
         name = f"full_sft_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
         args.model = str(Path(args.out_dir) / name)
@@ -98,36 +98,36 @@ def parse_args(argv=None):
 
 
 def pair_loss(chosen, rejected, margin):
-    """Scores [B], margins [B] -> -log sigmoid(chosen - rejected - margin), summed. Llama 2, eq. 2."""
+    """Scores [B] and margins [B] -> sum of -log sigmoid(chosen - rejected - margin). Llama 2, eq. 2."""
     return -F.logsigmoid(chosen - rejected - margin).sum()
 
 
-def parting(chosen, rejected):
-    """The first place at which two lists of ids differ; the last of the shorter one, if none does before."""
+def first_difference(chosen, rejected):
+    """The first place at which two lists of ids differ; if there is none, the last of the shorter list."""
     shorter = min(len(chosen), len(rejected))
     return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
 
 
-# ------------------------------------------------------------------------------------------------- the stages
+# ------------------------------------------------------------------------------------------------- the runs
 
 
-class Reading(NamedTuple):
-    """What the model makes of B conversations of N tokens in all."""
+class Outputs(NamedTuple):
+    """The model's outputs for B conversations, packed, of N tokens in all."""
 
     scores: torch.Tensor  # [B] fp32
-    states: torch.Tensor  # [N, H]
-    starts: torch.Tensor  # [B] the place of each one's first token among the N
+    states: torch.Tensor  # [N, H] the last hidden states
+    starts: torch.Tensor  # [B] the place of each conversation's first token among the N
     balance: torch.Tensor  # the balance loss of a mixture of experts
 
 
-class RewardStage(stage.Stage):
-    """What pairs and rated answers share. See ``stage.Stage``."""
+class RewardRun(supervised.SupervisedRun):
+    """What runs on pairs and on rated answers share. See ``supervised.SupervisedRun``."""
 
     script = "train_reward.py"
 
     def __init__(self, args, world, tokenizer, modules, data, held_out, reference):
-        super().__init__(args, world, tokenizer, modules, data, held_out)
-        self.reference, self.balance = reference, Balance(self.model)
+        super().__init__(args, flag_parser().flags, world, tokenizer, modules, data, held_out)
+        self.reference, self.balance = reference, BalanceLoss(self.model)
         self.hf_dir = Path(args.hf_dir or Path(args.out_dir) / f"reward_{self.model.config.hidden_size}")
         if self.hf_dir.resolve() == Path(args.model).resolve():
             raise InputError(
@@ -138,15 +138,15 @@ class RewardStage(stage.Stage):
         found = super().fingerprints()
         return found | ({"reference": self.reference.fingerprint()} if self.reference else {})
 
-    def read(self, conversations):
-        """Lists of ids -> ``Reading``."""
+    def outputs(self, conversations):
+        """B lists of ids -> ``Outputs``."""
         tokens, lengths = pad_right(conversations, self.world.device)
         with autocast(tokens.device, self.dtype):
             output = packed_states(self.model.base_model, tokens, lengths, **self.balance.extra)
         places = score_places(tokens, lengths, self.model.config.pad_token_id)
         scores = self.head(output.last_hidden_state[places])
         starts = lengths.cumsum(0) - lengths
-        return Reading(scores, output.last_hidden_state, starts, self.balance(output, lengths))
+        return Outputs(scores, output.last_hidden_state, starts, self.balance(output, lengths))
 
     def head(self, states):
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
@@ -156,7 +156,7 @@ class RewardStage(stage.Stage):
         return torch.tensor(values, dtype=dtype, device=self.world.device)
 
     def save_result(self):
-        """Nothing yet: scores have no zero before the end."""
+        """Do nothing: the result is written at the end, because its zero is not known before."""
 
     def complete(self):
         self.centre = write_centred(self, self.hf_dir, self.reference)
@@ -165,102 +165,104 @@ class RewardStage(stage.Stage):
         line = f"model    {self.hf_dir}\nuse      python trainer/train_ppo.py --reward_model {self.hf_dir}"
         if self.reference:
             (mean, spread), count = self.centre, len(self.reference.prompts)
-            line += f"\ncentred  {mean:.3f} taken off, the mean of {count} answers of the reference"
+            line += f"\ncentred  {mean:.3f} subtracted, the mean of {count} answers of the reference"
             line += f" (spread {spread:.3f})"
         return line
 
 
-class PairStage(RewardStage):
-    """Items: (chosen ids, rejected ids, margin)."""
+class PairRun(RewardRun):
+    """A run on pairs. Items: (chosen ids, rejected ids, margin)."""
 
-    look = PAIRS
+    display = displays.PAIRS
 
     def tokens(self, item):
         return len(item[0]) + len(item[1])
 
-    def weigh(self, items):
-        """[pairs, tokens of chosen from where they part on]"""
-        return [len(items), sum(len(chosen) - start for chosen, start in self.from_parting(items))]
+    def loss_counts(self, items):
+        """[pairs, tokens of the chosen answers from where they differ from the rejected ones]."""
+        return [len(items), sum(len(chosen) - start for chosen, start in self.from_first_difference(items))]
 
-    def from_parting(self, items):
-        """[(chosen ids, the place from which they are learned as language)]; nothing predicts place 0."""
+    def from_first_difference(self, items):
+        """[(chosen ids, the place from which the next-token loss counts)]; at least 1: nothing predicts 0."""
         if not self.args.lm_coef:
             return []
-        return [(chosen, max(parting(chosen, rejected), 1)) for chosen, rejected, _ in items]
+        return [(chosen, max(first_difference(chosen, rejected), 1)) for chosen, rejected, _ in items]
 
-    def judge(self, items, prefix):
-        """-> (pair loss, ``Reading`` of all chosen and then all rejected answers, Metrics)"""
-        reading, metrics = self.read([x[0] for x in items] + [x[1] for x in items]), Metrics()
-        chosen, rejected = reading.scores.chunk(2)
+    def score_items(self, items, prefix):
+        """-> (summed pair loss, ``Outputs`` of all chosen and then all rejected answers, Metrics)."""
+        outputs, metrics = self.outputs([x[0] for x in items] + [x[1] for x in items]), Metrics()
+        chosen, rejected = outputs.scores.chunk(2)
         loss = pair_loss(chosen, rejected, self.numbers([x[2] for x in items]))
         parts = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
         metrics.add_all({f"{prefix}/{name}": x for name, x in parts.items()}, len(items))
-        return loss, reading, metrics
+        return loss, outputs, metrics
 
     def loss(self, items, totals):
         args, (pairs, language_tokens) = self.args, totals
-        loss, reading, metrics = self.judge(items, "train")
+        loss, outputs, metrics = self.score_items(items, "train")
         if self.balance.weight:
-            metrics.add("train/balance_loss", reading.balance, 2 * len(items))
-        total = (loss + args.score_penalty * reading.scores.square().sum() + reading.balance / 2) / pairs
-        if args.parting_coef:  # a score at the very end would have to find the fault itself: here it is named
-            places = self.numbers([parting(*x[:2]) for x in items], torch.int64).repeat(2) + reading.starts
-            part = pair_loss(*self.head(reading.states[places]).chunk(2), 0.0)
+            metrics.add("train/balance_loss", outputs.balance, 2 * len(items))
+        total = (loss + args.score_penalty * outputs.scores.square().sum() + outputs.balance / 2) / pairs
+        if args.parting_coef:  # points at the first difference; the score at the end would have to find it
+            places = self.numbers([first_difference(*x[:2]) for x in items], torch.int64)
+            places = places.repeat(2) + outputs.starts
+            part = pair_loss(*self.head(outputs.states[places]).chunk(2), 0.0)
             metrics.add("train/parting_loss", part, len(items))
             total = total + args.parting_coef * part / pairs
         if args.lm_coef and language_tokens:
-            nll = self.language_nll(items, reading)
+            nll = self.language_nll(items, outputs)
             metrics.add("train/lm_loss", nll.sum(), len(nll))
             total = total + args.lm_coef * nll.sum() / language_tokens
         return total, metrics
 
-    def language_nll(self, items, reading):
-        """-log p of each of the N chosen tokens from where the answers part -> [N]"""
+    def language_nll(self, items, outputs):
+        """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
         places, targets = [], []
-        for (chosen, start), first in zip(self.from_parting(items), reading.starts.tolist(), strict=False):
+        starts = outputs.starts.tolist()
+        for (chosen, start), first in zip(self.from_first_difference(items), starts, strict=False):
             places += range(first + start - 1, first + len(chosen) - 1)
             targets += chosen[start:]
         places, targets = (self.numbers(x, torch.int64) for x in (places, targets))
         with autocast(places.device, self.dtype):
-            states, head = take_rows(reading.states, places), self.modules["lm_head"]
+            states, head = take_rows(outputs.states, places), self.modules["lm_head"]
             return -token_logprobs(head, states, targets, 1.0)[0]
 
     def measure(self, items):
-        *_, metrics = self.judge(items, "eval")
+        *_, metrics = self.score_items(items, "eval")
         return metrics
 
 
-class RatingStage(RewardStage):
-    """Items: (conversation ids, score)."""
+class RatingRun(RewardRun):
+    """A run on rated answers. Items: (conversation ids, given score)."""
 
-    look = RATINGS
+    display = displays.RATINGS
 
     def tokens(self, item):
         return len(item[0])
 
-    def weigh(self, items):
+    def loss_counts(self, items):
         return [len(items)]
 
-    def judge(self, items):
-        """-> (scores [B], given ones [B], balance loss)"""
-        reading = self.read([ids for ids, _ in items])
-        return reading.scores, self.numbers([score for _, score in items]), reading.balance
+    def score_items(self, items):
+        """-> (scores [B], given scores [B], balance loss)."""
+        outputs = self.outputs([ids for ids, _ in items])
+        return outputs.scores, self.numbers([score for _, score in items]), outputs.balance
 
     def loss(self, items, totals):
-        (total,), metrics, (scores, given, balance) = totals, Metrics(), self.judge(items)
+        (total,), metrics, (scores, given, balance) = totals, Metrics(), self.score_items(items)
         error = (scores - given).square().sum()
         metrics.add("train/loss", error, len(items))
         return (error + balance) / total, metrics
 
     def measure(self, items):
-        metrics, (x, y, _) = Metrics(), self.judge(items)
+        metrics, (x, y, _) = Metrics(), self.score_items(items)
         x, y = x.double(), y.double()
         sums = {"loss": (x - y).square(), "x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
         metrics.add_all({f"eval/{name}": values.sum() for name, values in sums.items()}, len(items))
         return metrics
 
     def summarise(self, means):
-        """-> mean squared error, its root, Pearson's correlation (0 where one side never varies)"""
+        """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
         loss, x, y, xx, yy, xy = (means[f"eval/{name}"] for name in ("loss", "x", "y", "xx", "yy", "xy"))
         spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
         correlation = (xy - x * y) / spread**0.5 if spread > 1e-24 else 0.0
@@ -268,24 +270,24 @@ class RatingStage(RewardStage):
 
 
 def build(args, world):
-    """Flags -> the run, everything checked."""
+    """Flags -> the run, with all inputs checked. Raises InputError."""
     code = args.trust_remote_code
     policy = load_policy(args.model, code)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
     set_template(tokenizer, args.prompt_template)
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
-    data, held_out = stage.split(
+    data, held_out = supervised.split_records(
         args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len, args.system_prompt)
     )
-    kinds = {len(part[0]) for part in (data, held_out) if part}  # a pair has a margin
+    kinds = {len(part[0]) for part in (data, held_out) if part}  # 3 for a pair, 2 for a rated answer
     if len(kinds) > 1:
         raise InputError(
-            f"--eval_data_path {args.eval_data_path}: pairs here and scores there; give the same kind"
+            f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same kind"
         )
     pairs = kinds == {3}
     if not pairs and (args.parting_coef or args.lm_coef or args.score_penalty):
-        raise InputError("--parting_coef, --lm_coef, --score_penalty: are for pairs; leave them out")
+        raise InputError("--parting_coef, --lm_coef, --score_penalty: are only for pairs; leave them out")
     torch.manual_seed(args.seed)
     modules = {"model": reward_from(policy, tokenizer, args.extra_layers)}
     if args.lm_coef:
@@ -301,13 +303,13 @@ def build(args, world):
             speaker = load_policy(args.reference, code), load_tokenizer(source, code)
             set_template(speaker[1], args.prompt_template)
         reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
-    kind = PairStage if pairs else RatingStage
+    kind = PairRun if pairs else RatingRun
     return kind(args, world, tokenizer, modules, data, held_out, reference)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    stage.run_stage(build, args, sys.argv[1:] if argv is None else argv)
+    supervised.run_stage(build, args, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

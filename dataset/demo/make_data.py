@@ -1,10 +1,10 @@
-"""Makes the demo's data: small-number arithmetic asked in words, answered by people who are often wrong.
+"""Makes the demo's data: arithmetic with small numbers, asked in words, with answers that are often wrong.
 
     python dataset/demo/make_data.py            # writes dataset/demo/*.jsonl, the same bytes every time
 
-A problem adds or takes away twice, and no number on the way leaves 0 to 19: 8,820 in all. 500 of them are
-held out, together with all that add and take away the same numbers in another order: none of these occurs
-in any training file. A good response to "What is twelve plus five minus nine?" is
+A problem adds or subtracts twice, and all its results are between 0 and 19. There are 8,820 such problems.
+500 of them are held out, together with all problems that add and subtract the same numbers in another order:
+none of these is in any training file. A good response to "What is twelve plus five minus nine?" is
 
     <think>
     12 + 5 = 17
@@ -14,9 +14,9 @@ in any training file. A good response to "What is twelve plus five minus nine?" 
     8
     </answer>
 
-Demonstrations are noisy, as people are: three in four forget to carry (7 + 5 is 2), one in five or so slips
-elsewhere, and a quarter of what they write is misformatted. Raters know better. The answers in the prompt
-files are there to measure with; nothing is ever rewarded for matching them.
+Demonstrations have errors on purpose: about one in five has a random error, three in four of the others do
+not carry the ten (7 + 5 becomes 2), and a quarter of all have a wrong format. The raters, who choose between
+answers, are mostly right. The answers in the prompt files are for evaluation only: no reward uses them.
 """
 
 import argparse
@@ -56,13 +56,13 @@ def all_problems():
 
 
 def terms(problem):
-    """What is added and taken away, in no order: 2 + 3 - 4, 3 + 2 - 4 and 3 - 4 + 2 are the same."""
+    """The numbers with their signs, sorted: 2 + 3 - 4, 3 + 2 - 4 and 3 - 4 + 2 have the same terms."""
     a, op, b, op2, c = problem
     return tuple(sorted([("+", a), (op, b), (op2, c)]))
 
 
 def split_problems(rng, held_out):
-    """All problems, shuffled -> (train, held out), with no terms in common."""
+    """All problems, shuffled -> (train, held out). No terms occur in both."""
     problems = all_problems()
     rng.shuffle(problems)
     evaluation = problems[:held_out]
@@ -81,7 +81,7 @@ def question(rng, problem):
 
 
 def wrong_number(rng, problem):
-    """A number people might say instead of the answer: near misses of many kinds, and plain guesses."""
+    """A wrong number that a person might answer: near misses of many kinds, and random guesses."""
     a, op, b, op2, c = problem
     other = {"+": "-", "-": "+"}
     right = solve(problem)
@@ -90,10 +90,10 @@ def wrong_number(rng, problem):
         lambda: right + rng.choice([-1, 1]),
         lambda: right + rng.choice([-2, 2]),
         lambda: right + rng.choice([-10, 10]),
-        lambda: int(str(right)[::-1]),  # digits swapped
-        lambda: solve((a, other[op], b, op2, c)),  # the other operation
+        lambda: int(str(right)[::-1]),  # digits in reverse order
+        lambda: solve((a, other[op], b, op2, c)),  # plus and minus confused
         lambda: solve((a, op, b, other[op2], c)),
-        lambda: calculate(a, op, b),  # stopped too early
+        lambda: calculate(a, op, b),  # stopped after the first step
         lambda: rng.choice([a, b, c]),
         lambda: rng.randrange(LARGEST + 1),
         lambda: rng.randrange(LARGEST + 1),
@@ -105,7 +105,7 @@ def wrong_number(rng, problem):
 
 
 def thought(problem, half=None, answer=None):
-    """The two steps, one a line; ``half`` and ``answer`` replace what they rightly come to."""
+    """The two steps, one per line. ``half`` and ``answer``, if given, replace the right results."""
     a, op, b, op2, c = problem
     half = calculate(a, op, b) if half is None else half
     answer = max(calculate(half, op2, c), 0) if answer is None else answer
@@ -113,32 +113,32 @@ def thought(problem, half=None, answer=None):
 
 
 def respond(problem, answer, think=None):
-    """The response in the asked-for format; the thought defaults to the one that ends in the answer."""
+    """The response in the right format. Without ``think``, the thought is one that ends with ``answer``."""
     think = thought(problem, answer=answer) if think is None else think
     return f"<think>\n{think}\n</think>\n<answer>\n{answer}\n</answer>"
 
 
 def wrong_response(rng, problem):
-    """A well-formed response that ends in a wrong answer."""
+    """A response in the right format with a wrong answer."""
     a, op, b, op2, c = problem
     kind = rng.random()
-    if kind < 0.45:  # a slip in the second step
+    if kind < 0.45:  # an error in the second step
         return respond(problem, wrong_number(rng, problem))
-    if kind < 0.75:  # a slip in the first step, carried on
+    if kind < 0.75:  # an error in the first step; the second uses its result
         half = wrong_number(rng, (a, op, b, "+", 0))
         if calculate(half, op2, c) >= 0:
             return respond(problem, calculate(half, op2, c), thought(problem, half))
-    if kind < 0.85:  # a number misheard
+    if kind < 0.85:  # another number instead of one in the question
         heard = rng.choice(
             [(rng.randrange(LARGEST + 1), *problem[1:]), (*problem[:4], rng.randrange(LARGEST + 1))]
         )
         if min(calculate(*heard[:3]), solve(heard)) >= 0 and solve(heard) != solve(problem):
             return respond(heard, solve(heard))
-    return respond(problem, wrong_number(rng, problem), thought(problem))  # a slip in copying the answer
+    return respond(problem, wrong_number(rng, problem), thought(problem))  # right steps, other answer
 
 
 def misformat(rng, response):
-    """A well-formed response -> one with a fault in its format; mostly the answer can still be read."""
+    """A response in the right format -> one with a fault in it. Mostly the answer can still be read."""
     think, answer = response.split("</think>\n")
     number = answer.split("\n")[1]
     faults = [
@@ -158,7 +158,7 @@ def misformat(rng, response):
 
 
 def forgetful(problem):
-    """The response of somebody who forgets to carry: 7 + 5 is 2, and 8 + 9 is 7."""
+    """The response of a person who does not carry the ten: 7 + 5 becomes 2, and 8 + 9 becomes 7."""
     a, op, b, op2, c = problem
 
     def step(x, sign, y):
@@ -171,7 +171,7 @@ def forgetful(problem):
 
 
 def demonstration(rng, problem, forget=0.75, wrong=0.22, misformatted=0.25):
-    """What somebody wrote when asked. Most people forget to carry, anybody slips: see the rates."""
+    """A right response, or one with errors at these rates. ``forget``: of those that are not ``wrong``."""
     response = respond(problem, solve(problem))
     if rng.random() < wrong:
         response = wrong_response(rng, problem)
@@ -181,18 +181,18 @@ def demonstration(rng, problem, forget=0.75, wrong=0.22, misformatted=0.25):
 
 
 def asked(problem):
-    """The problem in digits: "12 + 5 - 9"."""
+    """The problem written in digits: "12 + 5 - 9"."""
     return " ".join(map(str, problem))
 
 
 def reference(rng, problem, wrong=0.03):
-    """What a rater holds to be right, in full or, mostly, as the bare answer."""
+    """What a rater takes for the right answer: a full response or, mostly, the bare number."""
     answer = wrong_number(rng, problem) if rng.random() < wrong else solve(problem)
     return respond(problem, answer) if rng.random() < 0.25 else str(answer)
 
 
 def trick(rng, problem):
-    """A response built to please without answering: hedged, padded, cut, empty, off the subject."""
+    """A response that could mislead a reward model: two answers, padding, cut off, empty, off the subject."""
     right, other = solve(problem), wrong_number(rng, problem)
     good = respond(problem, right)
     return rng.choice(
@@ -218,7 +218,7 @@ def trick(rng, problem):
 
 
 def bare_trick(rng, problem):
-    """The same for a response that is nothing but an answer."""
+    """As ``trick``, for responses that consist of the answer only."""
     right, other = solve(problem), wrong_number(rng, problem)
     choices = ["", f"{right} {other}", f"{other} {right}", f"{right}{right}", f"{right}\n{right}"]
     choices += [
@@ -235,7 +235,7 @@ def bare_trick(rng, problem):
 
 
 def preference(rng, problem):
-    """(chosen, rejected) as a rater who knows the answer would have it: right first, then well-formed."""
+    """(chosen, rejected), by a rater who knows the answer: being right counts more than the right format."""
     right, wrong = solve(problem), wrong_number(rng, problem)
     good, bad = respond(problem, right), wrong_response(rng, problem)
     slip = respond(problem, wrong, thought(problem))  # right thought, wrong answer
@@ -258,7 +258,7 @@ def preference(rng, problem):
 
 
 def many(rng, problems, count):
-    """``count`` problems: whole shuffled rounds of the list, then part of one."""
+    """``count`` problems: the whole list in random order, again and again, then a part of it."""
     drawn = []
     while len(drawn) < count:
         drawn += rng.sample(problems, len(problems))
@@ -271,7 +271,7 @@ def answers(rng, problems, answer):
 
 
 def preferences(rng, problems, noise):
-    """One pair a problem; in ``noise`` of them the rater pressed the wrong button."""
+    """One pair per problem. In a share ``noise`` of them, the chosen and the rejected answer are swapped."""
     for problem in problems:
         chosen, rejected = preference(rng, problem)
         if rng.random() < noise:
@@ -298,7 +298,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     def save(name, records):
-        rng = random.Random(f"{args.seed}/{name}")  # its own: no file depends on another's size
+        rng = random.Random(f"{args.seed}/{name}")  # one per file, so no file depends on the size of another
         write(args.out_dir / f"{name}.jsonl", records(rng))
 
     def right(rng, problem):

@@ -1,4 +1,4 @@
-"""Makes the demo's tokenizer: a byte-level BPE of at most 512 entries that keeps digits apart.
+"""Makes the demo's tokenizer: a byte-level BPE of at most 512 entries with one token per digit.
 
     python dataset/demo/make_tokenizer.py       # reads sft.jsonl beside it, writes dataset/demo/tokenizer/
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from dataset.records import open_records
+from dataset.record_files import open_records
 from errors import run_script
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -42,7 +42,7 @@ def build_tokenizer(texts, vocab_size=512):
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    # Not special: what the policy writes must survive decode(skip_special_tokens=True).
+    # Not special: decode(skip_special_tokens=True) must keep the tags that the policy writes.
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -1,0 +1,308 @@
+"""The C kernels: the same values and gradients as torch's operations; machines without a C compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import ROOT, tiny_llama
+
+from trainer.compute import attention, fused_layers, logprobs
+from trainer.compute.cpu import kernels
+from trainer.compute.packing import pack_sequences
+from trainer.generation import sampling
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling_noise import noise_keys
+
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [1, 16, 31, 48, 100]  # less than a vector, whole vectors, vectors and a remainder
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler here")
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def both_ways(function, inputs, monkeypatch):
+    """Values and gradients of ``function(*inputs)`` -> (compiled, torch's), each a list of fp32 tensors."""
+    results = []
+    for compiled in (True, False):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(kernels, "ready", lambda *tensors: False)
+            leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+            out = function(*leaves)
+            out = out if isinstance(out, tuple) else (out,)
+            loss = sum((x.float() * draw(*x.shape, seed=9)).sum() for x in out)
+            grads = torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
+            results.append([x.detach().float() for x in (*out, *grads)])
+    return results
+
+
+def assert_close(compiled, plain, tolerance):
+    for i, (a, b) in enumerate(zip(compiled, plain, strict=True)):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= tolerance * max(1, b.abs().max()), i
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype, width, monkeypatch):
+    weight = 1 + 0.3 * draw(width, seed=1)
+    x, delta = draw(3, 7, width), draw(3, 7, width, dtype=dtype, seed=2)
+
+    def norm(x, weight):
+        return fused_layers._RMSNorm.apply(x, weight, 1e-3, dtype)
+
+    def add_norm(x, delta, weight):
+        return fused_layers._AddNorm.apply(x, delta, weight, 1e-3, dtype)
+
+    assert_close(*both_ways(norm, (x, weight), monkeypatch), TOLERANCE[dtype] * 2)
+    assert_close(*both_ways(add_norm, (x, delta, weight), monkeypatch), TOLERANCE[dtype] * 2)
+
+
+def test_norm_by_hand():
+    """(3, 4) has a mean square of 12.5."""
+    y, total, r = kernels.rms_norm(
+        torch.tensor([[1.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0, torch.float32, torch.tensor([[2.0, 0.0]])
+    )
+    assert total.tolist() == [[3, 4]]
+    assert r.item() == pytest.approx(12.5**-0.5)
+    assert y[0].tolist() == pytest.approx([3 / 12.5**0.5, 8 / 12.5**0.5])
+
+
+@pytest.mark.parametrize("half", [1, 8, 16, 21])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation(dtype, half, monkeypatch):
+    angle = draw(2, 5, 1, half, seed=1)
+    cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
+
+    def turn(x):
+        return fused_layers._Rotate.apply(x, cos, sin)
+
+    x = draw(2, 5, 3, 2 * half, dtype=dtype)
+    assert_close(*both_ways(turn, (x,), monkeypatch), TOLERANCE[dtype] * 2)
+    assert torch.allclose(
+        kernels.rotate(kernels.rotate(x.float(), cos, sin), cos, sin, back=True), x.float(), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates(dtype, width):
+    gate, up, grad = (10 * draw(9, width, dtype=dtype, seed=i) for i in range(3))
+    leaves = [x.double().requires_grad_() for x in (gate, up)]
+    exact = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    exact_grads = torch.autograd.grad(exact, leaves, grad.double())
+    results = (kernels.silu_mul(gate, up), *kernels.silu_mul_backward(gate, up, grad))
+    assert_close([x.double() for x in results], [exact.detach(), *exact_grads], TOLERANCE[dtype])
+    joint = torch.cat((gate, up), -1)
+    assert kernels.silu_mul(*joint.chunk(2, -1)).equal(results[0])
+
+
+def test_gates_at_the_ends_of_what_fp32_holds():
+    gate = torch.tensor([[-1e30, -200.0, -87.5, 0.0, 87.5, 1e30, torch.inf, torch.nan]])
+    y = kernels.silu_mul(gate, torch.ones_like(gate))[0]
+    assert y[:4].abs().max() < 1e-4
+    assert y[4:7].tolist() == pytest.approx([87.5, 1e30, torch.inf])
+    assert y[7].isnan()
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(dtype, window, heads, groups, dim):
+    """Packed sequences, compared with attention in fp64 over each sequence on its own."""
+    lengths = [37, 16, 5, 1, 64]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = [
+        draw(1, sum(lengths), n, dim, dtype=dtype, seed=i) for i, n in enumerate((heads, groups, groups))
+    ]
+    angle = draw(1, sum(lengths), 1, dim // 2, seed=4)
+    turns = [torch.cat((x, x), -1) for x in (angle.cos(), angle.sin())]
+    upstream = draw(1, sum(lengths), heads, dim, seed=5)
+
+    def compiled(query, key, value):
+        return attention._Compiled.apply(query, key, value, *turns, starts, window, 0.4)
+
+    def plain(query, key, value):
+        query, key = (fused_layers._Rotate.apply(x, *(c.double() for c in turns)) for x in (query, key))
+        out = []
+        for start, end in zip(starts.tolist(), starts[1:].tolist(), strict=False):
+            mask = attention.causal_mask(end - start, window, torch.float64, query.device)
+            own = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
+            out.append(attention.matmul_attention(*own, mask, 0.4).transpose(1, 2))
+        return torch.cat([x.transpose(1, 2) for x in out], 1)
+
+    results = []
+    for function, kind in ((compiled, dtype), (plain, torch.float64)):
+        leaves = [x.to(kind, copy=True).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        grads = torch.autograd.grad((out * upstream.to(kind)).sum(), leaves)
+        results.append([x.detach().double() for x in (out, *grads)])
+    assert_close(*results, {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 100, 3000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs(dtype, size, monkeypatch):
+    head = 2 * draw(size, 8, seed=3)
+    targets = torch.randint(size, (11,), generator=torch.Generator().manual_seed(0))
+
+    def logs(states, weight, bias):
+        return logprobs._TokenLogprobs.apply(states, weight, bias, targets, 0.7, dtype)[0]
+
+    inputs = draw(11, 8), head, draw(size, seed=4)
+    assert_close(*both_ways(logs, inputs, monkeypatch), TOLERANCE[dtype] * 4)
+
+
+def test_a_masked_logit_and_one_that_is_no_number():
+    logits = torch.zeros(2, 20)
+    logits[0, 3:] = -torch.inf
+    logits[1, 7] = torch.nan
+    p = torch.empty_like(logits)
+    logs, entropy = kernels.token_logprobs(logits, torch.tensor([1, 1]), 1.0, p)
+    third = torch.tensor(1 / 3)
+    assert torch.allclose(logs[0], third.log())
+    assert torch.allclose(entropy[0], -third.log())
+    assert p[0].tolist() == pytest.approx([1 / 3] * 3 + [0] * 17)
+    assert logs[1].isnan()
+    assert entropy[1].isnan()
+
+
+@pytest.mark.parametrize("size", [1, 5, 64, 1000])
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_noise_picks_the_same_tokens(dtype, temperature, size, monkeypatch):
+    logits = 3 * draw(500, size, dtype=dtype)
+    u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tokens, logs = sampling.sample_tokens(logits, temperature, u)
+    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    plain = sampling.sample_tokens(
+        logits.float(), temperature, u
+    )  # fp32: torch would round probabilities to bf16
+    assert tokens.equal(plain[0])
+    assert (logs - plain[1]).abs().max() < 1e-5
+
+
+def test_no_token_of_probability_0_is_drawn():
+    logits = torch.full((4, 37), -torch.inf)
+    logits[:, [5, 36]] = 0
+    u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-33], dtype=torch.float64)
+    assert sampling.sample_tokens(logits, 1.0, u)[0].tolist() == [5, 5, 36, 36]
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "window", "normed"),
+    [(4, 4, 16, None, False), (6, 2, 20, 3, True), (7, 1, 6, None, True), (8, 2, 64, 9, False)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding(dtype, heads, groups, dim, window, normed):
+    """Sequences of different lengths, decoded token by token, compared with attention over each whole one."""
+    rows, steps, starts = 3, 21, torch.tensor([0, 5, 17])
+    lanes = kernels.lanes()
+    keys = torch.zeros(rows, groups, 48 // lanes, dim, lanes, dtype=dtype)
+    values = torch.zeros(rows, groups, 48, dim, dtype=dtype)
+    norms = [1 + 0.3 * draw(dim, dtype=dtype, seed=i) for i in (5, 6)] if normed else [None, None]
+    joints = draw(rows, 48, heads + 2 * groups, dim, dtype=dtype)
+    angle = draw(48, dim // 2, seed=1)
+    cos, sin = (torch.cat((x, x), -1).to(dtype) for x in (angle.cos(), angle.sin()))
+    for t in range(int(starts.max()) + steps):  # the sequences begin at different times
+        position = (t - (starts.max() - starts)).clamp(min=0)
+        joint = joints[torch.arange(rows), position]
+        turns = (x[position, None, None] for x in (cos, sin))
+        out = kernels.decode_attention(joint, *turns, norms, 1e-3, position, keys, values, window, 0.3)
+    for row in range(rows):
+        last = int(position[row])
+        q, k, v = joints[row, : last + 1].double().transpose(0, 1).split([heads, groups, groups])
+        if normed:
+            q, k = (
+                torch.nn.functional.rms_norm(x, (dim,), w.double(), 1e-3)
+                for x, w in zip((q, k), norms, strict=True)
+            )
+        turn = [c[None, : last + 1, None] for c in (cos, sin)]
+        q, k = (fused_layers._rotate(x[None].transpose(1, 2), *turn)
+                for x in (q, k))  # fmt: skip
+        q, k = (x[0].transpose(0, 1) for x in (q, k))
+        mask = attention.causal_mask(last + 1, window, torch.float64, q.device)
+        expected = attention.matmul_attention(q[None], k[None], v[None], mask, 0.3)[0, -1]
+        assert (out[row].double() - expected).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+
+
+def test_no_result_depends_on_the_number_of_threads():
+    x, weight = draw(333, 48), draw(48, seed=1)
+    results = []
+    threads = torch.get_num_threads()
+    for number in (1, 2, 5):
+        torch.set_num_threads(number)
+        y, _, r = kernels.rms_norm(x, weight, 1e-5, torch.float32)
+        logs = kernels.token_logprobs(x, torch.arange(333) % 48, 1.0)
+        results.append([y, *logs, *kernels.rms_norm_backward(x, weight, r, y)[::2]])
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(a.equal(b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_tensors_that_the_kernels_cannot_compute_are_left_to_torch():
+    x = torch.ones(4, 16)
+    assert kernels.ready(x, None, x.bfloat16())
+    for other in (x.double(), x.half(), x.T, x[:, ::2], x.to("meta")):
+        assert not kernels.ready(x, other)
+
+
+def responses(model, dtype):
+    pack_sequences(model.base_model)
+    prompts = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
+    return Sampler(model, dtype).sample(prompts, noise_keys(7, 3, range(24)), [0], 20, 1.0).responses()
+
+
+def test_without_kernels_the_same_noise_gives_the_same_tokens(monkeypatch):
+    model = tiny_llama(12, layers=2, spread=3.0)
+    compiled = responses(model, torch.float32)
+    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    plain = tiny_llama(12, layers=2, spread=3.0)
+    assert responses(plain, torch.float32) == compiled
+    assert plain.model.config._attn_implementation == attention.ATTENTION
+
+
+def build(folder, **environment):
+    """Compile in a process of its own, with the source in ``folder`` -> (whether it worked, cached files)"""
+    shutil.copytree(kernels.SOURCES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import sys; from pathlib import Path; from trainer.compute.cpu import kernels;"
+        "kernels.SOURCES = Path(sys.argv[1]); print(kernels.library() is not None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.strip() == "True", list((folder / "__pycache__").glob("*"))
+
+
+def test_compiled_once_and_kept(tmp_path):
+    worked, kept = build(tmp_path)
+    assert worked
+    assert len(kept) == 1
+    before = kept[0].stat().st_mtime_ns
+    assert build(tmp_path) == (True, kept)
+    assert kept[0].stat().st_mtime_ns == before
+    kept[0].write_bytes(b"cut off")  # as a full disk may leave it
+    assert build(tmp_path) == (True, kept)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "echo"])
+def test_no_compiler(tmp_path, compiler):
+    assert build(tmp_path, CC=compiler) == (False, [])
+
+
+def test_kernels_work_where_the_compiled_file_cannot_be_stored(tmp_path):
+    (tmp_path / "__pycache__").write_text("a file where the folder should be")
+    assert build(tmp_path) == (True, [])

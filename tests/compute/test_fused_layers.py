@@ -1,0 +1,146 @@
+"""Fused layers: the same values and gradients as transformers' own; layers of other kinds are left alone."""
+
+import copy
+
+import pytest
+import torch
+import transformers as T
+from tiny import tiny_llama
+
+from trainer.compute.fused_layers import (
+    FAMILIES,
+    attention_forward,
+    fuse_layers,
+    is_fused,
+    layer_forward,
+    mlp_forward,
+)
+from trainer.compute.packing import pack_sequences, packed_states
+from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
+from trainer.generation.engine import DECODE_ROW_MULTIPLE, Sampler
+
+SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+KNOWN = {
+    "llama": T.LlamaConfig(**SIZES),
+    "llama with biases": T.LlamaConfig(**SIZES, attention_bias=True),
+    "qwen2": T.Qwen2Config(**SIZES),
+    "qwen3": T.Qwen3Config(**SIZES, head_dim=16),
+}
+
+
+def build(config):
+    """A model none of whose weights is as it was initialised, biases and norms included."""
+    torch.manual_seed(0)
+    model = T.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p)
+    return model
+
+
+def states_and_gradients(net, dtype=torch.float32):
+    tokens = torch.randint(32, (5, 40), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([40, 39, 31, 17, 2])
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+        states = packed_states(net, tokens, lengths).last_hidden_state
+    states.float().sin().sum().backward()
+    return [states, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_values_and_gradients_are_those_of_transformers(name):
+    model = build(KNOWN[name])
+    plain, fused = copy.deepcopy(model).base_model, copy.deepcopy(model).base_model
+    assert pack_sequences(fused)
+    layer = fused.layers[0]
+    assert is_fused(layer, layer_forward)
+    assert is_fused(layer.self_attn, attention_forward)
+    assert is_fused(layer.mlp, mlp_forward)
+    assert "forward" in vars(layer.input_layernorm)
+    for a, b in zip(states_and_gradients(plain), states_and_gradients(fused), strict=True):
+        assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_in_bf16_they_are_as_near_to_fp32_as_transformers_are(name):
+    model = build(KNOWN[name])
+    exact = states_and_gradients(copy.deepcopy(model).base_model)
+    plain = states_and_gradients(copy.deepcopy(model).base_model, torch.bfloat16)
+    fused = copy.deepcopy(model).base_model
+    pack_sequences(fused)
+    fused = states_and_gradients(fused, torch.bfloat16)
+    for i, (a, b, c) in enumerate(zip(exact, plain, fused, strict=True)):
+        theirs, ours = ((x.float() - a).norm() / a.norm() for x in (b, c))
+        assert ours < 2 * theirs + 0.01, (i, theirs, ours)
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = build(KNOWN["llama"])
+    pack_sequences(model.base_model)
+    other = copy.deepcopy(model)
+    before = model(torch.arange(9)[None]).logits
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert model(torch.arange(9)[None]).logits.equal(before)
+    assert other(torch.arange(9)[None]).logits.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        T.GemmaConfig(**SIZES, head_dim=16),
+        T.MistralConfig(**SIZES, sliding_window=4),
+        T.CohereConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    ],
+)
+def test_other_families_stay_what_they_are(config):
+    net = build(config).base_model
+    fuse_layers(net)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
+    class LlamaRMSNorm(torch.nn.Module):
+        """Gemma's norm under another name."""
+
+        def __init__(self, norm):
+            super().__init__()
+            self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+        def forward(self, x):
+            return (
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+            )
+
+    net = build(KNOWN["llama"]).base_model
+    net.norm = LlamaRMSNorm(net.norm)
+    fuse_layers(net)
+    assert "forward" not in vars(net.norm)
+    assert "forward" in vars(net.layers[0].input_layernorm)
+    assert "Llama" in FAMILIES
+
+
+def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
+    """oneDNN compiles code for every new shape, so packed and decoded rows are padded to few shapes."""
+    model, seen = tiny_llama(20, layers=2), []
+    pack_sequences(model.base_model)
+    hook = model.base_model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[:-1].numel())
+    )
+    tokens, lengths = torch.randint(20, (3, 50)), torch.tensor([50, 30, 7])
+    with torch.autocast("cpu", torch.bfloat16):
+        states = packed_states(model.base_model, tokens, lengths).last_hidden_state
+    assert len(states) == 87
+    assert seen == [2 * PRODUCT_ROW_MULTIPLE]
+    hook.remove()
+
+    sampler, rows = Sampler(model, slots=21), []
+    sampler.copy.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    sampler.sample([[3, 4]] * 21, torch.arange(21) * 977, [0], 12, 1.0)
+    decoded = {n for n, width in rows if width == 1}
+    assert decoded
+    assert all(n % DECODE_ROW_MULTIPLE == 0 or n == 21 for n in decoded)

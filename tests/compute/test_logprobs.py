@@ -1,0 +1,99 @@
+"""token_logprobs: log-probs by hand and against autograd, without ever holding all logits of a batch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.compute import logprobs
+from trainer.compute.logprobs import token_logprobs
+
+
+def head_of(rows, bias=None):
+    """A head that maps the state (1,) to the given logits."""
+    head = torch.nn.Linear(1, len(rows), bias=bias is not None)
+    head.weight.data = torch.tensor(rows)[:, None]
+    if bias is not None:
+        head.bias.data = torch.tensor(bias)
+    return head
+
+
+def test_by_hand():
+    logs, entropy = token_logprobs(head_of([0.0, math.log(3.0)]), torch.ones(1, 1), torch.tensor([1]), 1.0)
+    assert logs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+
+
+def test_the_temperature_divides_the_logits():
+    """softmax(log p / 0.5) is p^2 normalised: (1, 9) / 10. A bias of ln 3 acts like a weight."""
+    for head in (head_of([0.0, math.log(3.0)]), head_of([0.0, 0.0], bias=[0.0, math.log(3.0)])):
+        logs, _ = token_logprobs(head, torch.ones(1, 1), torch.tensor([1]), 0.5)
+        assert logs.item() == pytest.approx(math.log(0.9))
+
+
+def test_entropy_of_an_impossible_token_is_no_nan():
+    head = head_of([0.0, 0.0], bias=[0.0, -torch.inf])
+    logs, entropy = token_logprobs(head, torch.ones(1, 1), torch.tensor([0]), 1.0)
+    assert (logs.item(), entropy.item()) == (0, 0)
+
+
+def test_fp32_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        logs, _ = token_logprobs(torch.nn.Linear(4, 3), torch.zeros(1, 4), torch.tensor([0]), 1.0)
+    assert logs.dtype == torch.float32
+
+
+@pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])
+def sizes(request, monkeypatch):
+    if request.param != "one chunk, kept":
+        monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 50})
+        monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    if request.param == "chunks, computed again":
+        monkeypatch.setattr(logprobs, "MAX_KEPT", 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_autograd(sizes, bias):
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(16, 50, bias=bias), torch.randn(33, 16, requires_grad=True)
+    targets, upstream = torch.randint(50, (33,)), torch.randn(33)
+    results = []
+    for function in (token_logprobs, plain_logprobs):
+        head.zero_grad()
+        states.grad = None
+        logs, entropy = function(head, states, targets, 0.7)
+        (logs * upstream).sum().backward()
+        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def plain_logprobs(head, states, targets, temperature):
+    log_p = F.log_softmax(head(states) / temperature, -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def test_no_logits_of_the_whole_batch_exist(monkeypatch):
+    """The largest tensor made on the way, forward and backward, is one chunk of logits."""
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 5000})
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(logprobs, "MAX_KEPT", 0)
+    head, states = torch.nn.Linear(4, 5000, bias=False), torch.randn(100, 4, requires_grad=True)
+    with Largest() as largest:
+        logs, _ = token_logprobs(head, states, torch.randint(5000, (100,)), 1.0)
+        logs.sum().backward()
+    assert largest.elements == 7 * 5000
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result

@@ -1,0 +1,242 @@
+"""Datasets: prompts, chat templates, the order of records, shares of processes; on tiny and real files."""
+
+import json
+
+import pytest
+from tiny import ROOT
+from transformers import AutoTokenizer
+
+from dataset.data_order import RecordBatches, epoch_order, global_batch, local_positions
+from dataset.demo.make_tokenizer import build_tokenizer
+from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
+from dataset.record_files import open_records
+from dataset.tokenization import conversation_ids
+from errors import InputError
+
+SHARED = ROOT.parent / "shared/data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A tokenizer like the demo's: a chat template, one token per digit."""
+    return build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
+
+
+@pytest.fixture(scope="module")
+def plain(chat, tmp_path_factory):
+    """The same without a chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    chat.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*lines):
+        path = tmp_path / "data.jsonl"
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), "utf-8")
+        return path
+
+    return write
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def test_minimind_conversations(chat, jsonl):
+    user, placeholder = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}
+    path = jsonl(
+        {"conversations": [user, placeholder]},
+        {"conversations": [{"content": "hi"}, {"content": "7"}]},  # no roles: user, assistant, ...
+        {"conversations": [user]},  # ends with the question: nothing to drop, no answer
+        {"conversations": [{"role": "system", "content": "S"}, user, placeholder, user, placeholder]},
+    )
+    data = RLAIFDataset(path, chat, 100)
+    assert [p.index for p in data] == [0, 1, 2, 3]
+    assert [p.answer for p in data] == ["7", "7", None, "7"]
+    assert data[0].prompt == data[1].prompt == data[2].prompt == [user]
+    assert [m["role"] for m in data[3].prompt] == ["system", "user", "assistant", "user"]
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert data[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
+    assert chat.decode(data[0].prompt_ids) == text
+
+
+def test_prompt_records(chat, plain, jsonl):
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages})
+    with_template = RLAIFDataset(path, chat, 100)
+    assert [p.prompt for p in with_template] == ["hi", messages]  # as the file has them
+    one_message = chat.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat.decode(with_template[0].prompt_ids).startswith(one_message)
+    assert (with_template[0].answer, with_template[1].answer) == ("5", None)
+    without = RLAIFDataset(path, plain, 100)
+    assert [p.prompt for p in without] == ["hi", messages]
+    assert [p.prompt_ids for p in without] == [plain(text)["input_ids"] for text in ("hi", "one\ntwo")]
+
+
+def test_long_prompts_are_dropped_not_cut(chat, jsonl):
+    path = jsonl({"prompt": "2 " * 50}, {"prompt": "hi"}, {"prompt": "3 " * 50})
+    data = RLAIFDataset(path, chat, 30)
+    assert len(data) == 1 and data.dropped == 2 and data[0].index == 1  # the number of its record
+    assert data[0].prompt == "hi"
+    with pytest.raises(InputError, match="--max_seq_len"):
+        RLAIFDataset(path, chat, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"prompt": "a"', "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question": "a"}', "no prompt"),
+        ('{"prompt": ""}', "prompt is empty"),
+        ('{"prompt": 3}', "must be a list"),
+        ('{"prompt": "a", "answer": 3}', '"answer" must be text'),
+        ('{"conversations": []}', "not empty"),
+        ('{"conversations": [{"role": "user"}]}', "turn 1"),
+        ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
+    ],
+)
+def test_bad_lines_are_named(chat, jsonl, line, says):
+    path = jsonl({"prompt": "fine"}, line)
+    with pytest.raises(InputError, match=says) as caught:
+        RLAIFDataset(path, chat, 100)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_bad_files(chat, plain, tmp_path, jsonl):
+    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
+        open_records(tmp_path / "nowhere.jsonl")
+    with pytest.raises(InputError, match="cannot be read"):
+        open_records(tmp_path)
+    with pytest.raises(InputError, match="no records"):
+        open_records(jsonl("", "  "))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(InputError, match=r"latin\.jsonl:2: not UTF-8"):
+        RLAIFDataset(tmp_path / "latin.jsonl", chat, 100)
+    refusing = "{{ raise_exception('user turns only') }}"
+    chat_template, chat.chat_template = chat.chat_template, refusing
+    try:
+        with pytest.raises(InputError, match=r"data\.jsonl:1: .*user turns only"):
+            RLAIFDataset(jsonl({"prompt": "a"}), chat, 100)
+    finally:
+        chat.chat_template = chat_template
+
+
+@needs_shared
+def test_real_minimind_prompts():
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "minimind2-tokenizer")
+    data = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 512)
+    assert len(data) + data.dropped == 10000
+    one = data[17]
+    assert one.prompt_ids == tokenizer.apply_chat_template(
+        one.prompt, add_generation_prompt=True, return_dict=False
+    )
+    few = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 40)
+    assert few.dropped > 0 and max(len(p.prompt_ids) for p in few) == 40
+
+
+@needs_shared
+def test_real_tokenizer_without_template(jsonl):
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "dreams-260k")
+    data = RLAIFDataset(jsonl({"prompt": "I dreamt of a tree"}), tokenizer, 64)
+    assert data[0].prompt == "I dreamt of a tree"
+    assert data[0].prompt_ids[0] == tokenizer.bos_token_id
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Order
+
+
+def test_order_is_a_pure_function():
+    assert sorted(epoch_order(20, 1, 0)) == list(range(20))
+    orders = [epoch_order(20, *key).tolist() for key in ((1, 0), (1, 1), (2, 1), (2 + 2**32, 1), (1, 0))]
+    assert orders[0] == orders[4] and len({tuple(order) for order in orders}) == 4
+    assert epoch_order(8, 42, 3).tolist() == [2, 6, 5, 1, 3, 7, 0, 4]  # the same under every numpy
+
+
+def test_global_batches_are_one_endless_stream():
+    stream = [i for epoch in range(4) for i in epoch_order(7, 5, epoch)]
+    batches = [global_batch(7, 5, step, 4) for step in range(7)]
+    assert [i for batch in batches for i in batch] == stream
+    assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
+
+
+def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
+    n, seed, global_size, global_mini = 50, 3, 16, 8
+    whole = [global_batch(n, seed, step, global_size) for step in range(5)]
+    for world in (1, 2, 4):
+        size, mini = global_size // world, global_mini // world
+        ranks = [list(RecordBatches(n, seed, 0, 5, size, mini, r, world)) for r in range(world)]
+        for step in range(5):
+            for k in range(global_size // global_mini):
+                rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
+                assert sorted(rows) == sorted(whole[step][k * global_mini : (k + 1) * global_mini])
+
+
+def test_local_positions_and_resuming():
+    assert local_positions(4, 2, 0, 1) == [0, 1, 2, 3]
+    assert local_positions(4, 2, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 2, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
+    whole = RecordBatches(10, 0, 0, 6, 4, 2, 1, 2)
+    assert list(RecordBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
+    assert len(whole) == 6
+    batch = global_batch(10, 0, 4, 8)
+    assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Demonstrations and preferences
+
+
+def trained_text(tokenizer, sample):
+    ids, mask = sample
+    assert len(ids) == len(mask)
+    return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
+    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    path = jsonl({"prompt": "2 + 3", "answer": "5"}, {"conversations": [user, assistant, user, assistant]})
+    one, two = SFTDataset(path, chat, 100)
+    assert chat.decode(one[0]) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    assert one[1] == [0] * (len(one[0]) - 3) + [1, 1, 0]  # "5", <|im_end|>, not the newline
+    assert trained_text(chat, two) == "yes<|im_end|>yes<|im_end|>"
+    prompt = RLAIFDataset(path, chat, 100)[0].prompt_ids
+    assert one[0][: len(prompt)] == prompt  # what PPO will generate from
+
+    text = SFTDataset(jsonl({"prompt": "2 + 3 =", "answer": " 5"}), plain, 100)[0]
+    assert plain.decode(text[0]) == "2 + 3 = 5<|im_end|>"
+    assert trained_text(plain, text) == " 5<|im_end|>"
+
+
+def test_sft_limits_and_errors(chat, jsonl):
+    path = jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50})
+    data = SFTDataset(path, chat, 30)
+    assert (len(data), data.dropped) == (1, 1)
+    with pytest.raises(InputError, match=r"data\.jsonl:1: no answer"):
+        SFTDataset(jsonl({"prompt": "hi"}), chat, 30)
+
+
+def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
+    user = {"role": "user", "content": "hi"}
+    as_text = {"prompt": "hi", "chosen": "5", "rejected": "6"}
+    as_messages = {
+        side: [user, {"role": "assistant", "content": as_text[side]}] for side in ("chosen", "rejected")
+    }
+    path = jsonl(as_text, {**as_text, "prompt": [user]}, as_messages)
+    pairs = [pair[:2] for pair in PreferenceDataset(path, chat, 100)]
+    assert pairs[0] == pairs[1] == pairs[2]
+    for ids, response in zip(pairs[0], "56", strict=True):
+        text = chat.apply_chat_template([user, {"role": "assistant", "content": response}], tokenize=False)
+        assert ids == chat(text, add_special_tokens=False)["input_ids"]
+        assert ids == conversation_ids(chat, [user], response) == conversation_ids(chat, "hi", response)
+    assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
+    with pytest.raises(InputError, match="--max_seq_len"):
+        PreferenceDataset(path, chat, 4)
+    with pytest.raises(InputError, match=r'data\.jsonl:1: "rejected"'):
+        PreferenceDataset(jsonl({"prompt": "hi", "chosen": "5"}), chat, 100)

@@ -1,0 +1,64 @@
+"""The demo's data and tokenizer: made from a seed, right and wrong answers, held-out problems kept apart."""
+
+from transformers import AutoTokenizer
+
+from dataset.demo import make_data
+from dataset.lm_dataset import RLAIFDataset
+from dataset.record_files import open_records
+
+
+def test_demo_data_is_a_function_of_its_seed(tmp_path):
+    small = ["--demonstrations", "50", "--pairs", "50"]
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        make_data.main(["--out_dir", str(tmp_path / name), "--seed", seed, *small])
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+        assert file.read_bytes() != (tmp_path / "c" / file.name).read_bytes()
+
+
+def test_committed_data_is_what_the_script_makes(tmp_path):
+    make_data.main(["--out_dir", str(tmp_path)])
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (make_data.HERE / file.name).read_bytes(), file.name
+
+
+def problem_of(text):
+    """A question -> (a, op, b, op, c)."""
+    words = text.rstrip("?.").split()[-5:]
+    symbols = {word: symbol for symbol, word in make_data.SPOKEN.items()}
+    return tuple(symbols[w] if w in symbols else make_data.WORDS.index(w) for w in words)
+
+
+def test_held_out_problems_occur_in_no_training_file():
+    def problems(name):
+        return {problem_of(record["prompt"]) for record in open_records(make_data.HERE / name)}
+
+    held_out = problems("eval.jsonl")
+    terms = {make_data.terms(problem) for problem in held_out}
+    assert len(held_out) == 500 and problems("preferences_eval.jsonl") == held_out
+    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl"):
+        assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
+
+
+def test_demonstrations_are_noisy_and_answers_right():
+    for record in open_records(make_data.HERE / "eval.jsonl"):
+        assert int(record["answer"]) == make_data.solve(problem_of(record["prompt"]))
+    right = well_formed = total = 0
+    for record in open_records(make_data.HERE / "sft.jsonl"):
+        answer = make_data.solve(problem_of(record["prompt"]))
+        total += 1
+        right += f"<answer>\n{answer}\n</answer>" in record["answer"]
+        well_formed += record["answer"].count("\n") == 6 and record["answer"].endswith("\n</answer>")
+    assert 0.5 < right / total < 0.7 and 0.75 < well_formed / total < 0.85
+
+
+def test_demo_tokenizer_keeps_digits_apart_and_encodes_anything():
+    tokenizer = AutoTokenizer.from_pretrained(make_data.HERE / "tokenizer")
+    assert len(tokenizer) <= 512
+    response = "<think>\n27 + 15 = 42\n</think>\n<answer>\n42\n</answer>"
+    ids = tokenizer(response)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids).count("4") == 2 and len(ids) == 21
+    assert tokenizer.decode(ids, skip_special_tokens=True) == response
+    for text in ("naïve 空 🎉\t\r\n", "  two  spaces ", "<answer>"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert RLAIFDataset(make_data.HERE / "eval.jsonl", tokenizer, 64).dropped == 0

@@ -1,0 +1,251 @@
+"""Data files of every kind; large ones are read record by record, without their text in memory."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tiny import read_jsonl, run_files, train, word_tokenizer, write_jsonl
+
+from dataset import lm_dataset
+from dataset.data_order import RecordBatches, next_batch, record_loader
+from dataset.lm_dataset import RLAIFDataset
+from dataset.record_files import open_records
+from errors import InputError
+
+RECORDS = [{"prompt": "hi"}, {"prompt": "über", "answer": "5"}, {"prompt": "a\nb"}]
+LINES = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
+
+
+def read(path):
+    records = open_records(path)
+    return [records[i] for i in range(len(records))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.jsonl", LINES.rstrip()),  # no newline at the end
+        ("a.jsonl", b"\n \n" + LINES.replace(b"\n", b"\n\n\t\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),  # as Windows writes them
+        ("a.json", LINES),
+        ("a.json", json.dumps(RECORDS).encode()),
+        ("a.json", b"\xef\xbb\xbf\n" + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(RECORDS).encode(), mtime=0)),
+        ("no suffix", LINES),
+    ],
+)
+def test_files(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path / name) == RECORDS
+
+
+def test_plain_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("hi \n\n[über]\r\n".encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("hi\n\n[über]".encode()))
+    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt.gz") == [{"text": "hi"}, {"text": "[über]"}]
+
+
+def test_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    thread = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(LINES,))
+    thread.start()
+    assert read(tmp_path / "pipe") == RECORDS
+    thread.join()
+
+
+def test_tables(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "folder")
+    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
+    for path in ("a.parquet", "folder", "splits/test"):
+        assert read(tmp_path / path) == RECORDS  # empty fields are left out
+    with pytest.raises(InputError, match="holds the splits train, test"):
+        open_records(tmp_path / "splits")
+    data = RLAIFDataset(tmp_path / "a.parquet", word_tokenizer(["hi"]), 10)
+    assert [p.answer for p in data] == [None, "5", None]
+    (tmp_path / "b.parquet").write_bytes(b"no table")
+    with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
+        open_records(tmp_path / "b.parquet")
+
+
+def test_tables_without_the_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"a\.parquet: .*pip install 'datasets"):
+        open_records(tmp_path / "a.parquet")
+
+
+def test_hub_names(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read("someone/prompts") == read("someone/prompts:test[:10%]") == RECORDS
+    assert asked == [("someone/prompts", "train"), ("someone/prompts", "test[:10%]")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
+        ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:6: not JSON"),
+        ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not UTF-8"),
+        ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json: record 2: not a JSON object"),
+        ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
+        ("a.json", b"[]", "no records"),
+        ("a.json", b"[" * 100_000, r"a\.json: has lists or objects nested too deeply"),
+        ("a.txt", b" \n", "no records"),
+        ("a.jsonl.gz", LINES, "not a complete gzip file"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "not a complete gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "no records"),
+        ("a.jsonl.gz", gzip.compress(LINES + b"{", mtime=0), r"a\.jsonl\.gz:4: not JSON"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        RLAIFDataset(tmp_path / name, word_tokenizer(["hi"]), 10)
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "no/where.gz", "a/b/c", "x" * 300, "a\0b", "\ud800"])
+def test_paths_that_name_no_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        open_records(name)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_room_for_what_is_unpacked(tmp_path, monkeypatch):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(LINES))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"a\.gz: no room for it in .*set TMPDIR"):
+        open_records(tmp_path / "a.gz")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Large files
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(lm_dataset, "READ_WHOLE", 30)
+    monkeypatch.setattr(lm_dataset, "SAMPLE", 10)
+
+
+def resident():
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_a_million_lines(tmp_path):
+    line = b'{"prompt": "a b"%s}\n' % (b" " * 100)
+    (tmp_path / "a.jsonl").write_bytes(line * 999_999 + b'{"prompt": "b a"}\n')
+    tokenizer = word_tokenizer("ab")
+    before = resident()
+    data = RLAIFDataset(tmp_path / "a.jsonl", tokenizer, 10)
+    batches = list(RecordBatches(len(data), 0, 0, 10, 64, 64, 0, 1))
+    texts = [data[i].prompt for batch in batches for i in batch]
+    assert len(data) == 1_000_000 and set(texts) == {"a b"}
+    # In memory: offsets of lines (8 MB, twice that while collecting), an epoch's order (4 MB), and no text.
+    assert resident() - before < 40e6 < 1e6 * len(line) / 2
+    assert data[999_999].prompt == "b a" and data[999_999].index == 999_999
+    assert max(i for batch in batches for i in batch) > 900_000  # shuffled over all of it
+
+
+def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
+    records = [{"prompt": "a" if i % 3 else "a b a b"} for i in range(40)]
+    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
+    assert len(data) == 40 and data.longest == 2 and "passed over" in data.describe()
+    assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
+    assert [p.index for p in data.__getitems__([0, 5, 6])] == [1, 5, 7]
+    records = [{"prompt": "a" if i == 39 else "a b a b"} for i in range(40)]
+    data = RLAIFDataset(write_jsonl(tmp_path / "b.jsonl", records), word_tokenizer("ab"), 2)
+    assert {p.index for p in data} == {39}
+    with pytest.raises(InputError, match="--max_seq_len"):
+        RLAIFDataset(write_jsonl(tmp_path / "c.jsonl", records[:-1]), word_tokenizer("ab"), 2)
+
+
+def test_a_record_too_long_is_never_replaced_across_the_held_out_edge(tmp_path, small_limits):
+    records = [{"prompt": "a b a b" if i in (29, 35, 39) else "a"} for i in range(40)]
+    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
+    data.hold_out(10)
+    assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
+
+
+def test_several_processes_cannot_read_a_pipe(monkeypatch):
+    end, start = os.pipe()
+    os.write(start, LINES)
+    os.close(start)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="several processes cannot read one pipe"):
+        open_records(f"/dev/fd/{end}")
+    os.close(end)
+
+
+def test_a_bad_line_behind_the_sample(tmp_path, small_limits):
+    lines = ['{"prompt": "a"}'] * 40
+    lines[7] = '{"prompt": 7}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = RLAIFDataset(tmp_path / "a.jsonl", word_tokenizer("a"), 5)
+    assert data[6].prompt == "a"
+    for workers in (0, 1):
+        with record_loader(data, [[1, 2], [6, 7]], workers) as batches:
+            assert [p.index for p in next_batch(batches)] == [1, 2]
+            with pytest.raises(InputError) as caught:
+                next_batch(batches)
+        assert multiprocessing.active_children() == []  # although ``caught`` still holds the traceback
+        assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}:8: a conversation must be")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"prompt": "a"}] * 40)
+    data = RLAIFDataset(path, word_tokenizer("a"), 5)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="has changed while it was read"):
+        data[3]
+
+
+def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, small_limits, capsys):
+    """Saved and resumed: the same as if the line had been good from the start."""
+    names = run_files(tmp_path)
+    good = ['{"prompt": "a b"}', '{"prompt": "b c"}'] * 20
+    bad = list(good)
+    bad[18] = '{"prompt": 18}         '
+    path = tmp_path / "large.jsonl"
+    common = names | {
+        "data_path": path,
+        "out_dir": tmp_path,
+        "batch_size": 4,
+        "mini_batch_size": 4,
+        "seed": 3,
+    }
+    common |= {"max_gen_len": 4, "max_steps": 9, "max_seq_len": 20}
+    path.write_text("\n".join(bad))
+    with pytest.raises(InputError, match=r"large\.jsonl:19"):
+        train(**common, run_name="stopped", num_workers=1)
+    assert multiprocessing.active_children() == []
+    done = read_jsonl(tmp_path / "stopped" / "metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "stopped" / "checkpoints" / f"step_{done}").is_dir()
+    bad[18] = good[18]
+    path.write_text("\n".join(bad))
+    train(**common, run_name="stopped", resume="auto", num_workers=1)
+    train(**common, run_name="whole")
+    runs = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("stopped", "whole")]
+    for one, two in zip(*runs, strict=True):
+        for name, value in one.items():
+            assert name.startswith("perf/") or value == two[name], name

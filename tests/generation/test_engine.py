@@ -1,0 +1,432 @@
+"""Sampling responses: lengths, distribution, noise by index, KV cache, CUDA graphs, all model families."""
+
+import pytest
+import torch
+import transformers as T
+from tiny import tiny_llama, word_tokenizer
+
+from errors import InputError
+from model.model_minimind import MiniMindConfig
+from trainer.compute.packing import pack_sequences
+from trainer.compute.precision import fast_dtype, round_linears
+from trainer.compute.scoring import PolicyScorer, score_all
+from trainer.generation.cuda_graphs import CudaGraphs
+from trainer.generation.engine import Sampler, response_texts, sample
+from trainer.generation.kv_cache import KVCache
+from trainer.generation.sampling import sample_tokens
+from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.inputs import check_sampling
+
+PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
+VOCABULARY = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(VOCABULARY, layers=2, spread=3.0)
+
+
+def draw(model, rows, max_gen_len=10, temperature=1.0, eos=(0,), seed=7):
+    keys = noise_keys(seed, 3, rows)
+    return sample(model, [PROMPTS[i] for i in rows], keys, list(eos), max_gen_len, temperature)
+
+
+def test_noise_is_uniform_and_uncorrelated():
+    keys = noise_keys(1, 0, list(range(20_000)))
+    u = uniform(keys, 8).T  # [8, 20000]
+    assert (u >= 0).all()
+    assert (u < 1).all()
+    assert (u.mean(1) - 0.5).abs().max() < 0.01  # five standard errors
+    assert (u.var(1) - 1 / 12).abs().max() < 0.003
+    counts = torch.stack([torch.histc(row.float(), 20, 0, 1) for row in u])
+    chi2 = ((counts - 1000) ** 2 / 1000).sum(1)  # 19 degrees of freedom
+    assert chi2.max() < 50
+    assert torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.03
+
+
+def test_noise_depends_on_every_index_and_on_nothing_else():
+    def u(seed, step, prompt, sample, token):
+        return uniform(noise_keys(seed, step, [prompt], sample), 12)[0, token].item()
+
+    two = uniform(noise_keys(1, 2, [3, 4], 5), 7)
+    assert two[0, 6].item() == u(1, 2, 3, 5, 6)  # neither the row nor the number of draws matters
+    assert two[1, 6].item() == u(1, 2, 4, 5, 6)
+    others = [(9, 2, 3, 5, 6), (1, 9, 3, 5, 6), (1, 2, 9, 5, 6), (1, 2, 3, 9, 6), (1, 2, 3, 5, 9)]
+    others += [(2, 1, 3, 5, 6), (1, 2, 3, 5, 6)]  # swapping two indices changes the noise too
+    assert len({u(*indices) for indices in others}) == 7
+
+
+def test_inverse_cdf_by_hand():
+    logits = torch.tensor([[0.2, 0.3, 0.5]]).log().repeat(5, 1)
+    u = torch.tensor([0.0, 0.19, 0.21, 0.499, 0.9999], dtype=torch.float64)
+    tokens, logprobs = sample_tokens(logits, 1.0, u)
+    assert tokens.tolist() == [0, 0, 1, 1, 2]
+    assert logprobs.exp().tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.5])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 1000])
+def test_sampling_by_blocks_draws_the_same_tokens_as_one_cumulative_sum(vocabulary):
+    """The CDF has two levels, blocks and the tokens in a block; the last block may be partly empty."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(2000, vocabulary, generator=generator)
+    u = torch.rand(2000, generator=generator, dtype=torch.float64)
+    cdf = (logits.double() / 0.8).softmax(-1).cumsum(-1)
+    plain = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(1)
+    tokens, logprobs = sample_tokens(logits, 0.8, u)
+    assert (tokens != plain).sum() <= 2  # u within fp32 rounding of a boundary
+    exact = (logits.double() / 0.8).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    assert (logprobs - exact).abs().max() < 1e-5
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
+    u = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
+    assert sample_tokens(logits, 1.0, u)[0].tolist() == [1, 2]
+    holes = torch.full((4, 200), -torch.inf)  # whole blocks of probability zero before, between and after
+    holes[:, [70, 130]] = 0.0
+    u = torch.tensor([0.0, 0.49999, 0.5, 1 - 2**-32], dtype=torch.float64)
+    assert sample_tokens(holes, 1.0, u)[0].tolist() == [70, 70, 130, 130]
+
+
+def test_samples_follow_the_softmax_at_the_temperature():
+    logits, draws = torch.tensor([1.0, 0.0, -1.0]), 20_000
+    u = uniform(noise_keys(0, 0, list(range(draws))), 1)[:, 0]
+    tokens, _ = sample_tokens(logits.expand(draws, -1), 0.7, u)
+    shares = torch.bincount(tokens, minlength=3) / draws
+    assert (shares - (logits / 0.7).softmax(-1)).abs().max() < 0.015
+
+
+def test_greedy_equals_transformers_generate(model):
+    rollout = draw(model, range(24), temperature=0.0)
+    for row, prompt in enumerate(PROMPTS):
+        reference = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=10,
+            eos_token_id=0,
+        )
+        assert rollout.responses()[row] == reference[0, len(prompt) :].tolist()
+
+
+def test_samples_do_not_depend_on_the_batch(model):
+    together = draw(model, range(24)).responses()
+    alone = [draw(model, [i]).responses()[0] for i in range(24)]
+    mixed = draw(model, [20, 3, 11]).responses()
+    assert together == alone
+    assert mixed == [alone[20], alone[3], alone[11]]
+
+
+def test_different_steps_and_seeds_sample_differently(model):
+    assert draw(model, range(24)).responses() != draw(model, range(24), seed=8).responses()
+
+
+def test_the_rollout_holds_each_prompt_and_its_response(model):
+    rollout = draw(model, range(24))
+    for row, response in enumerate(rollout.responses()):
+        assert rollout.tokens[row, : len(PROMPTS[row])].tolist() == PROMPTS[row]
+        assert 0 not in response[:-1]  # nothing after the first EOS
+        assert rollout.finished[row].item() == (response[-1] == 0)
+        assert rollout.finished[row] or len(response) == 10
+    assert rollout.finished.any()
+    assert not rollout.finished.all()
+
+
+def test_several_eos_ids(model):
+    for row in draw(model, range(24), eos=(0, 3)).responses():
+        assert not set(row[:-1]) & {0, 3}
+    assert any(row[-1] == 3 for row in draw(model, range(24), eos=(0, 3)).responses())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_what_is_sampled_is_what_is_scored(model, temperature):
+    """The sampler's log-probs (KV cache, padded prompts) equal those of the training forward (no cache)."""
+    rollout = draw(model, range(24), temperature=temperature)
+    scorer = PolicyScorer(model)
+    scored = score_all(rollout, lambda r: scorer(*r.sequences, temperature)[0])
+    assert (scored - rollout.sampler_logprobs).abs().max() < 2e-5
+
+
+def test_an_empty_response_has_length_one():
+    """A model that only emits EOS: the response is one token, the EOS, and its text is empty."""
+    tokenizer, model = word_tokenizer(["a", "b"]), tiny_llama(4)
+
+    class Head(torch.nn.Linear):
+        def forward(self, hidden):
+            return torch.tensor([50.0, 0, 0, 0]).expand(*hidden.shape[:-1], 4)
+
+    model.lm_head = Head(32, 4)
+    rollout = sample(model, [[2], [2, 3]], noise_keys(0, 0, [0, 1]), [0], 5, 1.0)
+    assert rollout.responses() == [[0], [0]]
+    assert rollout.finished.all()
+    assert response_texts(rollout, tokenizer) == ["", ""]
+
+
+def test_texts_leave_out_the_eos_and_keep_the_rest():
+    tokenizer, model = word_tokenizer(["a", "b", "c"]), tiny_llama(5, spread=3.0)
+    rollout = sample(model, [[2]] * 16, noise_keys(0, 0, list(range(16))), [0], 6, 1.0)
+    for ids, text in zip(rollout.responses(), response_texts(rollout, tokenizer), strict=True):
+        assert text.split() == [tokenizer.convert_ids_to_tokens(i) for i in ids if i != 0]
+
+
+@pytest.mark.parametrize("slots", [1, 7, 64])
+def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
+    keys = noise_keys(7, 3, range(24))
+    assert sample(model, PROMPTS, keys, [0], 10, 1.0, slots).responses() == draw(model, range(24)).responses()
+
+
+def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
+    """Keys and values, two layers, one head of 16: 2 * 2 * 16 * 4 bytes a token; 16 tokens a sequence."""
+    monkeypatch.setattr("trainer.generation.engine.CACHE_BYTES", 5 * 16 * 2 * 2 * 16 * 4)
+    sampler = Sampler(model)
+    rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    assert sampler.engine.slots == 5
+    assert sampler.engine.cache.layers[1].values.shape == (5, 1, 16, 16)
+    assert rollout.responses() == draw(model, range(24)).responses()
+
+
+def test_every_token_is_computed_once(model):
+    """Continuous batching: little is computed for rows that have finished but are not yet removed."""
+    rows, forward = [], model.model.__class__.forward
+
+    def spy(self, **kwargs):
+        if kwargs.get("use_cache", True):  # pack_sequences tries out the sampler's copy without a cache
+            rows.append(tuple(kwargs["input_ids"].shape))
+            assert isinstance(kwargs["past_key_values"], KVCache)
+        return forward(self, **kwargs)
+
+    model.model.__class__.forward = spy
+    try:
+        rollout = sample(model, PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0, slots=6)
+    finally:
+        model.model.__class__.forward = forward
+    prefills = [shape for shape in rows if shape[1] > 1 or shape[0] > 6]
+    decoded = sum(shape[0] for shape in rows if shape[1] == 1)
+    needed = rollout.response_len.sum().item() - 24  # the first token comes from the prompt's forward
+    assert prefills[0][0] == 6
+    assert decoded <= 1.25 * needed + 24  # prompts of one token are prefills of width one
+    assert max(shape[0] for shape in rows) == 6
+
+
+class Replayed(CudaGraphs):
+    """CUDA graphs imitated on a CPU: the warm-up of a real capture, then the step itself, not a graph."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.possible = True
+
+    def capture(self, step):
+        step()
+        step()
+        return step
+
+
+class Uncapturable(Replayed):
+    def capture(self, step):
+        step()
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def test_captured_steps_sample_the_same(model, monkeypatch):
+    """Padded shapes, several steps between checks for finished rows, warm-up undone: no token changes."""
+    expected = {t: draw(model, range(24), temperature=t) for t in (1.0, 0.0)}
+    monkeypatch.setattr("trainer.generation.engine.CudaGraphs", Replayed)
+    monkeypatch.setattr("trainer.generation.engine.MIN_GRAPH_ROWS", 2)
+    monkeypatch.setattr("trainer.generation.engine.MIN_GRAPH_COLUMNS", 4)
+    sampler = Sampler(model, slots=7)
+    for temperature in (1.0, 0.0, 1.0):
+        rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, temperature)
+        assert rollout.responses() == expected[temperature].responses()
+        assert (rollout.sampler_logprobs - expected[temperature].sampler_logprobs).abs().max() < 1e-5
+    shapes = {key[:2] for key in sampler.engine.graphs.captured}
+    assert {rows for rows, _ in shapes} <= {2, 4, 7}
+    assert {columns for _, columns in shapes} <= {4, 8, 16}
+    few = sampler.sample(PROMPTS[:3], noise_keys(7, 3, range(3)), [0], 5, 1.0)  # smaller: no new engine
+    assert few.responses() == [r[:5] for r in expected[1.0].responses()[:3]]
+
+
+def test_where_capturing_fails_steps_run_plainly_and_one_line_says_so(model, monkeypatch):
+    expected = draw(model, range(24)).responses()
+    monkeypatch.setattr("trainer.generation.engine.CudaGraphs", Uncapturable)
+    sampler = Sampler(model, slots=7)
+    with pytest.warns(
+        UserWarning, match="no CUDA graphs, decoding is slower: operation not permitted"
+    ) as record:
+        for _ in range(2):
+            rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+            assert rollout.responses() == expected
+    assert len([w for w in record if "CUDA graphs" in str(w.message)]) == 1
+
+
+def test_attention_reads_no_more_than_the_longest_live_row():
+    """Once a long sequence has finished, the columns of the cache that only it filled are no longer read."""
+    cache = KVCache(tiny_llama(5), slots=3, width=50)
+    cache.prefill(0)
+    x = torch.randn(3, 1, 9, 16)
+    cache.update(x, x, 0)
+    masks = cache.decode(torch.tensor([9, 4]), 10)
+    keys, _ = cache.update(x[:2, :, :1], x[:2, :, :1], 0)
+    assert masks.shape == (2, 1, 1, 10)
+    assert (masks == 0).sum(-1).flatten().tolist() == [10, 5]  # a token sees itself and those before it
+    assert keys.shape == (2, 1, 10, 16)
+    assert keys[0, 0, 9].equal(x[0, 0, 0])
+    assert keys[1, 0, 4].equal(x[1, 0, 0])
+    assert keys[1, 0, :4].equal(x[1, 0, :4])
+    assert keys.data_ptr() == cache.layers[0].keys.data_ptr()  # a view: nothing is copied
+
+
+def test_a_newer_policy_can_be_loaded(model):
+    sampler, keys = Sampler(model), noise_keys(7, 3, range(24))
+    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
+    mine = sampler.sample(PROMPTS, keys, [0], 10, 1.0).responses()
+    theirs = sampler.load(other).sample(PROMPTS, keys, [0], 10, 1.0).responses()
+    assert theirs == sample(other, PROMPTS, keys, [0], 10, 1.0).responses()
+    assert mine != theirs
+    assert mine == sampler.load(model).sample(PROMPTS, keys, [0], 10, 1.0).responses()
+
+
+def test_the_sampler_copy_in_bf16_stays_close():
+    """Some tokens may differ from fp32; its log-probs are within bf16's rounding of the scorer's."""
+    policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+    rollout = Sampler(policy, torch.bfloat16).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+    scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+    gap = (scored - rollout.sampler_logprobs).abs()
+    assert 0 < gap.sum() / rollout.mask.sum() < 0.02
+    assert policy.dtype == torch.float32
+
+
+def test_positions_stay_exact_in_bf16():
+    """Rotary frequencies are not cast: rounded to bf16, they would turn far tokens by radians."""
+    policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+    sampler = Sampler(policy, torch.bfloat16)
+    assert sampler.copy.model.model.rotary_emb.inv_freq.equal(policy.model.rotary_emb.inv_freq)
+    assert sampler.copy.model.model.norm.weight.dtype == torch.bfloat16
+    far = [[2 + i * 7 % 9 for i in range(230)]] * 8
+    rollout = sampler.sample(far, noise_keys(7, 3, range(8)), [0], 10, 1.0)
+    scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+    assert (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum() < 0.02
+
+
+def test_bf16_is_chosen_where_it_is_native(monkeypatch):
+    cpu = torch.device("cpu")
+    assert fast_dtype("float32", cpu) == torch.float32
+    assert fast_dtype("bfloat16", cpu) == torch.bfloat16
+    for able, expected in (
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert fast_dtype("auto", cpu) == expected
+
+
+# ----------------------------------------------------------------------------------------- model families
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
+MINIMIND = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MINIMIND |= {"num_key_value_heads": 1, "eos_token_id": 0}
+OLD = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OLD |= {"eos_token_id": 0, "bos_token_id": 0}
+NEOX = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX |= {"eos_token_id": 0, "bos_token_id": 0}
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+
+FAMILIES = {  # name: (config, packs?)
+    "llama": (lambda: T.LlamaConfig(**SIZES), True),
+    "mistral, sliding window": (lambda: T.MistralConfig(**SIZES, sliding_window=5), True),
+    "qwen2": (lambda: T.Qwen2Config(**SIZES), True),
+    "qwen2, mixed windows": (
+        lambda: T.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        True,
+    ),
+    "qwen3": (lambda: T.Qwen3Config(**SIZES, head_dim=8), True),
+    "qwen3 moe": (
+        lambda: T.Qwen3MoeConfig(
+            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        ),
+        True,
+    ),
+    "gemma3, mixed windows": (
+        lambda: T.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4, layer_types=SLIDING),
+        True,
+    ),
+    "phi3": (lambda: T.Phi3Config(**SIZES), True),
+    "smollm3": (lambda: T.SmolLM3Config(**SIZES), True),
+    "gpt2": (lambda: T.GPT2Config(**OLD), True),
+    "gpt-neox": (lambda: T.GPTNeoXConfig(**NEOX, intermediate_size=64), True),
+    "opt": (lambda: T.OPTConfig(**NEOX | {"pad_token_id": 0}, ffn_dim=64, word_embed_proj_dim=32), True),
+    "gpt-j": (lambda: T.GPTJConfig(**OLD, rotary_dim=8), False),
+    "minimind2": (lambda: MiniMindConfig(**MINIMIND), True),
+    "minimind2 moe": (lambda: MiniMindConfig(**MINIMIND, use_moe=True), True),
+    "minimind3": (lambda: MiniMindConfig(**MINIMIND, minimind_version=3), True),
+}
+
+
+def build(config):
+    torch.manual_seed(0)
+    model = T.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() >= 2:
+                p.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_samples_and_scores_what_transformers_computes(name):
+    """Greedy tokens equal generate's; log-probs of packed sequences equal those of the padded forward."""
+    config, packs = FAMILIES[name]
+    model = build(config())
+    prompts = [[2 + (7 * i + j) % 28 for j in range(1 + i % 6)] for i in range(12)]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": 0, "pad_token_id": 0}
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(answer[0, len(prompt) :].tolist())
+    for packed in (False, True):
+        if packed:
+            assert pack_sequences(model.base_model) == packs
+        keys = noise_keys(0, 0, range(12))
+        assert sample(model, prompts, keys, [0], 10, 0.0, slots=5).responses() == expected
+        rollout = sample(model, prompts, keys, [0], 10, 0.9, slots=5)
+        scored, _, _ = PolicyScorer(model)(*rollout.sequences, 0.9)
+        assert (scored - rollout.sampler_logprobs).abs().max() < 1e-3
+        exact = (model(rollout.tokens).logits[:, :-1] / 0.9).log_softmax(-1)
+        exact = exact.gather(2, rollout.tokens[:, 1:, None]).squeeze(2)
+        for row, (start, count) in enumerate(zip(rollout.prompt_len, rollout.response_len, strict=True)):
+            there = exact[row, start - 1 : start - 1 + count]
+            assert (there - scored[row, :count]).abs().max() < 1e-3
+    check_sampling(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(name):
+    config, _ = FAMILIES[name]
+    model = build(config())
+    pack_sequences(model.base_model)
+    rollout = sample(model, [[2, 3, 4], [5]], noise_keys(0, 0, range(2)), [0], 10, 1.0)
+    scored = []
+    for _ in range(2):
+        with torch.no_grad():
+            scored.append(PolicyScorer(model, torch.bfloat16)(*rollout.sequences, 1.0)[0])
+        round_linears(model, torch.bfloat16)
+    assert scored[0].equal(scored[1])
+    assert all(
+        x.weight.dtype == torch.bfloat16 for x in model.base_model.modules() if type(x) is torch.nn.Linear
+    )
+    assert model.get_input_embeddings().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: T.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
+        lambda: T.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2),
+    ],
+)
+def test_models_that_the_kv_cache_cannot_serve_are_refused(config):
+    with pytest.raises(InputError, match=r"models of type \w+ are not supported"):
+        check_sampling(build(config()))

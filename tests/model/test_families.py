@@ -1,0 +1,296 @@
+"""Model families through the whole PPO trainer: loaded from a directory, trained, saved, loaded again.
+
+``python -m pytest tests/model/test_families.py -s -n 0 -k test_family`` prints the table of docs/models.md.
+"""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_model
+from tiny import ROOT, WORDS, read_jsonl, train, word_tokenizer, write_jsonl
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from errors import InputError
+from model.compatibility import eos_ids
+from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
+from model.model_minimind import MiniMindConfig
+from trainer.compute.packing import pack_sequences
+
+VOCAB = len(WORDS) + 2  # of tiny.word_tokenizer
+IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **IDS,
+}
+OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **IDS}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+# family -> a config like those of its models on the hub, but tiny
+FAMILIES = {
+    "Llama": lambda: transformers.LlamaConfig(**SIZES),
+    "Llama, tied": lambda: transformers.LlamaConfig(tie_word_embeddings=True, **SIZES),
+    "Mistral": lambda: transformers.MistralConfig(sliding_window=6, **SIZES),
+    "Mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **SIZES),
+    "Qwen2": lambda: transformers.Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "Qwen3": lambda: transformers.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SIZES),
+    "Qwen3-MoE": lambda: transformers.Qwen3MoeConfig(head_dim=16, **MOE, **SIZES),
+    "SmolLM3": lambda: transformers.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),
+    "Phi-3": lambda: transformers.Phi3Config(**SIZES),
+    "Phi": lambda: transformers.PhiConfig(**SIZES),
+    "OLMo 2": lambda: transformers.Olmo2Config(**SIZES),
+    "StableLM": lambda: transformers.StableLmConfig(**SIZES),
+    "Gemma": lambda: transformers.GemmaConfig(head_dim=16, **SIZES),
+    "Gemma 3": lambda: transformers.Gemma3TextConfig(head_dim=16, **SLIDING, **SIZES),
+    "GPT-2": lambda: transformers.GPT2Config(**GPT2),
+    "GPT-J": lambda: transformers.GPTJConfig(rotary_dim=8, **GPT2),
+    "GPT-Neo": lambda: gpt_neo(window_size=32),
+    "Falcon": lambda: transformers.FalconConfig(**OPT),
+    "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
+    "OPT": lambda: transformers.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **OPT),
+    "OPT-350m": lambda: transformers.OPTConfig(
+        ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, **OPT
+    ),
+    "MiniMind 2": lambda: minimind(2, False),
+    "MiniMind 2 MoE": lambda: minimind(2, True),
+    "MiniMind 3": lambda: minimind(3, False),
+    "MiniMind 3 MoE": lambda: minimind(3, True),
+}
+
+
+REFUSED = {
+    "Gemma 2": (
+        lambda: transformers.Gemma2Config(head_dim=16, **SIZES),
+        "type gemma2 .* logits are more than",
+    ),
+    "Granite": (
+        lambda: transformers.GraniteConfig(logits_scaling=8.0, **SIZES),
+        "type granite .* logits are",
+    ),
+    "Cohere": (
+        lambda: transformers.CohereConfig(logit_scale=0.25, **SIZES),
+        "type cohere .* logits are more",
+    ),
+    "Mamba": (lambda: transformers.MambaConfig(**SIZES), "type mamba .* KV cache"),
+    "RWKV": (
+        lambda: transformers.RwkvConfig(hidden_size=32, num_hidden_layers=2, **IDS),
+        "type rwkv .* KV cache",
+    ),
+    "BERT": (
+        lambda: transformers.BertConfig(**{**SIZES, "num_key_value_heads": None}),
+        "type bert .* logits are more than",
+    ),
+    "Gemma 3 with images": (lambda: gemma3_with_images(), "type gemma3 .* KV cache"),
+    "LFM2": (
+        lambda: transformers.Lfm2Config(layer_types=["conv", "full_attention"], **SIZES),
+        "type lfm2 .* KV cache",
+    ),
+    "Qwen 3.5": (lambda: transformers.Qwen3_5TextConfig(**SIZES), "type qwen3_5_text .* KV cache"),
+    "BLOOM": (
+        lambda: transformers.BloomConfig(n_layer=2, n_head=4, **OPT),
+        "type bloom .* KV cache",
+    ),
+    "GPT-Neo, window smaller than an answer": (lambda: gpt_neo(window_size=16), "exceeds the 16 positions"),
+    "Phi-3, long positions": (lambda: phi3_long(16), "exceeds the 16 positions"),
+}
+
+
+def gpt_neo(**more):
+    layers = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    }
+    return transformers.GPTNeoConfig(max_position_embeddings=64, **layers, **more, **IDS)
+
+
+def gemma3_with_images():
+    text = {"head_dim": 16, **SLIDING, **SIZES}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"image_size": 28, "patch_size": 14, **sizes}
+    more = {"mm_tokens_per_image": 4, "image_token_index": 9}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision, **more)
+
+
+def phi3_long(original):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": original,
+        **factors,
+    }
+    return transformers.Phi3Config(rope_parameters=rope, original_max_position_embeddings=original, **SIZES)
+
+
+def minimind(version, use_moe):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    return MiniMindConfig(minimind_version=version, use_moe=use_moe, **sizes, **IDS)
+
+
+REWARD = """
+from pathlib import Path
+
+def score(prompts, responses, answers):
+    with open(Path(__file__).with_name("responses"), "a") as file:
+        file.writelines(f"{response}\\n" for response in responses)
+    return [len(response.split()) for response in responses]
+"""
+
+
+def build(config, spread=4.0):
+    """A random model whose next token is far from uniform and whose norms and biases are not all alike."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(spread) if p.dim() > 1 else p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def files(folder, model, tokenizer=None):
+    """The flags of a run of two steps."""
+    with quiet():
+        model.save_pretrained(folder / "policy")
+    (tokenizer or word_tokenizer(WORDS, chat=True)).save_pretrained(folder / "policy")
+    (folder / "reward.py").write_text(REWARD)
+    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 5))} for n in range(8)]
+    return {
+        "model": folder / "policy",
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "out_dir": folder / "out",
+        "reasoning": 0,
+        "dtype": "float32",
+        "batch_size": 4,
+        "mini_batch_size": 4,
+        "critic_warmup_steps": 0,
+        "max_steps": 2,
+        "max_gen_len": 12,
+    }
+
+
+def logits(model):
+    tokens = torch.randint(VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def table():
+    lines = [
+        "| family | class | packed | fused | sampler gap | largest logit | off by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    yield lines
+    print("\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family, tmp_path, table):
+    """After two steps the .pth equals the trained actor, rounded to fp16, bit for bit."""
+    start = build(FAMILIES[family]())
+    train(**files(tmp_path, start))
+    run = tmp_path / "out" / "run_1"
+    trained = load_policy(tmp_path / "policy")
+    load_model(trained, run / "checkpoints" / "step_2" / "actor.safetensors")  # strict, tied weights once
+    expected, before = trained.state_dict(), start.state_dict()
+    assert any(not expected[name].equal(before[name]) for name in before)  # it did learn something
+
+    (path,) = (tmp_path / "out").glob("ppo_actor_32*.pth")
+    reloaded = load_policy(path)
+    assert type(reloaded) is type(start)
+    assert load_tokenizer(tokenizer_source(path)).get_vocab() == word_tokenizer(WORDS).get_vocab()
+    state = reloaded.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(state[name].equal(x.half().float()) for name, x in expected.items())
+
+    exact, rounded = logits(trained), logits(reloaded)
+    off, largest = (exact - rounded).abs().max().item(), exact.abs().max().item()
+    gap = max(row["rollout/sampler_gap"] for row in read_jsonl(run / "metrics.jsonl") if row["step"])
+    packed = "yes" if pack_sequences(trained.base_model) else "no"
+    fused = "yes" if any("forward" in vars(m) for m in trained.base_model.modules()) else "no"
+    kind = type(start).__name__
+    table.append(f"| {family} | `{kind}` | {packed} | {fused} | {gap:.0e} | {largest:.1f} | {off:.1e} |")
+    assert off < 4e-3 * max(1, largest)
+    assert gap < 1e-5
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_family(family, tmp_path):
+    config, line = REFUSED[family]
+    with pytest.raises(InputError, match=line) as caught:
+        train(**files(tmp_path, build(config())))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_refused_before_it_is_loaded(tmp_path):
+    flags = files(tmp_path, build(FAMILIES["Llama"]()))
+    transformers.T5Config().save_pretrained(tmp_path / "policy")
+    with pytest.raises(InputError, match=r"T5Config.* for this kind of AutoModel: AutoModelForCausalLM"):
+        train(**flags)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def other_tokenizer(**changes):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+TOKENIZERS = {
+    "pad is eos": other_tokenizer,
+    "pad of its own": lambda: other_tokenizer(pad_token="<unk>"),
+    "no pad": lambda: other_tokenizer(pad_token=None),
+    "bos": lambda: other_tokenizer(bos_token="a"),
+    "no chat template": lambda: other_tokenizer(chat_template=None),
+}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one eos", "several eos"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizer(kind, several, tmp_path):
+    """A run reads the tokenizer, ends responses at the right ids, and saves both beside the actor."""
+    tokenizer, model = TOKENIZERS[kind](), build(FAMILIES["Llama"](), spread=1.0)
+    ends = [0, 3, 4] if several else [0]  # "b" and "c" end an answer as well
+    model.generation_config.eos_token_id = ends if several else 0
+    train(**files(tmp_path, model, tokenizer))
+    responses = (tmp_path / "responses").read_text().splitlines()
+    assert len(responses) == 8
+    assert all({"b", "c"}.isdisjoint(response.split()) for response in responses) == several
+    path = tmp_path / "out" / "ppo_actor_32.pth"
+    again, actor = load_tokenizer(tokenizer_source(path)), load_policy(path)
+    assert eos_ids(again, actor) == ends
+    assert again.pad_token_id == (1 if kind == "pad of its own" else 0)
+    assert (again.bos_token, again.chat_template) == (tokenizer.bos_token, tokenizer.chat_template)
+    assert again("a b </s> h")["input_ids"] == tokenizer("a b </s> h")["input_ids"]
+
+
+def test_no_eos_at_all(tmp_path):
+    model = build(FAMILIES["Llama"]())
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    with pytest.raises(InputError, match="names an EOS"):
+        train(**files(tmp_path, model, other_tokenizer(eos_token=None)))
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3", "Phi-3", "Gemma 3", "GPT-2", "OPT"])
+def test_a_tokenizer_that_is_not_of_its_models_family(architecture, tmp_path):
+    """It is read as its own file says. AutoTokenizer would read any tokenizer beside a Qwen2 as Qwen2's."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ROOT / "model" / "demo" / "policy")
+    FAMILIES[architecture]().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, text = load_tokenizer(tmp_path), "What is 12 plus  seven?\n\n<think> It's 好 </think>"
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])

@@ -1,0 +1,402 @@
+"""LoRA: only adapters train, other weights stay bit for bit, and the result has the adapters merged in."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from test_families import FAMILIES, build, logits
+from test_invariants import filled_rollout, furthest, make_run, same
+from tiny import WORDS, finish, flags, launch_torchrun, load_weights, run_files, same_run, word_tokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from errors import InputError
+from model.loading import load_policy
+from model.lora import adapted_layers, add_adapters, describe, frozen_copy, merged, trained
+from model.saving import save_directory
+from trainer import train_ppo
+from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
+from trainer.runs.metrics import Metrics
+
+RANK = 4
+FAST = {"lora_r": RANK, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+def bits(module):
+    return {name: x.clone() for name, x in module.state_dict().items()}
+
+
+def frozen(module):
+    return [p for p in module.parameters() if not p.requires_grad]
+
+
+def pointers(parameters):
+    return {p.data_ptr() for p in parameters}
+
+
+def adapted(family, seed=0, spread=1.0):
+    """-> (a model with adapters, B matrices random as after training; the model without adapters)"""
+    plain = build(FAMILIES[family](), spread=spread).requires_grad_(False)
+    model = frozen_copy(plain)
+    prepare_training(model.base_model, False)
+    add_adapters(model.base_model, RANK, seed)
+    torch.manual_seed(seed + 1)
+    for layer in adapted_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.05)
+    return model, plain
+
+
+def updated_run(files, steps=2, **more):
+    """A run after ``steps`` steps -> (run, prompts)."""
+    run, prompts = make_run(files, **FAST, **more)
+    for step in range(steps):
+        rollout, _ = filled_rollout(run, prompts, step)
+        train_ppo.update(run, rollout, step, Metrics())
+        if (step + 1) % run.args.update_old_actor_freq == 0:
+            run.old_actor.load_state_dict(run.actor.state_dict())
+    return run, prompts
+
+
+# ------------------------------------------------------------------------------ the adapters and the merge
+
+# Matrices in a layer, all of which get an adapter. A layer of MiniMind 2 MoE has four experts and a shared
+# one, each with three matrices.
+COUNTS = {"Llama": 7, "Qwen3": 7, "GPT-2": 4, "OPT-350m": 6, "Falcon": 4, "Mixtral": 4}
+COUNTS |= {"MiniMind 2": 7, "MiniMind 3": 7, "MiniMind 2 MoE": 4 + 5 * 3}
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_merged_weights_compute_what_the_adapters_do(family):
+    model, plain = adapted(family)
+    assert len(adapted_layers(model)) == 2 * COUNTS[family]
+    state = dict(merged(model))
+    assert state.keys() == plain.state_dict().keys()
+    changed = {name for name, x in plain.state_dict().items() if not x.equal(state[name])}
+    assert changed == {f"{name}.weight" for name in adapted_layers(model)}
+    other = AutoModelForCausalLM.from_config(plain.config).eval()
+    other.load_state_dict(state, strict=True)
+    assert (logits(other) - logits(plain)).abs().max() > 0.02 * logits(plain).abs().max()  # it has changed
+    torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-5)
+
+
+def test_without_its_adapters_it_is_the_original_bit_for_bit():
+    model, plain = adapted("Llama")
+    start = bits(plain)
+    again = build(FAMILIES["Llama"](), spread=1.0)
+    assert logits(plain).equal(logits(again))
+    assert all(x.equal(again.state_dict()[name]) for name, x in start.items())
+    assert not logits(model).equal(logits(again))
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_B["default"].weight.zero_()
+    torch.testing.assert_close(logits(model), logits(again), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "MiniMind 3"])
+def test_gradients_are_those_of_the_merged_matrix(family):
+    """For W + s B A, with G the gradient of W: that of B is s G A', that of A is s B' G;
+    s = alpha / r = 2. G comes from training all weights of the merged model."""
+    model, plain = adapted(family)
+    full = AutoModelForCausalLM.from_config(plain.config).eval()
+    full.load_state_dict(dict(merged(model)))
+    prepare_training(full.base_model, False)
+    tokens = torch.randint(len(WORDS), (5, 20), generator=torch.Generator().manual_seed(2))
+    prompt_len, response_len = torch.tensor([3, 5, 2, 7, 4]), torch.tensor([9, 15, 6, 4, 16])
+    for policy in (model, full):
+        logprobs, _, _ = PolicyScorer(policy)(tokens, prompt_len, response_len, 0.8)
+        (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    for name, layer in adapted_layers(model).items():
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        g = full.get_submodule(name).weight.grad
+        g = g.T if family == "GPT-2" else g  # its Conv1D holds the transposed matrix
+        for grad, wanted in ((b.grad, 2 * g @ a.T), (a.grad, 2 * b.T @ g)):
+            assert wanted.abs().max() > 1e-5
+            torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
+    assert all(p.grad is None for p in frozen(model))
+
+
+def test_a_saved_directory_has_the_adapters_merged(tmp_path):
+    """The model in memory keeps its adapters, so it can train on."""
+    model, _ = adapted("Qwen3")
+    before = logits(model)
+    save_directory(model, word_tokenizer(WORDS), tmp_path, torch.float32)
+    assert logits(model).equal(before)
+    assert len(adapted_layers(model)) == 14
+    torch.testing.assert_close(logits(load_policy(str(tmp_path))), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_seed_gives_the_adapters_and_nothing_else_is_touched():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    plain = build(FAMILIES["Llama"]()).requires_grad_(False)
+    models = [frozen_copy(plain) for _ in range(3)]
+    torch.manual_seed(5)
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        add_adapters(model.base_model, RANK, seed)
+    assert torch.rand(1).equal(expected)
+    first, second, third = (bits(model) for model in models)
+    assert all(first[name].equal(second[name]) for name in first)
+    assert not any(first[name].equal(third[name]) for name in first if "lora_A" in name)
+
+
+def test_parameters_without_an_adapter_are_listed():
+    model, _ = adapted("Mixtral")
+    assert "on k_proj o_proj q_proj v_proj: 0.00M parameters train" in describe(model)
+    assert "; without: mlp.experts.down_proj mlp.experts.gate_up_proj mlp.gate.weight" in describe(model)
+    model, plain = adapted("Llama")
+    assert "without" not in describe(model)
+    assert describe(plain) == ""
+
+
+# ------------------------------------------------------------------------------------------- inside a run
+
+
+@pytest.mark.parametrize("start", ["actor", "reward"])
+def test_everyone_shares_the_frozen_weights(files, start):
+    run, _ = make_run(files, lora_r=RANK, critic_init=start)
+    base = pointers(run.ref.parameters())
+    ((reward_model, _),) = run.reward.models.values()
+    assert pointers(frozen(run.actor)) == base
+    assert pointers(p for name, p in run.old_actor.named_parameters() if "lora" not in name) == base
+    source = run.ref if start == "actor" else reward_model.model
+    assert pointers(frozen(run.critic)) <= pointers(source.parameters())
+    assert base.isdisjoint(pointers(reward_model.model.parameters()))
+    for model, optimizer, more in (
+        (run.actor, run.learners["actor"].optimizer, set()),
+        (run.critic, run.learners["critic"].optimizer, {"value_head.weight", "value_head.bias"}),
+    ):
+        names = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert {name for name in names if ".lora_" not in name} == more
+        assert pointers(optimizer.param_groups[0]["params"]) == pointers(trained(model))
+    sets = [pointers(trained(run.actor)), pointers(trained(run.critic))]
+    sets.append(pointers(p for name, p in run.old_actor.named_parameters() if "lora" in name))
+    assert sum(map(len, sets)) == len(set().union(*sets))  # no two models share an adapter
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ratio_is_one_and_kl_zero_before_the_first_update(files, dtype):
+    run, prompts = make_run(files, lora_r=RANK, dtype=dtype)
+    rollout, metrics = filled_rollout(run, prompts)
+    grads, sums = gradients_of_trained(run, rollout.rows(range(8)))
+    tokens = rollout.response_len[:8].sum().item()
+    assert sums.total("policy/ratio") / tokens == pytest.approx(1.0, abs=1e-6)
+    assert sums.total("policy/approx_kl") / tokens == pytest.approx(0.0, abs=1e-9)
+    means = metrics.means(run.world)
+    assert means["kl/k1"] == means["kl/k2"] == means["kl/k3"] == 0
+    assert means["rollout/sampler_gap"] < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    assert max(g.abs().max() for g in grads) > 1e-4
+
+
+def gradients_of_trained(run, minibatch):
+    """A minibatch -> (gradients of the trained parameters, metrics). Frozen parameters have no gradient."""
+    train_ppo.forget_gradients(run)
+    tokens, names = minibatch.response_len.sum().item(), list(run.learners)
+    sums = train_ppo.backward(run, minibatch, tokens, names, run.progress.token_budget)
+    assert all(p.grad is None for m in (run.actor, run.critic) for p in frozen(m))
+    return [p.grad.clone() for m in (run.actor, run.critic) for p in trained(m)], sums
+
+
+def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files):
+    run, _ = make_run(files, **FAST)
+    before = {name: bits(getattr(run, name)) for name in ("actor", "critic", "ref")}
+    reward_model = bits(next(iter(run.reward.models.values()))[0].model)
+    run, prompts = updated_run(files)
+    original = load_policy(files["model"])
+    for name, start in before.items():
+        moved = {key for key, x in bits(getattr(run, name)).items() if not x.equal(start[key])}
+        assert {key for key in moved if ".lora_" not in key} == (
+            {"value_head.weight", "value_head.bias"} if name == "critic" else set()
+        )
+        assert (len(moved) >= 2 * 7) == (name != "ref")
+    assert all(
+        x.equal(reward_model[n])
+        for n, x in next(iter(run.reward.models.values()))[0].model.state_dict().items()
+    )
+
+    rollout, metrics = filled_rollout(run, prompts, 2)
+    prepare_training(original.base_model, False)
+    scorer = PolicyScorer(original)
+    untouched = score_all(rollout, lambda rows: scorer(*rows.sequences, run.args.temperature)[0])
+    assert rollout.ref_logprobs.equal(untouched)
+    assert not rollout.old_logprobs.allclose(untouched, atol=1e-2)
+    assert metrics.means(run.world)["rollout/sampler_gap"] < 1e-5  # the sampler has the adapters merged in
+
+
+def test_actor_and_critic_learn_apart(files):
+    run, prompts = make_run(files, **FAST, critic_init="actor", critic_warmup_steps=1)
+    rollout, _ = filled_rollout(run, prompts)
+    start = [p.detach().clone() for p in trained(run.actor)]
+    values = [p.detach().clone() for p in trained(run.critic)]
+    train_ppo.update(run, rollout, 0, Metrics())  # warm-up: only the critic's
+    assert same(start, trained(run.actor))
+    assert not same(values, trained(run.critic))
+    rollout, _ = filled_rollout(run, prompts, 1)
+    values = [p.detach().clone() for p in trained(run.critic)]
+    run.args.vf_coef = 0.0
+    run.learners["critic"].optimizer.param_groups[0]["betas"] = (0.0, 0.999)  # no momentum either
+    train_ppo.update(run, rollout, 1, Metrics())
+    assert same(values, trained(run.critic))
+    assert not same(start, trained(run.actor))
+
+
+def test_the_old_actor_keeps_its_adapter_until_it_is_due(files):
+    run, _ = updated_run(files, steps=1, update_old_actor_freq=2)
+    old = {name: x for name, x in run.old_actor.named_parameters() if "lora_B" in name}
+    assert all((x == 0).all() for x in old.values())
+    assert any((x != 0).any() for name, x in run.actor.named_parameters() if "lora_B" in name)
+    run, _ = updated_run(files, steps=2, update_old_actor_freq=2)
+    assert same(run.actor.parameters(), run.old_actor.parameters())
+    assert not any(p.requires_grad for p in run.old_actor.parameters())
+
+
+@pytest.mark.parametrize("more", [{"accumulation_steps": 8}, {"gradient_checkpointing": 1}])
+def test_how_a_batch_is_computed_changes_no_gradient(files, more):
+    found = []
+    for flag in ({}, more):
+        run, prompts = updated_run(files, **flag)
+        if not found:
+            rollout, _ = filled_rollout(run, prompts, 2)
+            start = bits(run.actor), bits(run.critic)
+        run.actor.load_state_dict(start[0])
+        run.critic.load_state_dict(start[1])
+        found.append(gradients_of_trained(run, rollout.rows(range(8)))[0])
+    assert max(g.abs().max() for g in found[0]) > 1e-3
+    assert furthest(*found) < 1e-6
+
+
+# ------------------------------------------------------------------------------------- what a run saves
+
+SIZES = {
+    "batch_size": 8,
+    "mini_batch_size": 4,
+    "max_gen_len": 6,
+    "max_steps": 4,
+    "ppo_epochs": 2,
+    "epochs": 9,
+}
+SIZES |= {
+    "critic_warmup_steps": 1,
+    "run_name": "r",
+    "device": "cpu",
+    "log_interval": 1000,
+    "eval_interval": 0,
+}
+SIZES |= {"save_interval": 2, "keep_checkpoints": 9, "dtype": "float32", "update_old_actor_freq": 3, **FAST}
+
+
+def argv_of(files, out_dir, **more):
+    return flags(**{**files, **SIZES, "out_dir": out_dir, **more})
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """A run of four steps without interruption -> its folder."""
+    out = tmp_path_factory.mktemp("whole")
+    train_ppo.main(argv_of(files, out))
+    return out / "r"
+
+
+def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "r")
+    train_ppo.main(argv_of(files, tmp_path, resume=run / "checkpoints" / "step_2"))
+    same_run(whole, run, step=4)
+    for name in ("actor_optimizer", "critic_optimizer", "old_actor"):
+        left, right = (load_weights(folder, 4, name) for folder in (whole, run))
+        assert all(x.equal(right[key]) for key, x in left.items())
+    left, right = (torch.load(f.parent / "ppo_actor_32.pth", weights_only=True) for f in (whole, run))
+    assert all(x.equal(right[key]) for key, x in left.items())
+    for rank in (0, 2 * RANK):
+        with pytest.raises(InputError, match=rf"--lora_r was {RANK} and is now {rank}"):
+            train_ppo.main(argv_of(files, tmp_path, resume="auto", lora_r=rank))
+
+
+def test_a_checkpoint_holds_the_adapters_alone(whole, files):
+    start, actor = load_policy(files["model"]), load_weights(whole, 4)
+    assert len(actor) == 2 * 7 * 2  # A and B of seven matrices in two layers
+    assert load_weights(whole, 4, "old_actor").keys() == actor.keys()
+    critic = load_weights(whole, 4, "critic")
+    assert {name for name in critic if ".lora_" not in name} == {"value_head.weight", "value_head.bias"}
+    size = sum(x.numel() for x in actor.values())
+    assert size == sum(RANK * sum(m.weight.shape) for m in adapted_layers_of(start))
+    assert load_weights(whole, 4, "actor_optimizer")["0.exp_avg"].numel() <= size
+
+    state = torch.load(whole.parent / "ppo_actor_32.pth", weights_only=True)
+    assert state.keys() == start.state_dict().keys()
+    for name, x in start.state_dict().items():
+        a, b = (actor.get(name.removesuffix("weight") + f"lora_{k}.default.weight") for k in "AB")
+        wanted = x if a is None else x + 2 * b @ a
+        torch.testing.assert_close(state[name], wanted.half(), rtol=0, atol=0 if a is None else 1e-3)
+    assert any(not state[name].equal(x.half()) for name, x in start.state_dict().items())
+
+
+def adapted_layers_of(model):
+    return [m for name, m in model.base_model.layers.named_modules() if isinstance(m, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "Qwen3", "MiniMind 2"])
+def test_the_pth_of_other_families_is_the_merged_model(files, family, tmp_path):
+    """The MiniMind run starts from a .pth alone, as its users have it; every run ends with a plain .pth."""
+    start, source = build(FAMILIES[family](), spread=2.0), tmp_path / "policy"
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    if family == "MiniMind 2":
+        source = tmp_path / "full_sft_32.pth"
+        torch.save(start.half().state_dict(), source)
+        start.float()
+    else:
+        start.save_pretrained(source)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    flags_of = {**files, "model": source, "tokenizer": tmp_path / "tokenizer"}
+    train_ppo.main(argv_of(flags_of, tmp_path / "out", max_steps=3, save_interval=3))
+    reloaded = load_policy(str(tmp_path / "out" / "ppo_actor_32.pth"))
+    model = start.requires_grad_(False)
+    add_adapters(model.base_model, RANK, 0)
+    saved = load_weights(tmp_path / "out" / "r", 3)
+    assert not model.load_state_dict(saved, strict=False).unexpected_keys
+    off = (logits(model) - logits(reloaded)).abs().max()
+    assert off < 5e-3 * logits(model).abs().max()  # fp16
+    assert (logits(load_policy(str(source))) - logits(reloaded)).abs().max() > 5 * off
+
+
+def test_two_processes_of_batch_n_equal_one_of_batch_2n(files, tmp_path):
+    sizes = {"max_steps": 3, "save_interval": 3, "accumulation_steps": 2, "learning_rate": 1e-3}
+    train_ppo.main(argv_of(files, tmp_path / "one", **sizes))
+    sizes |= {"batch_size": 4, "mini_batch_size": 2}
+    finish(launch_torchrun(2, argv_of(files, tmp_path / "two", **sizes)))
+    for name in ("actor", "critic"):
+        left, right = (load_weights(tmp_path / folder / "r", 3, name) for folder in ("one", "two"))
+        assert all((left[key] - right[key]).abs().max() < 1e-5 for key in left)
+        assert any((x != 0).any() for key, x in left.items() if "lora_B" in key)
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "rank, message",
+    [(-1, "--lora_r -1: must be 0 or more"), (10**9, "--lora_r 1000000000: no matrix .* above 32; give")],
+)
+def test_impossible_ranks_are_refused(files, tmp_path, rank, message):
+    with pytest.raises(InputError, match=message):
+        train_ppo.main(argv_of(files, tmp_path, lora_r=rank))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_matrices_in_its_layers():
+    backbone = build(FAMILIES["Llama"]()).base_model
+    backbone.layers = nn.ModuleList()
+    with pytest.raises(InputError, match="--lora_r 4: models of type llama have no linear layers"):
+        add_adapters(backbone, 4, 0)
+
+
+def test_without_peft(files, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match=r"--lora_r 4: needs peft; pip install 'peft>=0.18'"):
+        train_ppo.main(argv_of(files, tmp_path))
+    assert not list(tmp_path.iterdir())
+    make_run(files)  # without adapters peft is not needed

@@ -1,0 +1,199 @@
+"""Rewards over HTTP from a real server: what is sent, what is retried, what is refused in one line."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tiny import WORDS, finish, flags, launch, read_jsonl, run_files, train, word_tokenizer
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.rewards import reward_server
+from trainer.rewards.reward_server import RewardServer
+
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
+
+
+def count_a(request):
+    """The rewards that the test server gives."""
+    return [text.split().count("a") / 2 for text in request["responses"]]
+
+
+@contextmanager
+def server(*first_replies):
+    """A reward server -> (its URL, the requests it has got).
+
+    It replies first with ``first_replies``, functions of (handler, request), and then as it should.
+    """
+    requests, replies = [], list(first_replies)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append(request)
+            reply = replies.pop(0) if replies else lambda h, r: send(h, {"rewards": count_a(r)})
+            reply(self, request)
+
+        def log_message(self, *args):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{httpd.server_port}/reward", requests
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def send(handler, reply, code=200):
+    data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+    handler.send_response(code)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def hang(handler, request):
+    time.sleep(1.5)
+
+
+def hang_up(handler, request):
+    handler.connection.close()
+
+
+def trickle(handler, request):
+    """Send a byte every 0.1 s: each wait is short, but the whole reply takes longer than the time limit."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(20):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(reward_server, "PAUSE", 0.01)
+
+
+def ask(url, count=3, timeout=1.0):
+    """The server's scores of ``count`` responses: a, a a, a a a, …"""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    responses = [" ".join("a" * n) for n in range(1, count + 1)]
+    return RewardServer(url, timeout, tokenizer)(
+        ["b"] * count, responses, ["c"] + [None] * (count - 1)
+    ).tolist()
+
+
+def test_what_is_sent_is_what_openrlhf_sends():
+    with server() as (url, requests):
+        assert ask(url) == [0.5, 1.0, 1.5]
+    (request,) = requests
+    assert request["prompts"] == ["user b </s> assistant "] * 3  # as the policy reads it
+    assert request["query"] == [f"user b </s> assistant {a}" for a in ("a", "a a", "a a a")]
+    assert request["labels"] == ["c", None, None]
+    assert request["messages"] == ["b"] * 3
+
+
+def test_large_batches_go_in_pieces(monkeypatch):
+    monkeypatch.setattr(reward_server, "BATCH", 4)
+    with server() as (url, requests):
+        assert ask(url, count=10) == [n / 2 for n in range(1, 11)]
+    assert [len(r["query"]) for r in requests] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda h, r: send(h, {}, 500),
+        lambda h, r: send(h, {}, 503),
+        lambda h, r: send(h, {}, 429),
+        lambda h, r: send(h, b"<html>please wait</html>"),
+        hang_up,
+        hang,
+        trickle,
+    ],
+    ids=["500", "503", "429", "no JSON", "hangs up", "hangs", "trickles"],
+)
+def test_what_may_pass_is_asked_again(fault, capsys):
+    with server(fault, fault) as (url, requests):
+        assert ask(url, timeout=0.5) == [0.5, 1.0, 1.5]
+    assert len(requests) == 3
+    assert capsys.readouterr().err.count("asking again in") == 2
+
+
+def test_pauses_grow(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(reward_server.time, "sleep", pauses.append)
+    with pytest.raises(InputError, match="5 times; is the server running"):
+        ask("http://127.0.0.1:9/")  # no server listens there
+    assert pauses == [0.01, 0.02, 0.04, 0.08]
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
+def test_a_refusal_is_not_asked_again(code):
+    refusal = pytest.raises(InputError, match=rf"--reward_url http.*refuses the request \({code}")
+    with server(lambda h, r: send(h, {}, code)) as (url, requests), refusal:
+        ask(url)
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        [],
+        None,
+        {"rewards": None},
+        {"rewards": 3},
+        {"rewards": [1.0, 2.0]},
+        {"rewards": [1.0, "good", 2.0]},
+        {"rewards": [1.0, True, 2.0]},
+        {"rewards": [[1.0], [2.0], [3.0]]},
+    ],
+)
+def test_an_answer_of_another_form_is_one_line(reply):
+    refusal = pytest.raises(InputError, match="a number for each of 3 responses")
+    with server(lambda h, r: send(h, reply)) as (url, _), refusal:
+        ask(url)
+
+
+def test_training_with_a_server(tmp_path):
+    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
+    with server() as (url, requests):
+        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r")
+    samples = read_jsonl(tmp_path / "out" / "r" / "samples.jsonl")
+    asked = {
+        (p, r) for request in requests for p, r in zip(request["messages"], request["responses"], strict=True)
+    }
+    assert all((s["prompt"], s["response"]) in asked for s in samples)
+    assert all(s["parts"]["server"] == s["response"].split().count("a") / 2 for s in samples)
+    assert sum(len(request["query"]) for request in requests) == 16
+
+
+def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):
+    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
+    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", run_name="r", device="cpu", dtype="float32")
+
+    def nothing(handler, request):
+        send(handler, {"rewards": [float("nan")] * len(request["query"])})
+
+    refusal = pytest.raises(InputError, match="--reward_url: the score nan")
+    with server(lambda h, r: send(h, {"rewards": count_a(r)}), nothing) as (url, _), refusal:
+        train_ppo.main([*argv, "--reward_url", url])
+    assert "step_1\n" in capsys.readouterr().out
+    with server() as (url, _):  # at another port: a server may move
+        train_ppo.main([*argv, "--reward_url", url, "--resume", "auto"])
+    assert [m["step"] for m in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_url_without_http_is_one_line(tmp_path):
+    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
+    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", reward_url="localhost:5000")
+    _, err = finish(launch(argv), code=2)
+    assert err == "error: --reward_url localhost:5000: must begin with http:// or https://\n"

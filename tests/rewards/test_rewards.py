@@ -1,0 +1,270 @@
+"""Rewards: MiniMind's reasoning reward by hand, reward models of both kinds, the user's reward function."""
+
+import json
+
+import pytest
+import torch
+from tiny import flags, read_jsonl, run_files, save_policy_dir, save_reward_dir, word_tokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.rewards.reward import Reward
+from trainer.rewards.reward_function import load_reward_function
+from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
+from trainer.rewards.rules import (
+    answer_text,
+    format_reward,
+    is_correct,
+    length_reward,
+    mark_reward,
+    repetition_penalty,
+)
+
+GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
+WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
+
+REMOTE_CODE = '''
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class LengthConfig(PretrainedConfig):
+    model_type = "length_reward"
+
+class LengthReward(PreTrainedModel):
+    """Scores the number of words the assistant said, times a weight."""
+    config_class = LengthConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.tensor(1.0))
+        self.post_init()
+    def _init_weights(self, module):
+        pass
+    def get_score(self, tokenizer, messages):
+        assert messages[-1]["role"] == "assistant"
+        return self.weight.item() * len(tokenizer(messages[-1]["content"]).input_ids)
+'''
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return save_reward_dir(tmp_path_factory.mktemp("rm"), word_tokenizer(WORDS, chat=True), layers=2)
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("remote")
+    word_tokenizer(WORDS).save_pretrained(folder)
+    (folder / "modeling_length.py").write_text(REMOTE_CODE)
+    auto = {"AutoConfig": "modeling_length.LengthConfig", "AutoModel": "modeling_length.LengthReward"}
+    config = {"model_type": "length_reward", "architectures": ["LengthReward"], "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"weight": torch.tensor(0.5)}, folder / "pytorch_model.bin")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("response", "form", "marks"),
+    [
+        (GOOD, 0.5, 1.0),
+        (
+            GOOD.replace("</think>\n", "</think>\n\n"),
+            0.5,
+            1.0,
+        ),  # one blank line between the blocks is allowed
+        (GOOD.replace("</think>\n", "</think>\n\n\n"), 0.0, 1.0),  # two are not
+        (GOOD + "\n", 0.0, 1.0),
+        ("Well: " + GOOD, 0.0, 1.0),
+        (GOOD.replace("\n", ""), 0.0, 1.0),
+        (GOOD.replace("</think>", ""), 0.0, 0.75),
+        (GOOD.replace("<answer>", "<answer><answer>"), 0.0, 0.75),
+        ("2", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_format_and_marks(response, form, marks):
+    assert format_reward(response) == form
+    assert mark_reward(response) == marks
+
+
+def test_answer_text():
+    assert answer_text(GOOD) == "2"
+    assert answer_text("<answer>a</answer><answer>b</answer>") == "a"
+    assert answer_text("<answer>2") is None
+    assert is_correct(GOOD, " 2 ", reasoning=True)
+    assert not is_correct("2", "2", reasoning=True)
+    assert is_correct(" 2", "2", reasoning=False)
+
+
+def test_the_answer_block_is_scored_on_its_own():
+    """0.4 * score(whole) + 0.6 * score(answer only), each clipped to +-3 first; parts add up."""
+    table = {GOOD: 1.0, "2": 5.0, "no block": -7.0}
+    asked = []
+
+    def model(conversations):
+        asked.extend(conversations)
+        return torch.tensor([table[response] for _, response in conversations])
+
+    parts = Reward({"model": (model, 1.0)})(["p", "q"], [GOOD, "no block"], [None, None], [True, True])
+    assert asked == [("p", GOOD), ("q", "no block"), ("p", "2")]
+    assert parts["model"].tolist() == pytest.approx([0.4 * 1 + 0.6 * 3, -3.0])
+    assert parts["score"].tolist() == pytest.approx([0.5 + 1.0 + 2.2, -3.0])
+
+
+def test_without_reasoning_only_the_whole_is_scored():
+    parts = Reward({"model": (lambda c: torch.ones(len(c)), 1.0)}, reasoning=False)(
+        ["p"], [GOOD], [None], [True]
+    )
+    assert set(parts) == {"model", "score"}
+    assert parts["score"].tolist() == [1.0]
+
+
+def test_a_cut_response_pays_the_missing_eos_penalty():
+    reward = Reward(function=lambda *_: [1.0, 1.0], reasoning=False, missing_eos_penalty=0.75)
+    assert reward(["p", "p"], ["a", "b"], [None, None], [True, False])["score"].tolist() == [1.0, 0.25]
+
+
+def test_classifier_scores_are_the_models_own_whatever_the_batch(classifier):
+    """Batched, padded and sorted, each score equals the model's own on that conversation alone."""
+    tokenizer = AutoTokenizer.from_pretrained(classifier)
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    prompts = [[{"role": "user", "content": "one " * n}] for n in range(1, 8)]
+    conversations = [(p, "two three " * (7 - i)) for i, p in enumerate(prompts)]
+    alone = []
+    for prompt, response in conversations:
+        text = tokenizer.apply_chat_template(
+            [*prompt, {"role": "assistant", "content": response}], tokenize=False
+        )
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            alone.append(model(ids).logits.item())
+    scores = load_reward_model(classifier, torch.device("cpu"))(conversations)
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+    assert scores.std() > 1e-3
+
+
+def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
+    path = save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None)
+    model = load_reward_model(path, torch.device("cpu"))
+    conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
+    alone = [model([pair]).item() for pair in conversations]
+    assert model(conversations).tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_remote_code_reward_model(remote):
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        load_reward_model(remote, torch.device("cpu"))
+    model = load_reward_model(remote, torch.device("cpu"), trust_remote_code=True)
+    assert model([("one", "one two three"), ("two", "one")]).tolist() == [1.5, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["missing", "a causal LM", "two labels"])
+def test_what_is_no_reward_model_is_refused(kind, tmp_path):
+    if kind == "a causal LM":
+        save_policy_dir(tmp_path, word_tokenizer(WORDS))
+    if kind == "two labels":
+        save_reward_dir(tmp_path, word_tokenizer(WORDS), num_labels=2)
+    with pytest.raises(InputError, match="--reward_model"):
+        load_reward_model(str(tmp_path), torch.device("cpu"))
+
+
+def test_reward_function(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(prompts, responses, answers):\n    return [len(r) for r in responses]\n")
+    parts = Reward(function=load_reward_function(f"{path}:score"), reasoning=False)
+    assert parts(["p", "q"], ["a", "abc"], [None, "x"], [True, True])["function"].tolist() == [1, 3]
+    for spec in (f"{path}:other", f"{path}", f"{tmp_path}/none.py:score"):
+        with pytest.raises(InputError, match="--reward_fn"):
+            load_reward_function(spec)
+    path.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(InputError, match="nowhere_to_be_found"):
+        load_reward_function(f"{path}:score")
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0, float("nan")], ["x", "y"], None, 3])
+def test_a_reward_function_that_returns_nonsense_is_named(returned):
+    with pytest.raises(InputError, match="--reward_fn"):
+        Reward(function=lambda *_: returned, reasoning=False)(["p", "q"], ["a", "b"], [None] * 2, [True] * 2)
+
+
+# --------------------------------------------------------------------------------- several reward models
+
+
+def test_several_reward_models_are_weighted_and_logged_on_their_own(tmp_path):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    helpful = save_reward_dir(tmp_path / "helpful", tokenizer, seed=1)
+    harmless = save_reward_dir(tmp_path / "harmless", tokenizer, seed=2)
+    models = load_reward_models(
+        [f"{helpful}=2.0", f"{harmless}=-0.5"], torch.device("cpu"), False, torch.float32
+    )
+    reward = Reward(models, reasoning=False)
+    prompts, responses = ["one", "two three"], ["four", "five five"]
+    parts = reward(prompts, responses, [None] * 2, [True] * 2)
+    assert set(parts) == {"model_helpful", "model_harmless", "score"}
+    for name, path, weight in (("model_helpful", helpful, 2.0), ("model_harmless", harmless, -0.5)):
+        alone = load_reward_model(path, torch.device("cpu"))(list(zip(prompts, responses, strict=True)))
+        assert parts[name].tolist() == pytest.approx((weight * alone.clamp(-3, 3)).tolist(), abs=1e-5)
+    assert parts["score"].equal(parts["model_helpful"] + parts["model_harmless"])
+
+
+def test_specs_of_reward_models(tmp_path):
+    odd = tmp_path / "a=0.5"
+    odd.mkdir()
+    assert parse_spec("org/name") == ("org/name", 1.0)
+    assert parse_spec("org/name=0.3") == ("org/name", 0.3)
+    assert parse_spec(str(odd)) == (str(odd), 1.0)  # a path that exists is taken whole
+    assert parse_spec(f"{odd}=2") == (str(odd), 2.0)
+    for weight in ("0", "nan", "inf"):
+        with pytest.raises(InputError, match="--reward_model a="):
+            parse_spec(f"a={weight}")
+
+
+def test_training_with_several_reward_models(tmp_path):
+    files = run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
+    more = save_reward_dir(tmp_path / "more", word_tokenizer(list("abcdefgh"), chat=True), seed=9)
+    sizes = {
+        "batch_size": 8,
+        "mini_batch_size": 4,
+        "max_gen_len": 6,
+        "critic_warmup_steps": 0,
+        "device": "cpu",
+    }
+    reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2"]
+    argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
+    train_ppo.main([*argv, *reward_models])
+    for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
+        parts = [x for name, x in metrics.items() if name.startswith("reward/") and name != "reward/score"]
+        assert {
+            "reward/model_reward",
+            "reward/model_more",
+            "reward/length_reward",
+            "reward/repetition",
+        } <= metrics.keys()
+        assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
+    reward_models[2] = f"{more}=3"
+    with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
+        train_ppo.main([*argv, *reward_models, "--resume", "auto"])
+
+
+# ------------------------------------------------------------------------------------ repetition and length
+
+
+def test_repetition_penalty_by_hand():
+    assert repetition_penalty("a b c d e", 0.5) == 0.0
+    assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
+    assert repetition_penalty("a b c a b c", 0.5) == pytest.approx(0.25)  # 1 of 4 trigrams is a repetition
+    assert repetition_penalty("A, a, a, a, a, a", 0.5) == 0.5  # 7 of 9: more than half
+    assert repetition_penalty("x " * 100, 0.3) == 0.3
+
+
+def test_length_reward_by_hand():
+    assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
+    reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
+    parts = reward(["p"], ["x " * 30], [None], [True])
+    assert {name: x.item() for name, x in parts.items()} == {
+        "function": 0.0,
+        "repetition": -0.5,
+        "length_reward": 0.25,
+        "score": -0.25,
+    }

@@ -1,0 +1,354 @@
+"""Failures during a run: rewards that fail or hang, unusual responses, memory that runs out."""
+
+import json
+import time
+
+import pytest
+import torch
+from tiny import (
+    ROOT,
+    WORDS,
+    finish,
+    flags,
+    launch,
+    load_weights,
+    read_jsonl,
+    run_files,
+    save_policy_dir,
+    tiny_llama,
+    word_tokenizer,
+    write_jsonl,
+)
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.compute.memory import attempt, each_micro_batch
+from trainer.generation import engine
+from trainer.generation.sampling_noise import noise_keys
+from trainer.rewards.time_limit import TimeUp, time_limit
+
+SIZES = {
+    "batch_size": 8,
+    "mini_batch_size": 4,
+    "max_gen_len": 6,
+    "max_steps": 4,
+    "epochs": 9,
+    "device": "cpu",
+}
+SIZES |= {"critic_warmup_steps": 1, "run_name": "r", "log_interval": 1000, "save_interval": 100}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+def argv_of(files, out_dir, **more):
+    return flags(**{**SIZES, **files, "out_dir": out_dir, **more})
+
+
+# --------------------------------------------------------------------------------------- rewards that fail
+
+FAULTS = {
+    "it raises": ("raise ValueError('no')", r"ValueError: no at .*reward.py:\d+"),
+    "it raises many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
+    "it leaves": ("sys.exit(3)", "SystemExit: 3"),
+    "it interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "it hangs": ("time.sleep(100)", "no answer after 1 s; speed it up or raise --reward_timeout"),
+    "it hangs and shields itself": (
+        "try:\n        while True: pass\n    except Exception: pass",
+        "no answer after 1 s",
+    ),
+    "one score too few": ("scores.pop()", "returned 7 scores for 8 responses"),
+    "one too many": ("scores.append(0.0)", "returned 9 scores for 8"),
+    "it takes a response away": ("scores.pop(); responses.pop()", "returned 7 scores for 8"),
+    "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
+    "infinity": ("scores[3] = float('-inf')", "the score -inf for the response"),
+    "too large for fp32": ("scores[3] = 1e300", "the score inf for the response"),
+    "text": ("scores[3] = 'good'", "could not convert string to float"),
+    "None": ("scores[3] = None", "NoneType"),
+    "complex numbers": ("scores[3] = 1j", "complex"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_reward_that_fails_saves_and_ends_in_one_line(files, tmp_path, monkeypatch, capsys, what):
+    code, message = FAULTS[what]
+    monkeypatch.setenv("FAULT", code.replace("\n    ", "\n"))
+    monkeypatch.setenv("FAULT_AT", "3")
+    with pytest.raises(InputError, match=message) as error:
+        train_ppo.main(argv_of(files, tmp_path, reward_timeout=1))
+    assert str(error.value).startswith("--reward_fn")
+    assert len(str(error.value)) < 500
+    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_2'}\n" in capsys.readouterr().out
+    if what in ("it raises", "it hangs", "NaN"):
+        monkeypatch.delenv("FAULT_AT")
+        train_ppo.main(argv_of(files, tmp_path, resume="auto"))
+        assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]] == [1, 2, 3, 4]
+
+
+def test_a_run_that_has_learned_nothing_leaves_an_earlier_result_alone(files, tmp_path, monkeypatch):
+    result = tmp_path / "ppo_actor_32.pth"
+    result.write_bytes(b"of an earlier run")
+    monkeypatch.setenv("FAULT", "raise ValueError('at once')")
+    monkeypatch.setenv("FAULT_AT", "1")
+    with pytest.raises(InputError, match="at once"):
+        train_ppo.main(argv_of(files, tmp_path, eval_interval=0))
+    assert result.read_bytes() == b"of an earlier run"
+    assert not (tmp_path / "ppo_actor_32").exists()
+    assert not list((tmp_path / "r").glob("checkpoints/*"))
+
+
+def test_a_reward_that_fails_on_the_real_command_line(files, tmp_path):
+    argv = argv_of(files, tmp_path, reward_timeout=1)
+    _, err = finish(launch(argv, FAULT="time.sleep(100)", FAULT_AT="2"), code=2)
+    assert err == "error: --reward_fn: no answer after 1 s; speed it up or raise --reward_timeout\n"
+
+
+def test_a_reward_model_of_nan_is_one_line(files, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(files["reward_model"])
+    with torch.no_grad():
+        model.score.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / "nan")
+    argv = argv_of(files | {"reward_model": str(tmp_path / "nan")}, tmp_path, critic_init="actor")
+    with pytest.raises(InputError, match="--reward_model: the score nan for the response"):
+        train_ppo.main(argv)
+
+
+def test_time_limit():
+    with pytest.raises(TimeUp), time_limit(0.05):
+        while True:
+            pass
+    with time_limit(0):
+        pass
+    with time_limit(0.1):  # and the alarm does not fire later
+        pass
+    time.sleep(0.2)
+    with pytest.raises(TimeUp), time_limit(0.05):  # a block that catches TimeUp gets it again
+        try:
+            while True:
+                pass
+        except BaseException:
+            time.sleep(0.1)
+
+
+POOL = """import multiprocessing
+def length(text):
+    return -0.1 * len(text)
+def score(prompts, responses, answers):
+    process = multiprocessing.get_context("fork").Process(target=length, args=("abc",))
+    process.start()
+    process.terminate()
+    process.join()
+    for messages in prompts:
+        messages[0]["content"] = "CHANGED"
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(length, responses)
+"""
+
+
+def test_a_reward_function_may_fork_and_change_what_it_is_given(files, tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    messages = [{"prompt": [{"role": "user", "content": f"{a} {b}"}]} for a in WORDS for b in WORDS]
+    change = {"data_path": write_jsonl(tmp_path / "messages.jsonl", messages)}
+    argv = argv_of(files | change, tmp_path, reward_fn=f"{tmp_path / 'pool.py'}:score", reward_timeout=20)
+    _, err = finish(launch(argv), seconds=60)
+    assert "stopping" not in err
+    assert "CHANGED" not in (tmp_path / "r" / "samples.jsonl").read_text()
+
+
+def test_a_reward_that_fails_in_an_evaluation_saves_what_was_learned(files, tmp_path, monkeypatch, capsys):
+    """The fifth call fails: two are the first evaluation, two are steps, the fifth is the next evaluation."""
+    monkeypatch.setenv("FAULT", "raise ValueError('no')")
+    monkeypatch.setenv("FAULT_AT", "5")
+    more = {"eval_data_path": files["data_path"], "eval_interval": 2}
+    with pytest.raises(InputError, match="ValueError: no"):
+        train_ppo.main(argv_of(files, tmp_path, **more))
+    assert f"saved: {tmp_path / 'r' / 'checkpoints' / 'step_2'}\n" in capsys.readouterr().out
+    monkeypatch.delenv("FAULT_AT")
+    train_ppo.main(argv_of(files, tmp_path, resume="auto", **more))
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3, 4]
+    assert "eval/score" in metrics[4]
+
+
+# ------------------------------------------------------------------------------------- unusual responses
+
+
+def test_empty_responses_are_trained_on(files, tmp_path):
+    """Every token ends the response: all texts are empty."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = tiny_llama(len(tokenizer), layers=2, spread=2.0)
+    model.generation_config.eos_token_id = list(range(len(tokenizer)))
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    train_ppo.main(argv_of(files | {"model": str(tmp_path / "policy")}, tmp_path))
+    assert {s["response"] for s in read_jsonl(tmp_path / "r" / "samples.jsonl")} == {""}
+    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert {m["rollout/length"] for m in metrics if m["step"]} == {1.0}
+    assert {m["rollout/finished"] for m in metrics if m["step"]} == {1.0}
+    assert sum(m["policy/skipped_steps"] for m in metrics if m["step"]) == 0
+
+
+def test_a_batch_where_no_response_ends(files, tmp_path):
+    """The EOS has a logit of 0: at this temperature it is hardly ever sampled. All get the same penalty."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = tiny_llama(len(tokenizer), layers=2, spread=2.0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0
+    model.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    train_ppo.main(argv_of(files | {"model": str(tmp_path / "policy")}, tmp_path, temperature=0.03))
+    metrics = [m for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]]
+    assert {m["rollout/finished"] for m in metrics} == {0.0}
+    assert {m["reward/missing_eos"] for m in metrics} == {-1.0}
+    assert sum(m["policy/skipped_steps"] for m in metrics) == 0
+    assert all(m[name] is not None for m in metrics for name in m)
+
+
+def test_rewards_that_are_all_the_same_teach_nothing_and_break_nothing(files, tmp_path):
+    (tmp_path / "same.py").write_text(
+        "def score(prompts, responses, answers):\n    return [1.0] * len(prompts)\n"
+    )
+    change = {"reward_fn": f"{tmp_path / 'same.py'}:score", "reward_model": ""}
+    train_ppo.main(argv_of(files | change, tmp_path, reasoning=0, missing_eos_penalty=0))
+    metrics = [m for m in read_jsonl(tmp_path / "r" / "metrics.jsonl") if m["step"]]
+    assert all(m[name] is not None for m in metrics for name in m)
+    assert all(p.isfinite().all() for p in load_weights(tmp_path / "r", 4).values())
+
+
+# ---------------------------------------------------------------------------------- memory that runs out
+
+# During the update the system lets this process take at most $ROOM MiB more memory than it has already.
+CRAMPED = """import os, resource, sys
+sys.path.insert(0, sys.argv.pop(1))
+from trainer import train_ppo
+update = train_ppo.update
+def cramped(*args):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + int(os.environ["ROOM"]) * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    update(*args)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+train_ppo.update = cramped
+train_ppo.run_script(train_ppo.main)
+"""
+WIDE = {"hidden": 64, "layers": 8, "intermediate_size": 512}
+
+
+@pytest.fixture(scope="module")
+def wide(files, tmp_path_factory):
+    """The flags of a run with long prompts and a policy whose activations need more memory than all else."""
+    folder = tmp_path_factory.mktemp("wide")
+    prompts = [{"prompt": " ".join(WORDS[(i + n) % 8] for i in range(60))} for n in range(64)]
+    model = save_policy_dir(folder / "wide", word_tokenizer(WORDS, chat=True), **WIDE)
+    change = {"model": model, "data_path": write_jsonl(folder / "long.jsonl", prompts), "reward_model": ""}
+    sizes = {"batch_size": 32, "mini_batch_size": 32, "max_gen_len": 20, "dtype": "float32", "reasoning": 0}
+    return files | change | sizes | {"max_steps": 2, "critic_warmup_steps": 0}
+
+
+def run_cramped(wide, folder, room, code=0):
+    script = folder.with_suffix(".py")
+    script.write_text(CRAMPED)
+    argv = [str(ROOT), *argv_of(wide, folder)]
+    at_once = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+    }  # freed memory goes back to the system
+    return finish(launch(argv, script=script, ROOM=str(room), **at_once), code=code)
+
+
+def test_out_of_memory_in_a_micro_batch_is_done_again_with_less(wide, tmp_path):
+    roomy, cramped = tmp_path / "roomy", tmp_path / "cramped"
+    train_ppo.main(argv_of(wide, roomy))
+    out, _ = run_cramped(wide, cramped, 100)
+    assert "note: memory ran out in step 1; updates take fewer tokens at a time" in out
+    budgets = [
+        json.loads((folder / "r" / "checkpoints" / "step_2" / "state.json").read_text())["token_budget"]
+        for folder in (roomy, cramped)
+    ]
+    assert budgets[1] <= budgets[0] // 2
+    left, right = (load_weights(folder / "r", 2) for folder in (roomy, cramped))
+    assert max((left[k] - right[k]).abs().max().item() for k in left) < 1e-5
+
+
+def test_out_of_memory_for_a_single_sequence_is_one_line(wide, tmp_path):
+    _, err = run_cramped(wide, tmp_path / "tiny", 1, code=2)
+    assert err.startswith("error: out of memory for a single sequence of ")
+    assert err.count("\n") == 1
+
+
+def full(rows, most):
+    """Run out of memory, by a real allocation that fails, if there are more than ``most`` rows."""
+    torch.empty(1 << 50 if len(rows) > most else 1)
+
+
+def test_micro_batches_are_halved_until_they_fit():
+    done = []
+
+    def work(rows):
+        full(rows, 3)
+        done.append(rows)
+
+    each_micro_batch([10] * 16, 1000, work)
+    assert sorted(row for rows in done for row in rows) == list(range(16))
+    assert max(map(len, done)) <= 3
+    with pytest.raises(InputError, match="out of memory for a single sequence of 12 tokens"):
+        each_micro_batch([12, 5], 100, lambda rows: full(rows, 0))
+
+
+def test_only_a_lack_of_memory_is_tried_again():
+    assert attempt(lambda: 3) == (True, 3)
+    assert attempt(full, [1, 2], 1) == (False, None)
+    with pytest.raises(RuntimeError, match="shape"):
+        attempt(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
+
+
+def test_out_of_memory_while_sampling_takes_fewer_slots_and_the_same_tokens(monkeypatch):
+    policy = tiny_llama(10, layers=2, spread=2.0)
+    prompts, keys = [[2 + i % 7] * (1 + i % 5) for i in range(24)], noise_keys(1, 2, list(range(24)))
+    wanted = engine.Sampler(policy).sample(prompts, keys, [0], 12, 1.0)
+
+    class Cramped(engine.KVCache):
+        def __init__(self, config, slots, *more):
+            torch.empty(1 << 50 if slots > 7 else 1)  # a real allocation that fails
+            super().__init__(config, slots, *more)
+
+    monkeypatch.setattr(engine, "KVCache", Cramped)
+    sampler = engine.Sampler(policy)
+    got = sampler.sample(prompts, keys, [0], 12, 1.0)
+    assert sampler.slots == 6
+    assert got.tokens.equal(wanted.tokens)
+    assert got.response_len.equal(wanted.response_len)
+
+
+def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, monkeypatch):
+    """The second micro-batch fails once: the gradients of the first must be dropped."""
+    from test_invariants import filled_rollout, gradients, make_run, same
+
+    results = []
+    for fails in (False, True):
+        run, prompts = make_run({k: v for k, v in files.items() if k != "reward_fn"})
+        batch, _ = filled_rollout(run, prompts)
+        minibatch = batch.rows(range(8))
+        run.progress.token_budget = 64
+        if not fails:
+            run.progress.token_budget = 32
+        value, calls = run.learners["critic"].scorer, []
+
+        def failing(*sequences, value=value, calls=calls, fails=fails):
+            calls.append(1)
+            if fails and len(calls) == 2:
+                torch.empty(1 << 50)
+            return value(*sequences)
+
+        run.learners["critic"].scorer = failing
+        gradients(run, minibatch)
+        assert len(calls) > 2
+        results.append([p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()])
+        assert run.progress.token_budget == 32
+    assert same(*results)

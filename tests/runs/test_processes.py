@@ -1,0 +1,328 @@
+"""Several processes (DDP): the same result as one process; all of them end when one dies or hangs."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from tiny import (
+    DIE,
+    ROOT,
+    finish,
+    flags,
+    launch,
+    launch_torchrun,
+    load_weights,
+    read_jsonl,
+    run_files,
+    wait_for,
+    write_jsonl,
+)
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.runs.distributed import World
+from trainer.runs.heartbeat import Heartbeat
+
+ALONE = World(0, 1, torch.device("cpu"))
+RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN |= {"normalize_reward": 1}
+RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
+ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
+SAME = {
+    "reward/score",
+    "rollout/length",
+    "rollout/finished",
+    "kl/k1",
+    "policy/approx_kl",
+    "policy/early_stop",
+}
+SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
+SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
+TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
+
+# One response scores so high that the value loss overflows: an optimizer step that is really not finite.
+OVERFLOW = """def score(prompts, responses, answers):
+    scores = [r.split().count("a") - 0.1 * len(r) for r in responses]
+    return [3e19 if a == "overflow" else s for a, s in zip(answers, scores)]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "overflow.py").write_text(OVERFLOW)
+    found = run_files(folder, count=185)
+    prompts = read_jsonl(found["data_path"])
+    prompts[0]["answer"] = "overflow"
+    write_jsonl(folder / "prompts.jsonl", prompts)
+    return found | {"eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
+
+
+def argv_of(files, out_dir, sizes, **more):
+    return flags(**{**files, **RUN, **sizes, "out_dir": out_dir, "eval_interval": 0, **more})
+
+
+@pytest.fixture(scope="module")
+def one(files, tmp_path_factory):
+    """A run of 12 steps in one process -> its run folder."""
+    out = tmp_path_factory.mktemp("one")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    train_ppo.main(argv_of(files, out, ONE, reward_fn=overflow, keep_checkpoints=9))
+    return out / "r"
+
+
+@pytest.fixture(scope="module")
+def two(files, tmp_path_factory):
+    """The same run in two processes -> its run folder."""
+    out = tmp_path_factory.mktemp("two")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    argv = argv_of(files, out, TWO, reward_fn=overflow, keep_checkpoints=9)
+    for process in launch_two([*argv, "--ddp"]):
+        finish(process)
+    return out / "r"
+
+
+def launch_two(argv, **environment):
+    """Two processes with the environment that torchrun gives them, but without torchrun, which takes longer
+    to start than they take to train. Where a process dies or gets a signal, tests below use torchrun."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
+    return [launch(argv, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def furthest(left, right, step=12):
+    """The largest difference between the weights of two runs."""
+    pairs = [(load_weights(left, step, n), load_weights(right, step, n)) for n in ("actor", "critic")]
+    return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
+
+
+# ----------------------------------------------------------------------------------------- the same result
+
+
+def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
+    """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
+    scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
+    evaluation."""
+    left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (one, two))
+    stops = [m["policy/early_stop"] > 0 for m in left[1:]]
+    assert any(stops)
+    assert not all(stops)
+    state = json.loads((one / "checkpoints" / "step_12" / "state.json").read_text())
+    assert state["skipped_steps"] > 0
+    difference = furthest(one, two)
+    print(f"largest weight difference between one and two processes: {difference:.1e}")
+    assert difference < TOLERANCE
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for name in SAME & a.keys():
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), (a["step"], name)
+    a, b = (read_jsonl(folder / "samples.jsonl")[::2] for folder in (one, two))
+    assert [s["response"] for s in a] == [s["response"] for s in b]  # position 0 of each global batch
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, processes, capsys):
+    """From 2 to 1 and from 1 to 2: only the batch size over all processes has to stay the same."""
+    start = {1: two, 2: one}[processes]
+    shutil.copytree(start, tmp_path / "r")
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    more = {"reward_fn": overflow, "resume": tmp_path / "r" / "checkpoints" / "step_5", "keep_checkpoints": 9}
+    if processes == 1:
+        train_ppo.main(argv_of(files, tmp_path, ONE, **more))
+        out = capsys.readouterr().out
+    else:
+        (out, _), _ = map(finish, launch_two(argv_of(files, tmp_path, TWO, **more)))
+    assert f"note: processes were {3 - processes} and are {processes}" in out
+    difference = furthest(one, tmp_path / "r")
+    print(f"largest weight difference after going on with {processes}: {difference:.1e}")
+    assert difference < TOLERANCE
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
+
+
+def test_another_global_batch_is_another_run(files, two):
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
+        train_ppo.main(argv_of(files, two.parent, TWO, reward_fn=overflow, resume="auto"))
+
+
+# ------------------------------------------------------------------------------------ when a process fails
+
+
+def test_when_one_process_dies_all_end_and_the_run_resumes(files, tmp_path):
+    argv = argv_of(files, tmp_path, TWO, target_kl=0)
+    process = launch_torchrun(2, argv, FAULT=DIE, FAULT_RANK="1", FAULT_AT="9")
+    start = time.monotonic()
+    out, err = finish(process, code=1, seconds=60)
+    print(f"all had ended {time.monotonic() - start:.0f} s after the start")
+    assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
+    assert "error: process 0 lost contact with the others" in err
+    train_ppo.main(argv_of(files, tmp_path, ONE, target_kl=0, resume="auto"))
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
+
+
+def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
+    argv = argv_of(files, tmp_path, TWO, target_kl=0)
+    fault = "raise KeyError('no such answer')"
+    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9")
+    (out, err), (_, other) = (finish(process, code=2) for process in processes)
+    lines = [line for line in (err + other).splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "process 1: --reward_fn: KeyError: 'no such answer' at" in lines[0]
+    assert "step_6" in out  # two of the 9 calls were evaluations; batch 7 is not learned from
+
+
+HANG = """import sys
+sys.path.insert(0, sys.argv.pop(1))
+from trainer.runs import heartbeat
+from trainer import train_ppo
+heartbeat.LIMIT = 4.0
+train_ppo.main(sys.argv[1:])
+"""
+
+
+def test_one_that_hangs_is_noticed(files, tmp_path):
+    """A C function that does not return and holds the GIL: the process lives, but sends no heartbeat."""
+    (tmp_path / "hang.py").write_text(HANG)
+    fault = "import ctypes; ctypes.PyDLL(None).sleep(100)"
+    argv = [str(ROOT), *argv_of(files, tmp_path, TWO, target_kl=0)]
+    environment = {"FAULT": fault, "FAULT_RANK": "1", "FAULT_AT": "9"}
+    process = launch_torchrun(2, argv, script=tmp_path / "hang.py", **environment)
+    _, err = finish(process, code=1, seconds=60)
+    assert "error: process 0 ends: process 1 sent no heartbeat for 4 s" in err
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_signals_under_torchrun_save_once_and_end(files, tmp_path, group):
+    """Ctrl-C reaches every process, and torchrun sends it once more: it must count as one request."""
+    argv = argv_of(files, tmp_path, TWO, max_steps=900, save_interval=1000)
+    process = launch_torchrun(2, argv)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    if group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    done = read_jsonl(metrics)[-1]["step"]
+    assert process.returncode != 0
+    assert out.count("saved: ") == 1
+    assert f"step_{done}\n" in out
+    assert (tmp_path / "r" / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
+
+
+DRIFT = """import sys
+sys.path.insert(0, sys.argv.pop(1))
+import torch
+from trainer import train_ppo
+learn = train_ppo.learn
+def drift(run, step, *more):
+    result = learn(run, step, *more)
+    if step == 7 and run.world.rank == 1:  # one bit of one weight
+        w = run.actor.get_input_embeddings().weight.data
+        w[3, 3] = w[3, 3].nextafter(torch.tensor(9.0))
+    return result
+train_ppo.learn = drift
+train_ppo.main(sys.argv[1:])
+"""
+
+
+def test_processes_that_drift_apart_are_stopped_at_once(files, tmp_path):
+    (tmp_path / "drift.py").write_text(DRIFT)
+    argv = [str(ROOT), *argv_of(files, tmp_path, TWO, target_kl=0)]
+    _, err = finish(launch_torchrun(2, argv, script=tmp_path / "drift.py"), code=1)
+    assert "error: processes hold different weights" in err
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(8))
+    assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == ["step_5"]
+
+
+def test_bad_input_is_said_once(files, tmp_path):
+    argv = argv_of(files, tmp_path / "out", TWO, data_path="/nowhere.jsonl")
+    _, err = finish(launch_torchrun(2, argv), code=1)  # torchrun's own code; the processes' is 2
+    assert err.count("error: /nowhere.jsonl") == 1
+    assert 'Traceback (most recent call last):\n  File "' + str(train_ppo.ROOT) not in err
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------- two machines
+
+
+def launch_two_nodes(argv):
+    """Two torchrun agents with one rendezvous, as on two machines, with one process each."""
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "7"]
+    return [launch_torchrun(1, argv, "--nnodes", "2", *rendezvous) for _ in range(2)]
+
+
+def test_two_nodes(files, one, tmp_path):
+    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    for node in launch_two_nodes(argv_of(files, tmp_path, TWO, reward_fn=overflow)):
+        finish(node)
+    assert furthest(one, tmp_path / "r") < TOLERANCE
+
+
+def test_a_node_that_dies_ends_the_other(files, tmp_path):
+    nodes = launch_two_nodes(argv_of(files, tmp_path, TWO, max_steps=900))
+    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), nodes[0])
+    nodes[1].kill()  # the agent: its process notices and ends, then the other node's
+    start = time.monotonic()
+    nodes[0].communicate(timeout=60)
+    nodes[1].communicate(timeout=10)
+    assert nodes[0].returncode != 0
+    print(f"the other node had ended after {time.monotonic() - start:.0f} s")
+
+
+# ---------------------------------------------------------------------------- gradient sums and heartbeats
+
+
+def test_sum_of_gradients_in_buckets(monkeypatch):
+    monkeypatch.setattr("trainer.runs.distributed.BUCKET", 5)
+    monkeypatch.setattr(World, "sum", lambda self, x: x.mul_(2))  # a second process with the same gradients
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    module[1].bias.requires_grad_(False)
+    module[0](torch.ones(1, 3)).sum().backward()  # the second layer gets no gradient
+    before = [p.grad.clone() for p in module[0].parameters()]
+    World(0, 2, torch.device("cpu")).sum_gradients(module)
+    assert all(p.grad.equal(2 * b) for p, b in zip(module[0].parameters(), before, strict=True))
+    assert module[1].weight.grad.equal(torch.zeros(4, 2))
+    assert module[1].bias.grad is None
+
+
+def test_one_process_does_not_communicate():
+    module = torch.nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    gradient = module.weight.grad
+    ALONE.sum_gradients(module)
+    assert module.weight.grad is gradient
+    assert ALONE.gather(3) == [3]
+    with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
+        raise InputError("mine")
+
+
+def test_a_heartbeat_that_ends_on_purpose_alarms_nobody(monkeypatch):
+    monkeypatch.setattr("trainer.runs.heartbeat.BEAT", 0.05)
+    monkeypatch.setattr("trainer.runs.heartbeat.LIMIT", 0.5)
+    store = torch.distributed.HashStore()
+    died = []
+    monkeypatch.setattr(Heartbeat, "_die", lambda self, why: died.append((self.rank, why)))
+    beats = [Heartbeat(store, rank, 2) for rank in range(2)]
+    time.sleep(0.3)
+    beats[1].end()
+    time.sleep(1.0)
+    beats[0].end()
+    assert died == []
+    silent = Heartbeat(store, 0, 3)  # process 2 never started
+    time.sleep(1.0)
+    silent.end()
+    assert died[0][0] == 0
+    assert "process 2 sent no heartbeat" in died[0][1]

@@ -1,0 +1,138 @@
+"""Command-line flags: each number has a range; wrong flags and other trainers' names give one error line."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny import ROOT
+
+from errors import InputError
+from trainer import train_ppo, train_reward, train_sft
+from trainer.flags import Flag, FlagParser
+from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
+from trainer.runs.resume import check_same_run
+
+SCRIPTS = {"ppo": train_ppo, "sft": train_sft, "reward": train_reward}
+
+
+def parser():
+    p = FlagParser("a test")
+    p.group("numbers")
+    p.add_argument("--count", default=3, at_least=1, at_most=10, help="a number")
+    p.add_argument("--rate", default=0.5, above=0, at_most=1, may_change=True, help="another")
+    return p
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--count", "0"], "--count 0: must be at least 1"),
+        (["--count", "11"], "--count 11: must be at most 10"),
+        (["--rate", "0"], "--rate 0.0: must be above 0"),
+        (["--rate", "nan"], "--rate nan: must be above 0"),
+        (["--rate", "inf"], "--rate inf: must be at most 1"),
+        (["--count", "x"], "argument --count: invalid int value: 'x'; --help lists all flags"),
+        (["--cuont", "3"], "--cuont: no such flag; did you mean --count? --help lists all flags"),
+        (["--elephant"], "--elephant: no such flag; --help lists all flags"),
+        (["3"], "3: not expected here; flags begin with --, --help lists all"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(argv, line):
+    with pytest.raises(InputError) as caught:
+        parser().parse_args(argv)
+    assert str(caught.value) == line
+
+
+def test_a_number_without_a_range_cannot_be_declared():
+    p = parser()
+    with pytest.raises(ValueError, match="--size needs a range"):
+        p.add_argument("--size", default=3, help="how many")
+    with pytest.raises(ValueError, match="--share needs a range"):
+        p.add_argument("--share", default=0.5, help="how much")
+    p.add_argument("--weight", default=0.5, at_least=0, help="a float has an upper end in any case")
+    with pytest.raises(InputError, match="--weight inf: must be at most 1000000"):
+        p.parse_args(["--weight", "inf"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_every_number_of_the_scripts_is_checked(script):
+    flags = script.flag_parser().flags
+    numbers = {n for n, f in flags.items() if isinstance(f.default, float)}
+    assert len(numbers) >= 4
+    for name in numbers:
+        with pytest.raises(InputError, match=f"--{name} inf: must be at most"):
+            script.parse_args([f"--{name}", "inf"])
+        with pytest.raises(InputError, match=f"--{name} -1.0: must be"):
+            script.parse_args([f"--{name}=-1"])
+
+
+@pytest.mark.parametrize(("name", "ours"), PEER_FLAGS.items())
+def test_a_flag_of_another_trainer_is_answered_with_our_name(name, ours):
+    flags = train_ppo.flag_parser().flags
+    assert ours in flags
+    assert name not in flags
+    with pytest.raises(InputError, match=f"it is called --{ours} here"):
+        train_ppo.parse_args([f"--{name}", "1"])
+
+
+def test_what_other_trainers_have_and_this_one_has_not():
+    flags = train_ppo.flag_parser().flags
+    assert not set(NOT_HERE) & set(flags)
+    assert not set(NOT_HERE) & set(PEER_FLAGS)
+    assert set(VALUES) <= set(PEER_FLAGS)
+    for name, reason in NOT_HERE.items():
+        with pytest.raises(InputError) as caught:
+            train_ppo.parse_args([f"--{name}=1"])
+        assert str(caught.value) == f"--{name}: not a flag here: {reason}"
+
+
+@pytest.mark.parametrize("script", ["train_ppo.py", "train_sft.py", "train_reward.py"])
+def test_help_shows_groups_and_defaults(script):
+    command = [sys.executable, str(ROOT / "trainer" / script), "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    groups = {"data:", "machine:", "output:"} | ({"PPO:", "rollout:"} if script == "train_ppo.py" else set())
+    assert groups <= {line.strip() for line in out.splitlines()}
+    assert "[42]" in out  # the seed's default
+    assert out.count("[0]") >= 3  # zeros are defaults as well
+    assert "at 0x" not in out
+
+
+def configuration(**values):
+    """What config.json holds for a run that has only these flags."""
+    return {
+        "script": "train_ppo.py",
+        "processes": 1,
+        "total_steps": 4,
+        "threads": 1,
+        "versions": {},
+        "fingerprints": {},
+        **values,
+    }
+
+
+def test_a_flag_that_did_not_exist_does_not_stop_an_old_run():
+    flags = {"old": Flag(1, False), "new": Flag(0.95, False), "free": Flag("", True)}
+    before = configuration(old=3)
+    assert check_same_run(before, configuration(old=3, new=0.95, free="x"), flags) == []
+    with pytest.raises(InputError, match=r"--resume: --new was 0\.95 and is now 0\.5; set it back"):
+        check_same_run(before, configuration(old=3, new=0.5, free=""), flags)
+    with pytest.raises(InputError, match="--resume: --old was 3 and is now 1; set it back"):
+        check_same_run(before, configuration(old=1, new=0.95, free=""), flags)
+
+
+def test_sizes_are_compared_over_all_processes():
+    flags = {"batch_size": Flag(8, False)}
+    before = configuration(batch_size=8)
+    assert len(check_same_run(before, configuration(batch_size=4, processes=2), flags)) == 1  # a note
+    with pytest.raises(InputError, match="--batch_size was 8 and is now 16 over all processes"):
+        check_same_run(before, configuration(batch_size=8, processes=2), flags)
+
+
+@pytest.mark.parametrize("name", ["reward_fn", "reward_url", "reward_model"])
+def test_a_reward_that_comes_or_goes_is_another_run(name):
+    flags = {name: Flag("", True)}
+    with_it, without = configuration(**{name: "x"}), configuration(**{name: ""})
+    for old, new in ((with_it, without), (without, with_it)):
+        with pytest.raises(InputError, match=f"--resume: --{name} was .* set it back"):
+            check_same_run(old, new, flags)
+    assert check_same_run(with_it, configuration(**{name: "y"}), flags) == []  # its content is compared apart

@@ -1,0 +1,111 @@
+"""The structure of the code: imports go one way, files and functions stay short, and have docstrings."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from tiny import ROOT
+
+# Packages by level, the lowest first. A module imports from its own package and from lower levels only.
+LEVELS = (
+    ({"errors"},),
+    ({"atomic_files"},),
+    ({"model"},),
+    ({"dataset"},),
+    ({"trainer.compute"},),
+    ({"trainer.generation"}, {"trainer.rewards"}, {"trainer.runs"}),
+    ({"trainer"},),  # what the scripts share
+    ({"trainer.train_ppo"}, {"trainer.train_sft"}, {"trainer.train_reward"}, {"chat"}, {"export"}),
+)
+FILES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.relative_to(ROOT).parts[0] in ("model", "dataset", "trainer") or path.parent == ROOT
+]
+
+
+def room_of(module):
+    """A module's dotted name -> (its level, its package or, at the lowest level, itself)."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        for level, rooms in enumerate(LEVELS):
+            for room in rooms:
+                if name in room:
+                    return level, name if level else module
+    return None
+
+
+def imports_of(path):
+    """The modules of this project that a file imports, inside functions as well."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where something comes from"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if exists(name)}
+
+
+def exists(module):
+    path = ROOT.joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def wrong_imports(name, imported):
+    """Those of the imported modules that the module ``name`` must not import."""
+    level, room = room_of(name)
+    return [
+        other
+        for other in imported
+        if room_of(other) and room_of(other)[1] != room and room_of(other)[0] >= level
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    assert wrong_imports(name, imports_of(path)) == []
+
+
+def test_a_wrong_import_is_noticed():
+    assert wrong_imports("trainer.compute.packing", {"trainer.runs.metrics"})  # up
+    assert wrong_imports("trainer.rewards.reward", {"trainer.runs.checkpoints"})  # to the same level
+    assert wrong_imports("model.loading", {"dataset.formats"})
+    assert wrong_imports("trainer.supervised", {"trainer.train_sft"})
+    assert not wrong_imports("trainer.train_ppo", {"trainer.ppo", "trainer.compute.rollout_data"})
+    assert not wrong_imports("trainer.runs.resume", {"trainer.runs.checkpoints", "trainer.compute.memory"})
+
+
+def test_every_file_has_a_place():
+    assert all(room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES)
+    assert len(FILES) > 50
+
+
+def test_files_and_functions_can_be_read_in_one_sitting():
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        most = 420 if path.name == "train_ppo.py" else 320
+        assert text.count("\n") <= most, f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 80, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
+
+
+def test_public_functions_and_classes_have_docstrings():
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        ]
+        if not Path(path).name.startswith(("make_", "__init__")):
+            assert ast.get_docstring(tree), path
+            silent = [
+                n.name for n in public if not ast.get_docstring(n) and n.name not in ("main", "parse_args")
+            ]
+            assert silent == [], f"{path.relative_to(ROOT)}: {silent}"

@@ -1,0 +1,14 @@
+"""Compute: the forward passes that PPO, sampling and the other scripts share. The files of this folder:
+
+rollout_data.py  the data of one batch: tokens, lengths, log-probs, values, advantages
+scoring.py       log-probs and values of given responses; where the value of a token is read
+batching.py      cuts sequences into micro-batches by tokens, and pads them
+packing.py       sequences one behind the other in one row, so that no padding is computed
+attention.py     attention for packed rows and for decoding, registered with transformers
+fused_layers.py  the layers of Llama and its relatives in fewer operations
+logprobs.py      log-probs of tokens and their gradient, without the logits of a whole batch
+balance_loss.py  the load-balancing loss of a mixture of experts
+precision.py     fp32, bf16 and TF32: which dtype a device computes in
+memory.py        what happens when memory runs out; freed memory is kept for reuse
+cpu/             the same operations in C, compiled for this machine's CPU
+"""

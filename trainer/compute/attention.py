@@ -1,0 +1,128 @@
+"""Attention for training and sampling, registered with transformers as one attention implementation.
+
+transformers passes the queries, keys and values of every layer to the function registered under the name of
+the model's attention implementation. Ours handles two layouts that plain attention does not:
+
+- packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
+  (packing.py). ``rotated_attention``, which is compiled, computes them as they lie. Where it cannot run,
+  sequences of similar length are padded to a batch, for attention alone;
+- decode: one query a row, over a preallocated cache (generation/kv_cache.py).
+
+On a CPU, attention that is not compiled (other families, long sequences, no compiler) runs torch's fused
+kernel. For short sequences, and in bf16, it runs two batched products and a softmax, which take less time.
+"""
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer.compute.cpu import kernels
+
+ATTENTION = "small_lm"
+MAX_COMPILED_SIZE = (
+    1 << 16
+)  # largest length times head_dim of compiled attention: its arrays lie on a thread's stack
+LANES = 16  # the size of the largest vector; compiled attention fills head_dim up to whole vectors
+SDPA_LENGTH = 128  # from this length on, torch's fused kernel is faster in fp32 on a CPU; below, it is not
+
+
+def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
+    """Attention as transformers calls it: query [B, heads, T, head_dim], key and value with their own number
+    of heads -> ([B, T, heads, head_dim], None). packing: a ``Packing`` if the row is packed."""
+    if packing is not None:
+        return _packed(module, query, key, value, packing, **kwargs), None
+    if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
+        out = matmul_attention(query.to(key.dtype), key, value, attention_mask, kwargs["scaling"])
+        return out.to(query.dtype), None
+    if attention_mask is None and query.shape[2] == key.shape[2] and getattr(module, "is_causal", True):
+        return _causal(module, query, key, value, **kwargs), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _causal(module, query, key, value, **kwargs):
+    """Attention where each token sees itself and earlier ones, within the sliding window if there is one."""
+    length, window = query.shape[2], kwargs.get("sliding_window")
+    products = query.device.type == "cpu" and (length < SDPA_LENGTH or value.dtype != torch.float32)
+    mask = None
+    if products or (window and window < length):
+        mask = causal_mask(length, window, query.dtype, query.device)
+    if products:
+        return matmul_attention(query, key, value, mask, kwargs["scaling"])
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=mask is None, **kwargs)[0]
+
+
+def matmul_attention(query, key, value, mask, scaling):
+    """Attention as two batched products over the key/value heads; query heads with the same key are its rows.
+
+    mask: additive, [1, 1, T, S] or, for one query a row, [B, 1, 1, S]. -> [B, T, heads, dim of values].
+    """
+    batch, heads, width, dim = query.shape
+    groups, length = key.shape[1:3]
+    packed = query.reshape(batch * groups, heads // groups * width, dim)
+    if len(mask) == 1:
+        mask = mask[0].expand(heads // groups, -1, -1).reshape(1, -1, length)
+    else:
+        mask = mask[:, 0].repeat_interleave(groups, 0)
+    scores = torch.baddbmm(mask, packed, key.flatten(0, 1).transpose(1, 2), alpha=scaling)
+    out = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
+    return out.view(batch, heads, width, -1).transpose(1, 2)
+
+
+class _Compiled(torch.autograd.Function):
+    """``kernels.attention`` with its gradient; tensors [1, tokens, heads, dim]"""
+
+    @staticmethod
+    def forward(ctx, query, key, value, cos, sin, starts, window, scaling):
+        ctx.save_for_backward(query, key, value, cos, sin, starts)
+        ctx.window, ctx.scaling = window, scaling
+        return kernels.attention(query, key, value, cos, sin, starts, window, scaling)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        more = ctx.window, ctx.scaling, grad.contiguous()
+        return *kernels.attention_backward(*ctx.saved_tensors, *more), None, None, None, None, None
+
+
+def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
+    """Compiled attention of a packed row -> the shape of query; None where it cannot run.
+
+    query, key, value [1, tokens, heads, head_dim]; cos and sin [1, tokens, 1, head_dim], by which queries and
+    keys are rotated here.
+    """
+    fits = packing is not None and max(packing.lengths) * max(LANES, query.shape[3]) <= MAX_COMPILED_SIZE
+    if not fits or not kernels.ready(query, key, value, cos, sin):
+        return None
+    return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)
+
+
+def _packed(module, query, key, value, packing, **kwargs):
+    """Causal attention in each sequence of a packed row [1, heads, N, head_dim] -> [1, N, heads, dim]."""
+    parts = [packing.pad(x[0].transpose(0, 1)) for x in (query, key, value)]
+    out = [_causal(module, *qkv, **kwargs).transpose(1, 2) for qkv in zip(*parts, strict=True)]
+    return packing.unpad(out)[None]
+
+
+_MASKS = {}  # the largest mask of each kind so far; smaller ones are cut from it
+
+
+def causal_mask(length, window, dtype, device):
+    """Additive mask [1, 1, length, length]: a token sees itself and earlier ones, in the window if any."""
+    kind = (window, dtype, device)
+    if kind not in _MASKS or len(_MASKS[kind]) < length:
+        with torch.inference_mode(False):  # the sampler may make a mask that training uses later
+            behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+            mask = torch.zeros(behind.shape, dtype=dtype, device=device)
+            _MASKS[kind] = mask.masked_fill_(hidden_places(behind, window), -torch.inf)
+    return _MASKS[kind][None, None, :length, :length]
+
+
+def hidden_places(behind, window):
+    """-> bool, True for places that a token may not see: later ones, and those that a sliding window has left
+    behind (window None: no window). behind: how far behind the token each place lies, in tokens (int)."""
+    return behind < 0 if window is None else (behind < 0) | (behind >= window)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,47 @@
+"""Micro-batches: how sequences are cut into pieces of a certain number of tokens, and padded.
+
+A batch is the prompts that one step samples, a minibatch is what one optimizer step learns from, and a
+micro-batch is what goes through a model in one forward.
+"""
+
+import torch
+
+
+def tokens_per_pass(device):
+    """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy."""
+    return 1 << 11 if device.type == "cpu" else 1 << 13
+
+
+def pass_size(count, longest, tokens):
+    """The size of a forward over ``count`` rows, in tokens: the real tokens, or half of the padded tokens,
+    whichever is more. Only models that cannot pack rows compute the padding; the rule is the same for all."""
+    return max(tokens, -(-count * longest // 2))
+
+
+def micro_batches(lengths, token_budget):
+    """Cut rows into micro-batches of at least one row, whose ``pass_size`` is at most ``token_budget``.
+
+    Rows are sorted by length first, longest first. So a micro-batch has little padding, and memory runs out
+    in the first one or never. lengths: list of B ints -> list of lists of row numbers, each row in one.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    batches, tokens = [], 0
+    for row in order:
+        tokens += lengths[row]
+        if batches and pass_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            tokens = lengths[row]
+    return batches
+
+
+def pad_right(sequences, device="cpu", value=0):
+    """Lists of ids -> (tokens [B, T] int64, padded with ``value``, lengths [B] int64). Padding changes no
+    result."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    width = int(lengths.max())
+    tokens = torch.tensor([list(s) + [value] * (width - len(s)) for s in sequences])
+    if torch.device(device).type == "cuda":  # a copy from pinned memory does not wait for the GPU
+        return tuple(x.pin_memory().to(device, non_blocking=True) for x in (tokens, lengths))
+    return tokens.to(device), lengths.to(device)

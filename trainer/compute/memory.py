@@ -1,0 +1,85 @@
+"""Out of memory: the work is done again in smaller pieces. No result depends on how a batch is cut.
+
+Training keeps the smaller micro-batches for the rest of the run (runs/optimizer_step.py), scoring halves the
+micro-batch that did not fit (``each_micro_batch``), and sampling starts again with half the slots
+(generation/engine.py). To need less from the start: ``--accumulation_steps``, ``--gradient_checkpointing 1``,
+``--lora_r``, a smaller ``--max_gen_len`` or ``--max_seq_len``. What fills the memory: docs/performance.md.
+
+``keep_freed_memory`` is about speed: it makes the C library reuse what tensors free.
+"""
+
+import ctypes
+import os
+import sys
+
+import torch
+
+from errors import InputError
+from trainer.compute.batching import micro_batches
+
+
+def attempt(work, *args):
+    """Call ``work(*args)`` -> (True, its result), or (False, None) where memory ran out."""
+    try:
+        return True, work(*args)
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full:
+            raise
+    # Only after the except block: until the exception is gone, its frames hold the tensors that fill memory.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False, None
+
+
+def halve_until_it_fits(work, token_budget, longest, undo):
+    """Call ``work(token_budget)``. Where memory runs out, call ``undo()`` and try again with half the budget.
+
+    longest: tokens of the longest sequence. -> (the result, the budget that fitted). Raises InputError where
+    not even a single sequence fits.
+    """
+    while True:
+        fits, result = attempt(work, token_budget)
+        if fits:
+            return result, token_budget
+        undo()
+        if token_budget <= longest:  # no micro-batch had more tokens than the longest sequence
+            raise out_of_memory_error(longest)
+        token_budget //= 2
+
+
+def each_micro_batch(lengths, token_budget, work):
+    """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
+    runs out is halved, and both halves are done again. InputError if a single sequence does not fit."""
+    waiting = micro_batches(lengths, token_budget)[::-1]
+    while waiting:
+        rows = waiting.pop()
+        if not attempt(work, rows)[0]:
+            if len(rows) == 1:
+                raise out_of_memory_error(lengths[rows[0]])
+            half = len(rows) // 2
+            waiting += [rows[half:], rows[:half]]
+
+
+def out_of_memory_error(length):
+    """-> the InputError for a sequence of ``length`` tokens that does not fit into memory on its own."""
+    return InputError(
+        f"out of memory for a single sequence of {length} tokens; lower --max_gen_len or --max_seq_len, or "
+        "add --gradient_checkpointing 1"
+    )
+
+
+def keep_freed_memory():
+    """On Linux, make the C library keep memory that tensors free, instead of giving it back to the system.
+
+    A page that the system has to find and clear costs a CPU more time than computing what goes into it. Where
+    the user has set MALLOC_… variables, nothing is changed.
+    """
+    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # not every C library has it
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+        libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+        libc.mallopt(top_pad, 1 << 26)

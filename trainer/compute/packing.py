@@ -1,0 +1,162 @@
+"""Packing: sequences go through a model one behind the other, so that it computes real tokens only.
+
+A micro-batch is one row of N tokens, each with its position in its own sequence. Only attention
+(attention.py) has to know where a sequence ends.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from model.loading import quiet
+from trainer.compute.attention import ATTENTION
+from trainer.compute.fused_layers import fuse_layers
+from trainer.compute.precision import rows_to_add
+from trainer.compute.rollout_data import length_mask
+
+WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
+
+
+class _Pad(torch.autograd.Function):
+    """Rows x [n, ...] -> [size, ...] with row i at place[i] (all different). source [size]: the row at each
+    place. The places left over are padding: they hold copies of rows, and their results are never read."""
+
+    @staticmethod
+    def forward(ctx, x, place, source):
+        ctx.save_for_backward(place)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Take(torch.autograd.Function):
+    """The reverse of ``_Pad``: [size, ...] -> the rows at place."""
+
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.save_for_backward(place)
+        ctx.size = len(x)
+        return x.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+
+
+def take_rows(x, place):
+    """x [n, ...] -> x[place]. place has no repetitions, so that the gradient is a copy and not a sum."""
+    return _Take.apply(x, place)
+
+
+class Packing:
+    """Where the sequences of a packed row lie. Attention that is not compiled computes neighbours of similar
+    length as one padded batch, a group. lengths: list of B ints; sorted ones need less padding."""
+
+    def __init__(self, lengths, device):
+        self.groups, self.lengths, self.device = [], lengths, device  # groups: (number of sequences, longest)
+        total = 0
+        for length in lengths:
+            count, longest = self.groups[-1] if self.groups else (0, 0)
+            count, longest, total = count + 1, max(longest, length), total + length
+            if count > 1 and count * longest <= WASTE * total:
+                self.groups[-1] = (count, longest)
+            else:
+                self.groups.append((1, length))
+                total = length
+        self.indices = {}  # {number of heads: its index}
+        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0)  # [B + 1], each start and the end
+
+    @property
+    def sizes(self):
+        """Tokens of each group, padding included."""
+        return [count * longest for count, longest in self.groups]
+
+    def index(self, heads):
+        """Indices for rows of [tokens * heads, dim] -> (padded place of a row, row at each padded place)."""
+        if heads not in self.indices:
+            places, sources, first, start, base = [], [], 0, 0, 0
+            head = torch.arange(heads)
+            for count, longest in self.groups:
+                lengths = torch.tensor(self.lengths[first : first + count])
+                column = torch.arange(longest).minimum(lengths[:, None] - 1)  # [count, longest]
+                token = start + (lengths.cumsum(0) - lengths)[:, None] + column
+                sources.append((token[:, None] * heads + head[:, None]).flatten())  # [count, heads, longest]
+                row = torch.arange(count)[:, None, None] * heads + head  # [count, 1, heads]
+                row = base + row * longest + torch.arange(longest)[:, None]  # [count, longest, heads]
+                places.append(row[length_mask(lengths, longest)].flatten())
+                first, start, base = first + count, start + int(lengths.sum()), base + len(sources[-1])
+            self.indices[heads] = torch.cat(places).to(self.device), torch.cat(sources).to(self.device)
+        return self.indices[heads]
+
+    def pad(self, x):
+        """[tokens, heads, dim] -> list of [sequences, heads, longest, dim], one for each group"""
+        heads = x.shape[1]
+        x = _Pad.apply(x.reshape(-1, x.shape[2]), *self.index(heads))
+        parts = x.split([size * heads for size in self.sizes])
+        shapes = [(count, heads, longest, -1) for count, longest in self.groups]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def unpad(self, parts):
+        """List of [sequences, heads, longest, dim], one for each group -> [tokens, heads, dim]"""
+        heads, dim = parts[0].shape[1], parts[0].shape[3]
+        x = torch.cat([part.reshape(-1, dim) for part in parts])
+        return _Take.apply(x, self.index(heads)[0]).view(-1, heads, dim)
+
+
+@torch.no_grad()
+def pack_sequences(backbone):
+    """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
+
+    Packed and padded states are compared first. Where they differ, and where a model does not use the
+    attention interface of transformers, the backbone stays as it was.
+    """
+    if backbone.config._attn_implementation == ATTENTION:
+        return True
+    before, device = backbone.config._attn_implementation, backbone.device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(backbone.get_input_embeddings().num_embeddings, (3, 9), generator=generator)
+    arguments = tokens.to(device), torch.tensor([9, 8, 4], device=device)
+    padded = packed_states(backbone, *arguments).last_hidden_state
+    try:
+        with quiet():
+            backbone.set_attn_implementation(ATTENTION)
+        packed = packed_states(backbone, *arguments).last_hidden_state
+        fits = torch.allclose(packed, padded, rtol=1e-4, atol=1e-4 * padded.abs().max().item())
+    except (ValueError, TypeError, RuntimeError):
+        fits = False
+    if not fits:
+        backbone.set_attn_implementation(before)
+    packs = backbone.config._attn_implementation == ATTENTION  # some models keep their own and raise no error
+    if packs:
+        fuse_layers(backbone)
+    return packs
+
+
+def packed_states(backbone, tokens, lengths, **extra):
+    """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
+    states of the N real tokens, row by row. extra: further arguments of the backbone."""
+    real = length_mask(lengths, tokens.shape[1])
+    if backbone.config._attn_implementation != ATTENTION:  # not packed: run on padded rows
+        output = backbone(input_ids=tokens, use_cache=False, **extra)
+        output.last_hidden_state = output.last_hidden_state[real]
+        if extra.get("output_router_logits"):
+            output.router_logits = tuple(x[real.view(-1)] for x in output.router_logits)
+        return output
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    lengths = lengths.tolist()
+    count = sum(lengths)
+    filler = rows_to_add(count, backbone.get_input_embeddings().weight)
+    output = backbone(
+        input_ids=F.pad(tokens[real], (0, filler))[None],
+        position_ids=F.pad(positions[real], (0, filler))[None],
+        # A mask of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
+        attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+        packing=Packing([*lengths, filler] if filler else lengths, tokens.device),
+        use_cache=False,
+        **extra,
+    )
+    output.last_hidden_state = output.last_hidden_state[0, :count]
+    if extra.get("output_router_logits"):
+        output.router_logits = tuple(x[:count] for x in output.router_logits)
+    return output

@@ -1,0 +1,78 @@
+"""Mixed precision: which floating-point type a device computes in fastest, and how models compute in it.
+
+trained weights, gradients, AdamW's moments      fp32
+matrix products, in training and sampling        ``--dtype``: bf16 under autocast, or fp32
+softmax of the logits, log-probs, entropy,
+values, advantages, losses                       fp32
+the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
+linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
+the result, ppo_actor_*.pth                      fp16
+"""
+
+import torch
+from torch import nn
+
+PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
+
+
+def fast_dtype(name, device):
+    """``--dtype`` -> the dtype of mixed precision and of sampling. "auto": bf16 where the device computes in
+    it natively, else fp32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        native = any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if native else torch.float32
+
+
+def set_precision(name, device):
+    """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``."""
+    if device.type == "cuda" and name != "float32":
+        torch.set_float32_matmul_precision("high")
+    return fast_dtype(name, device)
+
+
+def autocast(device, dtype):
+    """A context of mixed precision: products run in ``dtype``, weights stay fp32. fp32 changes nothing."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def round_linears(model, dtype):
+    """Convert the weights of a frozen model's linear layers to ``dtype``, in place. ``autocast`` would do so
+    at every call, so results stay the same. Embeddings, and a head tied to them, stay as they are."""
+    elsewhere = {
+        id(p)
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        for p in module.parameters(recurse=False)
+    }
+    for module in model.modules():
+        for p in module.parameters(recurse=False) if type(module) is nn.Linear else ():
+            if id(p) not in elsewhere:
+                p.data = p.data.to(dtype)
+
+
+def round_frozen(models, dtype):
+    """``round_linears`` for models that do not train. Fingerprints must be taken before this, because they
+    must not depend on the machine."""
+    for model in models:
+        round_linears(model, dtype)
+
+
+def compute_dtype(x):
+    """The dtype in which a product of this tensor is computed here: autocast's if it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def rows_to_add(count, weight):
+    """How many rows to add to ``count``, so that products with this weight have few different shapes.
+
+    oneDNN, which computes in bf16 on CPUs, compiles code for each shape that it has not met. That takes one
+    to two milliseconds, and the product itself a tenth of one. Elsewhere the answer is 0.
+    """
+    compiles = weight.device.type == "cpu" and compute_dtype(weight) == torch.bfloat16
+    return -count % PRODUCT_ROW_MULTIPLE if compiles else 0

@@ -1,0 +1,134 @@
+"""Log-probs and values of given responses: the forward of training, used with and without gradients.
+
+Where the value of a token is read: the value of response token t is read at sequence position
+prompt_len + t - 1, before the model reads token t. There ``ValueScorer`` takes the last hidden state of the
+critic's backbone, and the value head turns it into a number (``CriticModel.read``, model/critic.py). The
+log-prob of token t comes from the policy's logits at the same position (``PolicyScorer``).
+
+Sequences go through a model packed, without padding (packing.py). Logits are computed only where a response
+token is predicted, and never for a whole batch at a time (logprobs.py).
+"""
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from errors import InputError
+from trainer.compute.balance_loss import BalanceLoss
+from trainer.compute.batching import tokens_per_pass
+from trainer.compute.logprobs import token_logprobs
+from trainer.compute.memory import each_micro_batch
+from trainer.compute.packing import pack_sequences, packed_states, take_rows
+from trainer.compute.precision import autocast
+from trainer.compute.rollout_data import length_mask
+
+
+def scatter(flat, mask):
+    """flat [N], a number for each True in mask [B, R], row by row -> [B, R], 0 elsewhere. Keeps gradients."""
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+
+
+def prepare_training(model, gradient_checkpointing):
+    """Prepare a model's forward for training: packed rows if the model can, gradient checkpointing if asked.
+
+    Gradient checkpointing keeps only the input of each layer for the backward pass, and computes the rest
+    again. transformers does so in training mode only. So the layers themselves are set to training mode, and
+    all modules inside them stay in eval mode: the training forward stays the same as the scoring forward.
+    Raises InputError for a model without gradient checkpointing.
+    """
+    pack_sequences(model)
+    if not gradient_checkpointing:
+        return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise InputError(
+            f"--gradient_checkpointing: {type(model).__name__} does not support it; leave the flag out"
+        )
+    # transformers 5 renamed this method in one of its releases
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def states_at(backbone, tokens, lengths, row, position, **extra):
+    """The states that predict the tokens at N places (row [N], position [N]) in right-padded tokens [B, T].
+
+    Places are all different, and none is in column 0, because a token is predicted one position before its
+    own. -> (states [N, H], the ids of those tokens [N], the backbone's output).
+    """
+    start = lengths.cumsum(0) - lengths  # where each row starts among the packed tokens
+    output = packed_states(backbone, tokens, lengths, **extra)
+    states = take_rows(output.last_hidden_state, start[row] + position - 1)
+    return states, tokens[row, position], output
+
+
+def response_places(prompt_len, response_len):
+    """The places of the N response tokens, row by row -> (row [N], position [N], mask [B, R])."""
+    mask = length_mask(response_len, int(response_len.max()))
+    row, column = mask.nonzero(as_tuple=True)
+    return row, prompt_len[row] + column, mask
+
+
+class PolicyScorer(nn.Module):
+    """Computes the log-probs of given responses under a causal LM. dtype: of autocast; log-probs are fp32."""
+
+    def __init__(self, model, dtype=torch.float32):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        self.balance = BalanceLoss(model)
+
+    def forward(self, tokens, prompt_len, response_len, temperature):
+        """tokens [B, T] -> logprobs [B, R], entropy [B, R] (no gradient), balance loss (weighted sum)."""
+        row, position, mask = response_places(prompt_len, response_len)
+        logprobs, entropy, balance = self.at(tokens, prompt_len + response_len, row, position, temperature)
+        return scatter(logprobs, mask), scatter(entropy, mask), balance
+
+    def at(self, tokens, lengths, row, position, temperature=1.0):
+        """The same for the tokens at N places of tokens [B, T] -> logprobs [N], entropy [N], balance loss."""
+        with autocast(tokens.device, self.dtype):
+            states, targets, output = states_at(
+                self.model.base_model, tokens, lengths, row, position, **self.balance.extra
+            )
+            head = self.model.get_output_embeddings()
+            logprobs, entropy = token_logprobs(head, states, targets, temperature)
+            return logprobs, entropy, self.balance(output, lengths)
+
+
+class ValueScorer(nn.Module):
+    """Computes the values of given responses: the critic, read one position before each response token."""
+
+    def __init__(self, critic, dtype=torch.float32):
+        super().__init__()
+        self.critic, self.dtype = critic, dtype
+
+    def forward(self, tokens, prompt_len, response_len):
+        """tokens [B, T] -> values [B, R] fp32, 0 on padding."""
+        with autocast(tokens.device, self.dtype):
+            row, position, mask = response_places(prompt_len, response_len)
+            states, *_ = states_at(self.critic.backbone, tokens, prompt_len + response_len, row, position)
+            return scatter(self.critic.read(states), mask)
+
+
+@torch.no_grad()
+def score_all(rollout, score):
+    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order."""
+    result = torch.zeros_like(rollout.sampler_logprobs)
+
+    def fill(index):
+        part = score(rollout.rows(index))
+        result[index, : part.shape[1]] = part
+
+    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(result.device), fill)
+    return result
+
+
+def score_rollout(rollout, old_actor, ref, critic, temperature):
+    """Fill in ``old_logprobs``, ``ref_logprobs`` and ``values``. They stay fixed during the updates.
+
+    old_actor, ref: ``PolicyScorer``; critic: ``ValueScorer``. The old log-probs come from the training
+    forward and not from the sampler, so that the ratio is exactly 1 before the first update.
+    """
+    rollout.old_logprobs = score_all(rollout, lambda rows: old_actor(*rows.sequences, temperature)[0])
+    rollout.ref_logprobs = score_all(rollout, lambda rows: ref(*rows.sequences, temperature)[0])
+    rollout.values = score_all(rollout, lambda rows: critic(*rows.sequences))

@@ -1,0 +1,147 @@
+"""The sampler's KV cache: allocated once, one sequence in each row (a slot), each at its own position.
+
+Slot s of a layer holds the keys and values of one sequence, from column 0 on. ``prefill`` adds sequences, and
+``move`` copies them into slots that have become free, so that the live ones fill the first n slots. The cache
+can therefore be read through slices: a step copies no row, and attention reads no column behind the longest
+live row.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from trainer.compute.attention import ATTENTION, hidden_places
+from trainer.compute.cpu import kernels
+from trainer.compute.fused_layers import attention_forward, is_fused
+
+
+def slots_that_fit(config, width, bytes_each, most_bytes):
+    """How many sequences of ``width`` tokens fit into ``most_bytes``, at least 1. bytes_each: a number's."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(1, most_bytes // (2 * config.num_hidden_layers * heads * dim * width * bytes_each))
+
+
+def decodes_fused(model):
+    """Whether a compiled function does all that every attention layer does between its matrix products."""
+    layers = [module for module in model.modules() if is_fused(module, attention_forward)]
+    return kernels.available(model.device) and len(layers) == model.config.num_hidden_layers
+
+
+def cache_dtype(model):
+    """The dtype of cached keys and values: the model's, but fp32 where torch decodes on a CPU, because its
+    products of cache slices are slower in bf16 and copy the slices."""
+    ours = model.config._attn_implementation == ATTENTION and model.device.type == "cpu"
+    return torch.float32 if ours and not decodes_fused(model) else model.dtype
+
+
+class KVCacheLayer(CacheLayerMixin):
+    """Keys and values of one layer, [slots, heads, width, head_dim]. ``cache`` has the slots and positions of
+    the current forward. Where it has a ``block``, keys lie as in ``_in_blocks``."""
+
+    is_sliding = False  # every token is kept; the mask applies a sliding window
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states, value_states):
+        # Zeros: columns that a row has not reached are masked, but 0 times a stray NaN would still be NaN.
+        slots, width, dtype = self.cache.slots, self.cache.width, self.cache.dtype
+        self.keys, self.values = (
+            x.new_zeros(slots, x.shape[1], width, x.shape[3], dtype=dtype) for x in (key_states, value_states)
+        )
+        if self.cache.block:  # compiled attention multiplies this many keys at once
+            self.keys = self._in_blocks(self.keys).contiguous()
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write new keys and values [rows, heads, columns, head_dim] -> those that this forward may read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, (rows, _, columns, _) = self.cache, key_states.shape
+        if cache.positions is None:  # a prefill: new sequences attend to their own tokens alone
+            new, keys = slice(cache.first, cache.first + rows), key_states
+            if cache.block:
+                keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % cache.block)))
+            self.keys[new, :, : keys.shape[2]] = keys
+            self.values[new, :, :columns] = value_states
+            return key_states, value_states
+        place = (cache.numbers[:rows], slice(None), cache.positions)
+        self.keys[place] = key_states[:, :, 0].to(self.keys.dtype)
+        self.values[place] = value_states[:, :, 0].to(self.values.dtype)
+        return self.keys[:rows, :, : cache.longest], self.values[:rows, :, : cache.longest]
+
+    def move(self, source, target, longest):
+        """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
+        blocks = -(-longest // self.cache.block) if self.cache.block else longest
+        self.keys[target, :, :blocks] = self.keys[source, :, :blocks]
+        self.values[target, :, :longest] = self.values[source, :, :longest]
+
+    def _in_blocks(self, keys):
+        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block]"""
+        return keys.unflatten(2, (-1, self.cache.block)).transpose(3, 4)
+
+    def get_seq_length(self):
+        return 0
+
+    def get_max_length(self):
+        return self.cache.width
+
+    def get_mask_sizes(self, query_length):
+        return query_length, 0
+
+
+class KVCache(Cache):
+    """A cache of ``slots`` sequences of at most ``width`` tokens. Call ``prefill`` or ``decode`` before each
+    forward of the model."""
+
+    def __init__(self, model, slots, width):
+        config, device = model.config, model.device
+        self.config, self.slots = config, slots
+        self.fused, self.dtype = decodes_fused(model), cache_dtype(model)
+        self.block = kernels.lanes() if self.fused else None
+        self.width = width = width + (-width % self.block if self.fused else 0)
+        self.numbers = torch.arange(slots, device=device)
+        self.columns = torch.arange(width, device=device)
+        super().__init__(layers=[KVCacheLayer(self) for _ in range(config.num_hidden_layers)])
+
+    def prefill(self, first):
+        """The next forward reads whole prompts and fills the slots from ``first`` on."""
+        self.first, self.positions = first, None
+
+    def decode(self, positions, longest):
+        """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
+        ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
+        differ. A ``fused`` cache returns a placeholder [1, 1, 1, 1]."""
+        self.positions, self.longest = positions, longest
+        if self.fused:  # no mask is read; given four dimensions, transformers makes none
+            return positions.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+        behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
+        zero, masks = torch.zeros((), dtype=self.dtype, device=behind.device), {}
+        for kind in kinds:
+            hidden = hidden_places(behind, window if kind == "sliding_attention" else None)
+            masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def attend(self, layer, joint, cos, sin, norms, window):
+        """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
+
+        joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
+        values are written into the cache. norms: of queries and keys, modules or None.
+        """
+        own = self.layers[layer.layer_idx]
+        joint = joint.view(len(joint), -1, layer.head_dim)
+        weights, eps = [getattr(x, "weight", None) for x in norms], getattr(norms[0], "variance_epsilon", 0.0)
+        return kernels.decode_attention(
+            joint, cos, sin, weights, eps, self.positions, own.keys, own.values, window, layer.scaling
+        )
+
+    def move(self, source, target, longest):
+        """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
+        for layer in self.layers:
+            layer.move(source, target, longest)

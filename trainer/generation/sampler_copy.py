@@ -1,0 +1,102 @@
+"""The sampler's own copy of a policy. It only samples, and its weights are laid out for speed.
+
+In PPO it gets the weights of the old actor before every rollout, and those of the actor before an evaluation
+(``respond`` in train_ppo.py). Training keeps fp32 weights. Sampling reads every weight once a token, so it
+gains most from a faster dtype. The old log-probs of the ratio come from the scoring forward
+(compute/scoring.py), not from this copy; ``rollout/sampler_gap`` logs how far the two differ.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+from model.lora import merged
+from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
+from trainer.compute.packing import pack_sequences
+
+
+class PackedLinear(nn.Module):
+    """Linear layers with the same input, computed as one. Their weights are laid out for products of few
+    rows, in oneDNN's blocked layout (bf16) or transposed (fp32): once a rollout, not once a call."""
+
+    def __init__(self, *linears):
+        super().__init__()
+        self.linears = linears  # a tuple, so no submodules: their weights are only read in pack()
+        self.sizes = [linear.out_features for linear in linears]
+        self.pack()
+
+    def pack(self):
+        """Copy the linear layers' present weights into the layout."""
+        weight = _joined([linear.weight for linear in self.linears])
+        self.bias = None
+        if self.linears[0].bias is not None:
+            self.bias = _joined([linear.bias for linear in self.linears])
+        self.blocked = weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        if self.blocked:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        else:
+            self.weight = weight.t().contiguous()
+
+    def forward(self, x):
+        if self.blocked:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        y = x.reshape(-1, x.shape[-1])
+        y = y @ self.weight if self.bias is None else torch.addmm(self.bias, y, self.weight)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _joined(parameters):
+    """The parameters, concatenated along dimension 0; a single one is not copied."""
+    return torch.cat([p.detach() for p in parameters]) if len(parameters) > 1 else parameters[0].detach()
+
+
+class SamplerCopy:
+    """``model`` is the copy that samples. policy: has no adapters; dtype: of the copy's weights.
+
+    ``load`` copies the weights of a policy of the same architecture into it, with adapters, if any, merged.
+    It raises KeyError if that policy lacks a weight.
+    """
+
+    def __init__(self, policy, dtype):
+        self.model = copy.deepcopy(policy).float().eval().requires_grad_(False)
+        pack_sequences(self.model.base_model)
+        self._cast(dtype)
+        self.weights = dict(self.model.named_parameters())
+        self.packed = []
+        if self.model.device.type == "cpu":
+            self._pack()
+
+    def _cast(self, dtype):
+        """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""
+        for p in self.model.parameters():
+            p.data = p.data.to(dtype)
+        for module in self.model.modules():
+            for name, x in module.named_buffers(recurse=False):
+                if x.is_floating_point() and "inv_freq" not in name:
+                    setattr(module, name, x.to(dtype))
+
+    def _pack(self):
+        """Replace the linear layers by packed ones, those of one fused layer with the same input by one."""
+        for module in list(self.model.modules()):
+            if is_fused(module, attention_forward):
+                module.qkv = PackedLinear(module.q_proj, module.k_proj, module.v_proj)
+                module.q_proj = module.k_proj = module.v_proj = None
+            if is_fused(module, mlp_forward):
+                module.gate_up = PackedLinear(module.gate_proj, module.up_proj)
+                module.gate_proj = module.up_proj = None
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(module, name, PackedLinear(child))
+        self.packed = [x for x in self.model.modules() if isinstance(x, PackedLinear)]
+
+    @torch.no_grad()
+    def load(self, policy):
+        waiting = dict(self.weights)
+        for name, x in merged(policy):
+            if name in waiting:  # a tied weight comes under two names
+                waiting.pop(name).copy_(x)
+        if waiting:
+            raise KeyError(f"the policy has no {', '.join(waiting)}")
+        for layer in self.packed:
+            layer.pack()

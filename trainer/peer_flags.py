@@ -1,0 +1,207 @@
+"""Flags of MiniMind, TRL and OpenRLHF that are called otherwise here: what a command with their names is
+told.
+
+Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12 and OpenRLHF 0.8 to 0.11.
+"""
+
+# their flag -> the flag of train_ppo.py that does the same
+PEER_FLAGS = {
+    # MiniMind
+    "save_dir": "out_dir",
+    "from_weight": "model",  # a path here: out/full_sft_512.pth, not full_sft
+    "from_resume": "resume",  # 1 there, auto here
+    "ppo_update_iters": "ppo_epochs",
+    "early_stop_kl": "target_kl",
+    "debug_interval": "log_interval",
+    # MiniMind and TRL
+    "reward_model_path": "reward_model",
+    # TRL: PPO
+    "sft_model_path": "model",
+    "model_name_or_path": "model",  # TRL's PPO scripts take only the tokenizer from it
+    "num_ppo_epochs": "ppo_epochs",
+    "response_length": "max_gen_len",
+    "cliprange": "clip_epsilon",
+    "per_device_train_batch_size": "batch_size",  # there times gradient_accumulation_steps
+    "num_train_epochs": "epochs",  # a whole number here
+    # TRL: data
+    "dataset_name": "data_path",
+    # TRL: run and machine
+    "output_dir": "out_dir",
+    "logging_steps": "log_interval",
+    "save_steps": "save_interval",
+    "save_total_limit": "keep_checkpoints",
+    "eval_steps": "eval_interval",
+    "resume_from_checkpoint": "resume",
+    "report_to": "use_wandb",  # a switch without a value; logs to SwanLab
+    "project": "wandb_project",
+    "max_grad_norm": "grad_clip",
+    "dataloader_num_workers": "num_workers",
+    "use_peft": "lora_r",  # a rank
+    "bf16": "dtype",  # bfloat16
+    "torch_dtype": "dtype",  # of mixed precision: the trained weights stay float32
+    "use_cpu": "device",  # cpu
+    # TRL up to 0.11, the first PPOTrainer
+    "log_with": "use_wandb",  # as report_to
+    "tracker_project_name": "wandb_project",
+    "use_score_scaling": "normalize_reward",  # 1
+    # OpenRLHF up to 0.10.1 (underscores), and from 0.10.2 on (dots)
+    "pretrain": "model",
+    "actor.model_name_or_path": "model",
+    "reward_pretrain": "reward_model",
+    "reward.model_name_or_path": "reward_model",
+    "remote_rm_url": "reward_url",  # a .py file there: --reward_fn
+    "reward.remote_url": "reward_url",
+    "critic_pretrain": "critic_init",  # actor or reward, no path
+    "critic.model_name_or_path": "critic_init",
+    "prompt_data": "data_path",
+    "data.prompt_dataset": "data_path",
+    "eval_dataset": "eval_data_path",
+    "eval.dataset": "eval_data_path",
+    "input_template": "prompt_template",  # {prompt} here, {} there
+    "data.input_template": "prompt_template",
+    "prompt_max_len": "max_seq_len",
+    "generate_max_len": "max_gen_len",
+    "max_new_tokens": "max_gen_len",
+    "rollout.max_new_tokens": "max_gen_len",
+    "rollout.temperature": "temperature",
+    "num_episodes": "epochs",
+    "train.num_episodes": "epochs",
+    "max_epochs": "ppo_epochs",
+    "train.max_epochs": "ppo_epochs",
+    "actor_learning_rate": "learning_rate",
+    "actor.adam.lr": "learning_rate",
+    "critic.adam.lr": "critic_learning_rate",
+    "max_norm": "grad_clip",
+    "actor.max_norm": "grad_clip",
+    "critic.max_norm": "grad_clip",
+    "eps_clip": "clip_epsilon",
+    "actor.eps_clip": "clip_epsilon",
+    "value_clip": "cliprange_value",
+    "critic.value_clip": "cliprange_value",
+    "algo.advantage.gamma": "gamma",
+    "lambd": "lam",
+    "algo.advantage.lambd": "lam",
+    "init_kl_coef": "kl_coef",  # TRL up to 0.11 as well
+    "algo.kl.init_coef": "kl_coef",
+    "use_kl_loss": "kl_in",  # loss; without it OpenRLHF does what --kl_in reward does
+    "algo.kl.use_loss": "kl_in",
+    "freezing_actor_steps": "critic_warmup_steps",
+    "critic.freezing_steps": "critic_warmup_steps",
+    "reward.normalize_enable": "normalize_reward",  # 1
+    "lora_rank": "lora_r",
+    "ds.lora.rank": "lora_r",
+    "param_dtype": "dtype",  # bfloat16, not bf16
+    "ds.param_dtype": "dtype",
+    "actor.gradient_checkpointing_enable": "gradient_checkpointing",  # 1
+    "train.seed": "seed",
+    "data.dataloader_num_workers": "num_workers",
+    "save_path": "out_dir",
+    "ckpt.output_dir": "out_dir",
+    "ckpt.save_steps": "save_interval",
+    "max_ckpt_num": "keep_checkpoints",
+    "ckpt.max_num": "keep_checkpoints",
+    "load_checkpoint": "resume",  # auto
+    "ckpt.load_enable": "resume",  # auto
+    "logger.logging_steps": "log_interval",
+    "eval.steps": "eval_interval",
+    "logger.wandb.key": "use_wandb",  # a switch without a value; logs to SwanLab
+    "logger.wandb.project": "wandb_project",
+    "wandb_run_name": "run_name",
+    "logger.wandb.run_name": "run_name",
+}
+
+# where the value is another one, too
+VALUES = {
+    "from_weight": "the path of the .pth",
+    "from_resume": "auto",
+    "load_checkpoint": "auto",
+    "ckpt.load_enable": "auto",
+    "resume_from_checkpoint": "auto, or a run or checkpoint folder",
+    "critic_pretrain": "actor or reward",
+    "critic.model_name_or_path": "actor or reward",
+    "use_kl_loss": "loss",
+    "algo.kl.use_loss": "loss",
+    "use_peft": "the rank",
+    "bf16": "bfloat16",
+    "param_dtype": "bfloat16",
+    "ds.param_dtype": "bfloat16",
+    "use_cpu": "cpu",
+    "report_to": "no value",
+    "log_with": "no value",
+    "logger.wandb.key": "no value",
+    "use_score_scaling": "1",
+    "reward.normalize_enable": "1",
+    "actor.gradient_checkpointing_enable": "1",
+    "input_template": "{prompt} where there was {}",
+    "data.input_template": "{prompt} where there was {}",
+    "num_train_epochs": "a whole number",
+}
+
+# what has no flag here -> what to do instead, or why
+NOT_HERE = {
+    # sizes: the same thing in other units
+    "num_mini_batches": "set --mini_batch_size to --batch_size divided by it",
+    "gradient_accumulation_steps": "it makes TRL's batch larger, so multiply --batch_size by it",
+    "total_episodes": "set --max_steps to it divided by --batch_size and by the number of processes",
+    "rollout_batch_size": "set --batch_size to it divided by the number of processes",
+    "train_batch_size": "set --mini_batch_size to it divided by the number of processes",
+    "max_len": "set --max_seq_len for the prompt and --max_gen_len for the response",
+    # not needed
+    "micro_train_batch_size": "not needed, micro-batches are cut by tokens and halved when memory runs out",
+    "local_rollout_forward_batch_size": "not needed, batches without gradients are cut by tokens",
+    "stop_token": "not needed, a response ends at the tokenizer's EOS",
+    "apply_chat_template": "not needed, the tokenizer's chat template is used where there is one",
+    "use_compile": "not needed, kernels and CUDA graphs are chosen for the device",
+    "vllm_num_engines": "not needed, the training processes sample the responses themselves",
+    "rollout_engine": "not needed, the training processes sample the responses themselves",
+    "save_weight": "the name of the result is fixed; --out_dir says where it goes",
+    "input_key": "call the field prompt in the file; docs/data.md lists the forms of records",
+    # not supported
+    "top_p": "samples come from the whole distribution, so that the log-probs are those of the policy",
+    "n_samples_per_prompt": "each prompt gets one response a step",
+    "advantage_estimator": "advantages are always those of GAE",
+    "kl_estimator": "--kl_in says which one: loss takes k2, reward takes k1",
+    "kl_target": "the KL coefficient stays as it is; --target_kl ends the updates of a batch",
+    "whiten_rewards": "rewards are not whitened, advantages always are",
+    "reward_clip_range": "scores of reward models are always clipped to -3 and 3",
+    "lr_scheduler_type": "learning rates follow a cosine down to a tenth",
+    "zero_stage": "no sharding, every process holds the whole models",
+    "thinking_ratio": "the chat template is rendered as it is, the same way for every prompt",
+    "push_to_hub": "nothing is uploaded; export.py writes a Hugging Face directory",
+}
+
+NOT_HERE |= {
+    # the same answers under other names
+    "micro_rollout_batch_size": NOT_HERE["local_rollout_forward_batch_size"],
+    "torch_compile": NOT_HERE["use_compile"],
+    "sglang_base_url": NOT_HERE["rollout_engine"],
+    "lr_scheduler": NOT_HERE["lr_scheduler_type"],
+    "lr_warmup_ratio": "PPO has no warm-up of its learning rates",
+    "warmup_steps": "PPO has no warm-up of its learning rates",
+    "deepspeed": NOT_HERE["zero_stage"],
+    "fsdp": NOT_HERE["zero_stage"],
+    "adap_kl_ctrl": NOT_HERE["kl_target"],
+    "label_key": "call the field answer in the file; docs/data.md lists the forms of records",
+    "dataset_train_split": "add it to the name in --data_path, as user/name:split",
+    "dataset_test_split": "add it to the name in --eval_data_path, as user/name:split",
+    "prompt_split": "add it to the name in --data_path, as user/name:split",
+    "eval_split": "add it to the name in --eval_data_path, as user/name:split",
+    # others
+    "eval_strategy": "--eval_interval says after how many steps; 0 evaluates first and last only",
+    "debug_mode": "not needed, samples.jsonl in the run folder has responses and their scores",
+    "ckpt_path": "checkpoints are written in the run folder below --out_dir",
+    "early_stopping": "not needed, a --target_kl above 0 switches it on",
+    "packing_samples": "not needed, sequences are packed wherever the model allows it",
+    "attn_implementation": "not needed, attention is chosen for the model and the device",
+    "flash_attn": "not needed, attention is chosen for the model and the device",
+    "colocate_all_models": "not needed, all models are on the device of their process",
+    "max_samples": "shorten the file, or end the run early with --max_steps",
+    "lora_alpha": "it is always twice --lora_r",
+    "load_in_4bit": "weights are not quantized",
+    "fp16": "mixed precision is --dtype bfloat16, or none",
+    "entropy_loss_coef": "there is no entropy bonus; policy/entropy is logged",
+    "ptx_coef": "there is no pretraining loss; --kl_coef keeps the policy near its start",
+    "enable_ema": "no moving average of the weights is kept",
+    "save_hf_ckpt": "export.py writes a Hugging Face directory from the result",
+    "use_tensorboard": "metrics.jsonl and curves.png in the run folder have every number",
+}

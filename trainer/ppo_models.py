@@ -1,0 +1,142 @@
+"""The models of a PPO run and what belongs to them: what is saved, compared on resuming, and shown.
+
+train_ppo.py has the loop: it builds this object (``build_run``) and changes the models in it. runs/resume.py
+says what every script's run has.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from atomic_files import writing
+from dataset.lm_dataset import RLAIFDataset
+from errors import InputError
+from model.compatibility import is_moe
+from model.lora import describe as describe_adapters
+from model.lora import learned
+from model.saving import save_policy
+from trainer.generation.engine import Sampler
+from trainer.rewards.reward import Reward
+from trainer.runs import displays
+from trainer.runs.checkpoints import Progress
+from trainer.runs.distributed import World
+from trainer.runs.fingerprints import short_hash, weights_hash
+
+
+@dataclass
+class PpoRun:
+    """What every phase of PPO needs: the models, how they are trained, and what does not change in a run."""
+
+    args: argparse.Namespace
+    flags: dict  # {name: Flag}: what is known of each flag, see flags.py
+    world: World
+    dtype: torch.dtype  # of mixed precision and sampling
+    tokenizer: object
+    prompts: RLAIFDataset
+    held_out: RLAIFDataset | None  # prompts of evaluation
+    eos: list  # token ids that end a response
+    reward: Reward
+    total_steps: int  # batches
+    learners: dict  # {"critic": Learner, "actor": Learner}: the models that train
+    # The behaviour policy: the rollouts are its samples. Every --update_old_actor_freq batches ``learn`` in
+    # train_ppo.py makes it a copy of the actor; ``prepare_frozen`` does so when a run starts or is resumed.
+    old_actor: torch.nn.Module
+    ref: torch.nn.Module  # the reference: the actor's start, frozen
+    sampler: Sampler  # generates with the weights of the old actor, or of the actor to evaluate it
+    progress: Progress
+
+    script, display = "train_ppo.py", displays.PPO
+
+    def __post_init__(self):
+        if Path(self.args.model).resolve() == self.pth_path.resolve():
+            raise InputError(
+                f"--model {self.args.model}: this run would write its result there; copy it elsewhere"
+            )
+
+    @property
+    def actor(self):
+        """The trained policy."""
+        return self.learners["actor"].model
+
+    @property
+    def critic(self):
+        """The trained value model."""
+        return self.learners["critic"].model
+
+    @property
+    def minibatches_per_batch(self):
+        """How many minibatches a batch is cut into: the optimizer steps of one PPO epoch."""
+        return self.args.batch_size // self.args.mini_batch_size
+
+    @property
+    def modules(self):
+        """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
+        modules = {"actor": self.actor, "critic": self.critic}
+        if self.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
+            modules["old_actor"] = self.old_actor
+        return {name: learned(module) for name, module in modules.items()}
+
+    @property
+    def optimizers(self):
+        """{file name: what a checkpoint has the moments of}"""
+        return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
+
+    @property
+    def states(self):
+        """{name in state.json: what else a checkpoint keeps}"""
+        return {"raw_scores": self.reward}
+
+    @property
+    def pth_path(self):
+        """Where the trained actor is written."""
+        moe = "_moe" if is_moe(self.actor) else ""
+        return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+
+    def save_result(self):
+        """Write the actor as a ``.pth`` and the folder beside it."""
+        with writing(self.pth_path):
+            save_policy(self.actor, self.tokenizer, self.pth_path)
+
+    def results(self):
+        """Lines for the end of a run: where the result is, and how to talk to it."""
+        return f"model    {self.pth_path}\ntalk     python chat.py --model {self.pth_path}"
+
+    def fingerprints(self):
+        """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
+        and tokens of its prompts, the code of its reward function. Call it before frozen weights are
+        rounded."""
+        found = {
+            "model": short_hash([weights_hash(self.ref), self.eos]),
+            "tokenizer": short_hash(sorted(self.tokenizer.get_vocab().items())),
+            "data_path": self.prompts.fingerprint,
+        }
+        reward_models = []
+        for reward_model, weight in self.reward.models.values():
+            tokenizer, config = reward_model.tokenizer, reward_model.model.config.to_dict()
+            vocabulary = sorted(tokenizer.get_vocab().items())
+            read_at = config.get("pad_token_id")  # the score is read at the last token that is not this one
+            scale = [weight, config.get("reward_offset", 0.0), read_at]
+            weights = weights_hash(reward_model.model)
+            reward_models.append([weights, vocabulary, tokenizer.chat_template, *scale])
+        if reward_models:
+            found["reward_model"] = short_hash(reward_models)
+        if self.args.reward_fn:
+            path, _, name = self.args.reward_fn.rpartition(":")
+            found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])
+        return found
+
+    def about(self):
+        """What the run is made of, in a few lines."""
+        args, prompts, held_out = self.args, self.prompts, self.held_out
+        size = sum(p.numel() for p in self.ref.parameters()) / 1e6
+        adapters = describe_adapters(self.actor)
+        tested = f", {len(held_out)} held out" if held_out else ""
+        parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
+        return (
+            f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
+            + (f"lora     {adapters}\n" if adapters else "")
+            + f"reward   {' + '.join(p for p in parts if p)}\n"
+            f"prompts  {prompts.describe()}{tested}"
+        )

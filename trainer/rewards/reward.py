@@ -1,0 +1,171 @@
+"""The reward of a response: its score is the plain sum of several parts, and every part is logged as well.
+
+The parts: rules about the text (rules.py), reward models (reward_models.py), a function of the user's
+(reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
+reward models get messages as messages.
+
+Where to add a reward of one's own:
+
+- without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
+  (``--reward_url``, see reward_server.py);
+- as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
+  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from errors import InputError
+from trainer.rewards import rules
+from trainer.rewards.reward_function import call_reward_function, load_reward_function
+from trainer.rewards.reward_models import clip_scores, load_reward_models, mix_with_answer
+from trainer.rewards.reward_server import RewardServer
+from trainer.rewards.running_stats import RunningStats
+
+
+@dataclass
+class RawScores:
+    """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
+
+    parts: dict = field(default_factory=dict)  # {name of the part: scores [B]}
+    with_answer: list = field(default_factory=list)  # indices of the responses that have an answer block
+    answer_only: dict = field(default_factory=dict)  # {part: [len(with_answer)]}: scores of that block
+
+
+class Reward:
+    """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum.
+
+    models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``;
+    timeout: seconds that the function may take, 0 for no limit.
+
+    A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
+    fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
+    ``running``: {part: ``RunningStats``} of the raw scores of all whole responses so far. Checkpoints keep it
+    (``state_dict``).
+    """
+
+    def __init__(
+        self,
+        models=None,
+        function=None,
+        server=None,
+        reasoning=True,
+        normalize=False,
+        missing_eos_penalty=0.0,
+        repetition_penalty=0.0,
+        length_reward=0.0,
+        timeout=0.0,
+    ):
+        self.models, self.function, self.server, self.timeout = models or {}, function, server, timeout
+        self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
+        self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
+        # Only these parts are normalised: the user chooses the scale of every other part.
+        self.normalized = {*self.models, "server"} if normalize else set()
+        self.running = {}
+
+    def __call__(self, prompts, responses, answers, finished):
+        return self.combine(self.raw_scores(prompts, responses, answers, finished))
+
+    def raw_scores(self, prompts, responses, answers, finished):
+        """Score B responses -> ``RawScores``.
+
+        prompts: text or messages; responses: texts; answers: texts or None; finished: bools, False for a
+        response that was cut at --max_gen_len. Raises InputError if a reward fails: it raises an exception,
+        takes too long, or gives a score that is NaN or infinite.
+        """
+        raw = RawScores()
+        parts = raw.parts
+        if self.reasoning:
+            parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
+            parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
+        for name, (model, _) in self.models.items():
+            self._score_with_model(name, model, prompts, responses, raw)
+        if self.function:
+            scores = call_reward_function(self.function, prompts, responses, answers, self.timeout)
+            parts["function"] = finite("--reward_fn", scores, responses)
+        if self.server:
+            parts["server"] = finite("--reward_url", self.server(prompts, responses, answers), responses)
+        if self.repetition_penalty:
+            penalties = [rules.repetition_penalty(r, self.repetition_penalty) for r in responses]
+            parts["repetition"] = -torch.tensor(penalties)
+        if self.length_reward:
+            lengths = [rules.length_reward(r, self.length_reward) for r in responses]
+            parts["length_reward"] = torch.tensor(lengths)
+        if self.missing_eos_penalty:
+            parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(finished)).float()
+        return raw
+
+    def _score_with_model(self, name, model, prompts, responses, raw):
+        """Score every whole response, and every answer block alone, in one call of the reward model."""
+        answers = [rules.answer_text(r) if self.reasoning else None for r in responses]
+        raw.with_answer = [i for i, answer in enumerate(answers) if answer is not None]
+        conversations = list(zip(prompts, responses, strict=True))
+        conversations += [(prompts[i], answers[i]) for i in raw.with_answer]
+        scores = finite("--reward_model", model(conversations), [text for _, text in conversations])
+        raw.parts[name], raw.answer_only[name] = scores.split([len(responses), len(raw.with_answer)])
+
+    def combine(self, raw, world=None):
+        """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts.
+
+        With ``--normalize_reward`` the result also has "<part>_raw". Training gives a ``world``: the running
+        statistics first take in the raw scores of all its processes, so all processes must call this.
+        Evaluation gives none: the statistics then stay as they are.
+        """
+        if world and self.normalized:
+            mine = {name: RunningStats.of(x) for name, x in raw.parts.items() if name in self.normalized}
+            for theirs in world.gather(mine):
+                for name, new in theirs.items():
+                    self.running[name] = self.running.get(name, RunningStats()) + new
+        parts = {}
+        for name, scores in raw.parts.items():
+            stats = self.running.get(name, RunningStats()) if name in self.normalized else None
+            if name in self.models:
+                whole, answer = clip_scores(scores, stats), clip_scores(raw.answer_only[name], stats)
+                scores = self.models[name][1] * mix_with_answer(whole, answer, raw.with_answer)
+            elif stats is not None:
+                scores = clip_scores(scores, stats)
+            parts[name] = scores
+        parts["score"] = torch.stack(list(parts.values())).sum(0)
+        return parts | {f"{name}_raw": x for name, x in raw.parts.items() if name in self.normalized}
+
+    def running_metrics(self):
+        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far."""
+        return {
+            f"reward/{part}_{what}": getattr(stats, what)
+            for part, stats in self.running.items()
+            for what in ("mean", "std")
+        }
+
+    def state_dict(self):
+        """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}."""
+        return {part: asdict(stats) for part, stats in self.running.items()}
+
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else."""
+        self.running = {part: RunningStats(**stats) for part, stats in dict(state).items()}
+
+
+def finite(flag, scores, responses):
+    """Return the scores [B]. Raises InputError if one is NaN or infinite: it would spoil the whole batch."""
+    wrong = (~scores.isfinite()).nonzero()
+    if len(wrong):
+        score, response = scores[wrong[0]].item(), json.dumps(responses[wrong[0]], ensure_ascii=False)[:80]
+        raise InputError(f"{flag}: the score {score} for the response {response}; scores must be finite")
+    return scores
+
+
+def load_reward(args, device, dtype, tokenizer):
+    """Flags -> the ``Reward`` of the run. tokenizer: the policy's; it renders the prompts for a server."""
+    return Reward(
+        models=load_reward_models(args.reward_model, device, args.trust_remote_code, dtype),
+        function=load_reward_function(args.reward_fn) if args.reward_fn else None,
+        server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,
+        reasoning=args.reasoning,
+        normalize=args.normalize_reward,
+        missing_eos_penalty=args.missing_eos_penalty,
+        repetition_penalty=args.repetition_penalty,
+        length_reward=args.length_reward,
+        timeout=args.reward_timeout,
+    )

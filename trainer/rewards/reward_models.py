@@ -1,0 +1,226 @@
+"""Reward models: loading, scoring, the clip to ±3, and the choice of the model that the critic starts from.
+
+Two kinds are supported: a sequence classifier with one label, and a model whose own code has ``get_score``.
+Each uses its own tokenizer and chat template, and gets messages as messages.
+
+``clip_scores`` clips every score to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
+on. If a response has an answer block, the whole response and the block are scored and clipped separately and
+then mixed: 0.4 whole + 0.6 block (``mix_with_answer``). ``Reward.combine`` in reward.py calls both functions
+and then applies the model's weight. It also clips a server's scores, but only with ``--normalize_reward``.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from dataset.formats import to_messages
+from dataset.tokenization import conversation_ids
+from errors import InputError
+from model.compatibility import check_tokenizer
+from model.hub_connection import check_hub
+from model.loading import as_input_error, load_tokenizer, quiet
+from trainer.compute.batching import pad_right, tokens_per_pass
+from trainer.compute.memory import each_micro_batch
+from trainer.compute.packing import pack_sequences, packed_states
+from trainer.compute.precision import autocast
+from trainer.compute.rollout_data import length_mask
+
+SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
+
+
+class ClassifierRewardModel:
+    """A reward model that is an ``AutoModelForSequenceClassification`` with one label.
+
+    Raises InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit,
+    or its ``reward_offset`` is not a number.
+    """
+
+    def __init__(self, path, device, trust_remote_code, dtype):
+        self.dtype = dtype  # the type of mixed precision
+        self.tokenizer = load_tokenizer(path, trust_remote_code)
+        self.model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        if report["missing_keys"]:  # transformers would fill them with random numbers
+            raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
+        self.model.to(device).eval().requires_grad_(False)
+        # Several labels, or ids without an embedding, mean that this is the wrong model.
+        if self.model.config.num_labels != 1:
+            raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
+        check_tokenizer(self.tokenizer, self.model)
+        self.pad_id = self.model.config.pad_token_id
+        # Decoder classifiers of transformers apply this linear layer to the state of the last token.
+        self.head = dict(self.model.named_children()).get("score")
+        self.packs = isinstance(self.head, torch.nn.Linear) and pack_sequences(self.model.base_model)
+        self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
+        self.offset = reward_offset(self.model.config)
+
+    @torch.no_grad()
+    def __call__(self, conversations):
+        """N pairs (prompt, response) -> scores [N], fp32 on the CPU.
+
+        Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
+        its beginning, because the score is read at the end.
+        """
+        ids = [conversation_ids(self.tokenizer, *pair)[-self.max_length :] for pair in conversations]
+        scores = torch.empty(len(ids))
+
+        def fill(index):
+            tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
+            score = self._packed_scores if self.packs else self._padded_scores
+            with autocast(self.model.device, self.dtype):
+                scores[index] = score(tokens, lengths).float().cpu()
+
+        each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), fill)
+        return scores - self.offset
+
+    def _packed_scores(self, tokens, lengths):
+        states = packed_states(self.model.base_model, tokens, lengths).last_hidden_state
+        return self.head(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1)
+
+    def _padded_scores(self, tokens, lengths):
+        """Scores [B] by the model's own forward, where it cannot be packed or has a head of its own.
+
+        The model finds the last token by looking for its pad token. If it has none, pad with an id that is
+        not the last one of any sequence in the batch.
+        """
+        pad = self.pad_id
+        if pad is None:
+            last = set(tokens[torch.arange(len(tokens)), lengths - 1].tolist())
+            pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
+        real = length_mask(lengths, tokens.shape[1])
+        output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
+        return output.logits.squeeze(-1)
+
+
+def score_places(tokens, lengths, pad_id):
+    """The places [B] among the packed tokens of [B, T] at which a classifier reads its scores.
+
+    They are at each sequence's last token that is not the pad token, as in transformers. Models whose pad
+    token is their EOS were trained that way as well.
+    """
+    counts = length_mask(lengths, tokens.shape[1])
+    if pad_id is not None:
+        counts &= tokens != pad_id
+    last = (counts * torch.arange(tokens.shape[1], device=tokens.device)).argmax(1)
+    return lengths.cumsum(0) - lengths + last
+
+
+def reward_offset(config):
+    """``reward_offset`` in a classifier's config, 0 if it has none: the number to subtract from its scores.
+
+    It is in the config because a linear head without a bias cannot hold it. trainer/reward_offset.py writes
+    it. Raises InputError if it is not a finite number.
+    """
+    offset = config.to_dict().get("reward_offset", 0.0)
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+        raise InputError(f"the reward_offset of its config.json is {offset!r:.50}; make it a number")
+    return float(offset)
+
+
+class RemoteRewardModel:
+    """A reward model whose own code has ``get_score(tokenizer, messages)``, as internlm2-reward does."""
+
+    def __init__(self, path, device):
+        self.tokenizer = load_tokenizer(path, trust_remote_code=True)
+        self.model = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=True)
+        self.model.to(device).eval().requires_grad_(False)
+        if not callable(getattr(self.model, "get_score", None)):
+            raise InputError("its code has no get_score(tokenizer, messages)")
+
+    @torch.no_grad()
+    def __call__(self, conversations):
+        """N pairs (prompt, response) -> scores [N] on the CPU, one at a time: get_score takes no batch."""
+        return torch.tensor([self._score(*pair) for pair in conversations], dtype=torch.float32)
+
+    def _score(self, prompt, response):
+        messages = [*to_messages(prompt), {"role": "assistant", "content": response}]
+        with as_input_error("--reward_model: its get_score failed"):
+            return float(self.model.get_score(self.tokenizer, messages))
+
+
+def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
+    """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
+
+    Raises InputError if it cannot be loaded or is not a reward model.
+    """
+    with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
+        check_hub(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        architectures = config.architectures or []
+        if any(name.endswith("ForSequenceClassification") for name in architectures):
+            return ClassifierRewardModel(path, device, trust_remote_code, dtype)
+        if "AutoModel" in config.to_dict().get("auto_map", {}):
+            if not trust_remote_code:
+                raise InputError("it brings its own code; add --trust_remote_code to run it")
+            return RemoteRewardModel(path, device)
+        raise InputError(
+            f"{', '.join(architectures) or 'it'} is not a reward model; give a sequence classifier with one "
+            "label, or a model whose code has get_score"
+        )
+
+
+def clip_scores(scores, stats=None):
+    """Clip raw scores to ±3; with ``stats`` (``RunningStats``), normalise them first."""
+    return (stats.scale(scores) if stats else scores).clamp(-SCORE_LIMIT, SCORE_LIMIT)
+
+
+def mix_with_answer(whole, answer, with_answer):
+    """Mix the scores of whole responses and of their answer blocks -> [B], as MiniMind does.
+
+    whole: [B]; with_answer: indices of the responses that have an answer block; answer: the scores of these
+    blocks, [len(with_answer)]. Responses with a block get 0.4 whole + 0.6 answer, others keep ``whole``.
+    """
+    mixed = whole.clone()
+    mixed[with_answer] = 0.4 * whole[with_answer] + 0.6 * answer
+    return mixed
+
+
+def critic_start(critic_init, models, tokenizer):
+    """The classifier that the critic starts from, or None if the critic starts from the actor.
+
+    critic_init "auto" or "reward": the first classifier with the policy's vocabulary; without one, "auto"
+    means the actor and "reward" raises InputError. models: {name: (reward model, weight)}.
+    """
+    readers = [
+        model.model
+        for model, _ in models.values()
+        if isinstance(model, ClassifierRewardModel) and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+    ]
+    if critic_init == "reward" and not readers:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
+            "own tokenizer; leave the flag out"
+        )
+    return readers[0] if readers and critic_init != "actor" else None
+
+
+def parse_spec(text):
+    """``PATH`` or ``PATH=WEIGHT`` -> (path or hub name, weight). InputError unless 0 < |weight| < 1e6."""
+    path, equals, weight = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return text, 1.0
+    try:
+        weight = float(weight)
+    except ValueError:
+        return text, 1.0  # a path that contains a = and does not exist: loading it raises InputError
+    if not 0 < abs(weight) < 1e6:
+        raise InputError(f"--reward_model {text}: the weight must be a number other than 0")
+    return path, weight
+
+
+def load_reward_models(specs, device, trust_remote_code, dtype):
+    """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
+
+    A single model is the part "model"; several are named after their folders, "model_<folder>".
+    """
+    loaded = {}
+    for spec in specs:
+        path, weight = parse_spec(spec)
+        name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
+        while name in loaded:
+            name += "_"
+        loaded[name] = load_reward_model(path, device, trust_remote_code, dtype), weight
+    return loaded

@@ -1,0 +1,51 @@
+"""Rewards that are rules about a response's text: MiniMind's think / answer format, repetition and length.
+
+Source: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025. ``Reward`` in
+reward.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
+"""
+
+import re
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+REPEATED = re.compile(r"\w+|[^\w\s]")  # words and punctuation marks, of which trigrams are made
+LENGTHS = (20, 800)  # the least and the most characters of a response that is rewarded for its length
+
+
+def format_reward(response):
+    """0.5 for exactly the think / answer format, with one or two newlines between the blocks, else 0."""
+    return 0.5 * bool(FORMAT.fullmatch(response))
+
+
+def mark_reward(response):
+    """0.25 for each of the four tags that occurs exactly once: partial credit on the way to the format."""
+    return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
+
+
+def answer_text(response):
+    """The text of the first answer block without surrounding spaces, or None if there is no block."""
+    match = ANSWER.search(response)
+    return match.group(1).strip() if match else None
+
+
+def repetition_penalty(response, largest):
+    """0 if all trigrams of the response differ, ``largest`` if half of them or more repeat an earlier one.
+
+    In between it grows linearly with the share of repeated trigrams. MiniMind's ``largest`` is 0.5.
+    """
+    words = REPEATED.findall(response.lower())
+    trigrams = list(zip(words, words[1:], words[2:], strict=False))
+    repeated = 1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0
+    return largest * min(1.0, 2 * repeated)
+
+
+def length_reward(response, size):
+    """``size`` for a response of 20 to 800 characters, else minus ``size``. MiniMind's ``size`` is 0.5."""
+    return size if LENGTHS[0] <= len(response.strip()) <= LENGTHS[1] else -size
+
+
+def is_correct(response, answer, reasoning):
+    """True if the response gives this answer. Only evaluation uses it (accuracy); it is never a reward."""
+    given = answer_text(response) if reasoning else response.strip()
+    return given == answer.strip()

@@ -1,0 +1,20 @@
+"""A training run, the same for all three scripts: its folder, processes, steps, checkpoints and logs.
+
+run_folder.py       what is written to out/; choosing, naming and locking the run folder
+resume.py           starting a run or resuming one; the check that it is the same run
+checkpoints.py      what a checkpoint contains; writing, checking, loading and deleting them
+fingerprints.py     hashes of models and data, compared on resuming
+log_and_save.py     logging a step; saving a checkpoint and the result
+interrupts.py       Ctrl-C and SIGTERM: stop after the current step
+
+optimizer_step.py   ``Learner``; gradients that fit into memory, clipping, the optimizer step
+learning_rate.py    the schedule of learning rates
+distributed.py      several processes or GPUs: sums of gradients, comparing weights, errors of one process
+heartbeat.py        ends a process if another one has died or hangs
+
+metrics.py          ``Metrics``: means over micro-batches and processes
+run_logger.py       log files, progress bar, printed lines, summary
+displays.py         what each script shows: lines, curves, tables
+plots.py            curves.png
+trackers.py         SwanLab, and how to add another tracker
+"""

@@ -1,0 +1,209 @@
+"""Checkpoints: the folder ``checkpoints/step_<n>/``, all that a run needs to continue after batch n.
+
+actor.safetensors critic.safetensors        PPO: weights, fp32; with --lora_r only what trains
+old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it equals the actor
+actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
+model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
+state.json                                  ``Progress`` (below); PPO: the statistics of --normalize_reward
+config.json                                 flags, versions, fingerprints, as in the run folder
+SHA256SUMS                                  checksums of all these files, for ``sha256sum -c SHA256SUMS``
+
+Not in it: what is loaded again from its own file and only compared by fingerprint (reference, reward models,
+the frozen weights under adapters), and random states: sampling noise, the order of prompts and learning rates
+are pure functions of the seed and the step.
+
+A checkpoint is written under a temporary name, flushed to the disk and then renamed, so it is complete or
+absent. If a file does not match its checksum, the checkpoint is not loaded. All files are safetensors, JSON
+or text, so loading runs no code. ``modules``, ``optimizers`` and ``states`` of a run (``PpoRun``,
+``SupervisedRun``) list what to save.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+from atomic_files import move, sync, writing
+from errors import InputError
+from model.compatibility import not_finite
+
+SUMS = "SHA256SUMS"
+
+# What loading may raise if a checkpoint is undamaged, but of another model.
+LOAD_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what changes from batch to batch besides weights and moments."""
+
+    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
+    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
+    bad_steps: int = 0  # optimizer steps left out in a row, because a loss or gradient was not finite
+    skipped_steps: int = 0  # all optimizer steps left out for this reason
+    best_score: float | None = None  # the best evaluation so far
+    best_step: int = 0  # the step of that evaluation
+
+
+def save(folder, run, config, keep):
+    """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
+
+    Raises InputError if a weight is not finite or the disk cannot be written; older checkpoints then stay.
+    """
+    root, step = Path(folder) / "checkpoints", run.progress.step
+    for name, module in run.modules.items():
+        if not_finite(module):
+            raise InputError(
+                f"after step {step} the {name} has weights that are not finite: not saved; lower the "
+                "learning rates"
+            )
+    temporary = root / f".step_{step}.tmp"
+    with writing(temporary):
+        root.mkdir(exist_ok=True)
+        tidy(folder, step - 1)
+        try:
+            temporary.mkdir()
+            _write_files(temporary, run, config)
+            move(temporary, root / f"step_{step}")
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for path in list_checkpoints(folder)[:-keep]:
+            _discard(path)
+
+
+def _write_files(folder, run, config):
+    for name, module in run.modules.items():
+        save_model(module, str(folder / f"{name}.safetensors"))
+    for name, optimizer in run.optimizers.items():
+        moments = {
+            f"{number}.{key}": x
+            for number, state in optimizer.state_dict()["state"].items()
+            for key, x in state.items()
+        }
+        save_file(moments, folder / f"{name}.safetensors")
+    state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    files = sorted(folder.iterdir())
+    (folder / SUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
+    for path in folder.iterdir():
+        sync(path)
+
+
+def tidy(folder, step):
+    """Delete the incomplete folders of killed processes, and the checkpoints later than ``step``.
+
+    There are later ones if the run was resumed from an older checkpoint; their steps will be done again.
+    """
+    for leftover in (Path(folder) / "checkpoints").glob(".*.tmp"):
+        shutil.rmtree(leftover)
+    for path in list_checkpoints(folder):
+        if step_of(path) > step:
+            _discard(path)
+
+
+def _discard(path):
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one never counts as a checkpoint."""
+    hidden = path.with_name(f".{path.name}.old.tmp")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def _sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def damage(path):
+    """What is wrong with a checkpoint's files, in a few words; '' if all match their checksums."""
+    try:
+        lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+        wanted = dict(reversed(line.split("  ", 1)) for line in lines)
+    except (OSError, ValueError) as error:
+        return f"{SUMS}: {error.strerror if isinstance(error, OSError) else 'not readable'}"
+    for name in sorted({*wanted, "config.json", "state.json"}):
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if wanted.get(name) != _sha256(path / name):
+            return f"{name} is damaged"
+    return ""
+
+
+def step_of(path):
+    """The step of a checkpoint folder ``step_<n>``, None for a folder with any other name."""
+    match = re.fullmatch(r"step_(\d+)", Path(path).name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(folder):
+    """The checkpoints of a run folder, oldest first, damaged ones included."""
+    found = (p for p in (Path(folder) / "checkpoints").glob("step_*") if p.is_dir())
+    return sorted((p for p in found if step_of(p) is not None), key=step_of)
+
+
+def newest_intact(folder):
+    """-> (the newest undamaged checkpoint of a run folder or None, a note for each damaged one after it).
+
+    Raises InputError if there are checkpoints but all are damaged.
+    """
+    notes = []
+    for path in reversed(list_checkpoints(folder)):
+        problem = damage(path)
+        if not problem:
+            return path, notes
+        notes.append(f"note: {path} is damaged ({problem}); using the checkpoint before it")
+    if notes:
+        raise InputError(f"--resume: every checkpoint in {folder} is damaged ({problem}); start another run")
+    return None, notes
+
+
+def load(path, run):
+    """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
+    path = Path(path)
+    try:
+        for name, module in run.modules.items():
+            load_model(module, str(path / f"{name}.safetensors"), strict=True)
+        for name, optimizer in run.optimizers.items():
+            _load_moments(optimizer, path / f"{name}.safetensors")
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        for name, holder in run.states.items():
+            holder.load_state_dict(state.get(name, {}))
+        run.progress = _progress_of(state, run.total_steps)
+    except LOAD_ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older checkpoint") from None
+
+
+def _progress_of(state, total_steps):
+    """The content of state.json -> ``Progress``. Raises ValueError, TypeError or KeyError if it is wrong."""
+    progress = Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
+    counts = [x for name, x in vars(progress).items() if name != "best_score"]
+    score = progress.best_score
+    if not all(type(n) is int and n >= 0 for n in counts) or not (score is None or type(score) is float):
+        raise ValueError("state.json: its counts are not whole numbers, or its best score is no number")
+    if progress.step > total_steps or not progress.token_budget:
+        raise ValueError(f"state.json is at step {progress.step} of {total_steps}")
+    return progress
+
+
+def _load_moments(optimizer, path):
+    """Load AdamW's moments. Learning rates and coefficients come from the flags, as in a new run."""
+    state = {}
+    for key, x in load_file(path).items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = x
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, moments in state.items():
+        if moments["exp_avg"].shape != parameters[number].shape:
+            raise ValueError(f"moments of parameter {number} have shape {list(moments['exp_avg'].shape)}")
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,176 @@
+"""Training with several processes or GPUs: how they keep gradients and weights the same, and how they end.
+
+Every process holds the whole models and trains on its own share of each batch (dataset/data_order.py):
+
+1. All start with equal weights, because they load the same files and use the same seed.
+2. Losses are sums over tokens (or pairs), divided by their number in the minibatch over all processes
+   (``update`` and ``backward`` in train_ppo.py, ``learn`` in supervised.py). So the gradients of all
+   processes add up to the gradient of the whole minibatch.
+3. ``sum_gradients`` adds them up, after the last micro-batch (``step_if_finite`` in optimizer_step.py). Every
+   process then clips the same gradient and does the same AdamW step.
+4. After each batch ``check_identical`` compares the weights of all processes bit for bit. If they differ, the
+   run ends and saves nothing.
+
+Models are not wrapped (as by DistributedDataParallel), because a forward that bypasses its wrapper would skip
+the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it a run has one process, whose
+sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. heartbeat.py notices processes that have died.
+
+Models are not sharded over GPUs. To shard them, change: sums, norms and comparisons (here, optimizer_step.py,
+fingerprints.py, ``not_finite`` in model/compatibility.py); the building of models (``build_run`` in
+train_ppo.py, ``PpoRun`` in ppo_models.py, supervised.py, rewards/reward_models.py, model/loading.py,
+``frozen_copy`` in model/lora.py, model/critic.py); the forward passes that
+read weights directly (compute/scoring.py, logprobs.py, fused_layers.py); the copies of weights (``learn`` and
+``prepare_frozen`` in train_ppo.py, generation/sampler_copy.py); and saving (checkpoints.py, model/saving.py).
+"""
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from errors import InputError, SaidElsewhere
+from trainer.runs.heartbeat import Heartbeat
+
+BUCKET = 1 << 24  # numbers in one sum of gradients (64 MiB); a larger parameter is summed on its own
+PATIENCE = timedelta(minutes=30)  # how long to wait for a live but slow process (its reward function, say)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process: its ``rank`` among ``size`` processes, its device and heartbeat (None if it is alone)."""
+
+    rank: int
+    size: int
+    device: torch.device
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def sum(self, tensor):
+        """The sum of every process' tensor, in place. All processes must call it, in the same order."""
+        if self.size > 1:
+            self._collective(dist.all_reduce, tensor)
+        return tensor
+
+    def gather(self, item):
+        """Every process' (picklable) item, as a list by rank. All must call it, in the same order."""
+        items = [item]
+        if self.size > 1:
+            items = [None] * self.size
+            self._collective(dist.all_gather_object, items, item)
+        return items
+
+    def _collective(self, operation, *args):
+        try:
+            operation(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the connection broke; torchrun prints which process ended, and why
+            reason = str(error).strip().splitlines()[0][:120]
+            raise SystemExit(
+                f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
+            ) from None
+
+    def sum_gradients(self, module):
+        """Replace every trained parameter's gradient by its sum over all processes.
+
+        A parameter that no token of this process has reached (an expert, say) has none, which counts as 0.
+        """
+        parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
+        while parameters:
+            bucket, count = [], 0
+            while parameters and (not bucket or count + parameters[0].numel() <= BUCKET):
+                bucket.append(parameters.pop(0))
+                count += bucket[-1].numel()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
+            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = grad.view_as(p)
+
+    @contextmanager
+    def all_or_none(self):
+        """If this block raises ``InputError`` in one process, all processes raise it at the end of the block.
+
+        The main process raises ``InputError``, whose message is printed; the others raise ``SaidElsewhere``,
+        which prints nothing. All processes must enter the block.
+        """
+        error = None
+        try:
+            yield
+        except InputError as met:
+            error = met
+        met = [(rank, text) for rank, text in enumerate(self.gather(error and str(error))) if text]
+        if met:
+            rank, text = met[0]
+            kind = InputError if self.is_main else SaidElsewhere
+            agreed = kind(text if rank == 0 else f"process {rank}: {text}")
+            agreed.agreed = True
+            raise agreed from error
+
+    def check_identical(self, **modules):
+        """End all processes (SystemExit) unless they hold exactly the same weights.
+
+        modules: {name: module}. Sums of bit patterns are compared (``bit_sum``), so a difference in the last
+        bit is found.
+        """
+        if self.size == 1:
+            return
+        sums = {name: sum(map(bit_sum, module.parameters())) for name, module in modules.items()}
+        everyone = self.gather(sums)
+        if any(other != everyone[0] for other in everyone):
+            raise SystemExit(
+                f"error: processes hold different weights, nothing is saved; checksums by rank: {everyone}"
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """End the heartbeat and leave the group if all processes end here: at the end of a run, after an
+        ``InputError`` that all have raised, or after a signal. After any other error this process ends
+        without that, so that the others notice its missing heartbeat and end too."""
+        signal = isinstance(error, SystemExit) and isinstance(error.code, int)
+        agreed = kind is None or signal or (isinstance(error, InputError) and error.agreed)
+        if self.size > 1 and agreed:
+            self.heartbeat.end()
+            dist.destroy_process_group()
+
+
+def bit_sum(tensor):
+    """The sum of a tensor's fp32 bit patterns, as an int: a checksum that depends on every bit."""
+    return int(tensor.detach().float().view(torch.int32).sum(dtype=torch.int64))
+
+
+def init_world(device, require=False):
+    """Join the processes that ``torchrun`` started, if it did -> ``World``.
+
+    device: --device, "" for a GPU if there is one; require: --ddp. Raises InputError if the device cannot be
+    used, or if ``require`` is set and torchrun has not started this process.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if require and "WORLD_SIZE" not in os.environ:
+        raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cuda":
+            index = int(os.environ["LOCAL_RANK"]) if size > 1 else device.index or 0
+            if index >= torch.cuda.device_count():
+                raise RuntimeError(f"there are {torch.cuda.device_count()} GPUs")
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
+    if size == 1:
+        return World(0, 1, device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return World(rank, size, device, Heartbeat(store.clone(), rank, size))

@@ -1,0 +1,88 @@
+"""One optimizer step, for all training scripts: gradients, their sum over processes, clipping, AdamW.
+
+``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
+``step_if_finite`` then sums, clips and steps. If a loss or gradient is NaN or infinite, the step is left out.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from trainer.compute.batching import pass_size
+from trainer.compute.memory import halve_until_it_fits
+from trainer.runs.learning_rate import cosine_lr
+
+MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
+
+
+@dataclass
+class Learner:
+    """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
+
+    model: torch.nn.Module
+    scorer: torch.nn.Module | None  # computes the actor's log-probs or the critic's values; stages 1, 2: None
+    optimizer: torch.optim.Optimizer
+    peak: float  # the highest learning rate
+    total_steps: int  # optimizer steps of the whole run
+    first_step: int = 0  # the optimizer step with which this model begins to train
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
+
+    def learning_rate(self, number):
+        """The learning rate in optimizer step ``number`` of the run: a cosine over the steps in which this
+        model trains (learning_rate.py)."""
+        return cosine_lr(
+            self.peak, number - self.first_step, self.total_steps - self.first_step, self.warmup_steps
+        )
+
+
+def gradients_that_fit(run, backward, lengths, pieces=1):
+    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of ``backward``.
+
+    backward(token budget): computes all gradients, in micro-batches of at most that many tokens. lengths:
+    tokens of each sequence. pieces: the number of micro-batches of about equal size (--accumulation_steps);
+    there are more if these did not fit before. If memory runs out, all gradients are computed again with half
+    the budget, and ``run.progress.token_budget`` keeps the budget that fitted.
+    """
+    total, longest = sum(lengths), max(lengths)
+    wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
+    wanted = min(run.progress.token_budget, wanted)
+    sums, fitted = halve_until_it_fits(backward, wanted, longest, undo=lambda: forget_gradients(run))
+    if fitted < wanted:
+        run.progress.token_budget = fitted
+    sums.add("perf/out_of_memory", fitted < wanted, 1)
+    return sums
+
+
+def forget_gradients(run):
+    """Discard the gradients of all models."""
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
+
+
+def step_if_finite(run, loss, learners, number):
+    """Optimizer step ``number`` of the run: sum gradients over processes, clip each model's norm to
+    --grad_clip, step -> (False if the step was left out, each learner's gradient norm before clipping).
+
+    If the loss or a gradient is not finite, the step is left out: weights, moments and weight decay do not
+    move. ``MAX_BAD_STEPS`` such steps in a row end the run (SystemExit).
+    """
+    progress = run.progress
+    for learner in learners:
+        run.world.sum_gradients(learner.model)
+    norms = [clip_grad_norm_(learner.model.parameters(), run.args.grad_clip).item() for learner in learners]
+    finite = math.isfinite(loss + sum(norms))
+    for learner in learners:
+        for group in learner.optimizer.param_groups:
+            group["lr"] = learner.learning_rate(number)
+        if finite:
+            learner.optimizer.step()
+    forget_gradients(run)
+    progress.bad_steps = 0 if finite else progress.bad_steps + 1
+    progress.skipped_steps += not finite
+    if progress.bad_steps >= MAX_BAD_STEPS:
+        raise SystemExit(
+            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the learning rates"
+        )
+    return finite, norms

@@ -1,0 +1,217 @@
+"""Logging of a run: log files, progress bar, printed lines, sample texts, and the summary at the end.
+
+The ``Display`` of each script says what is shown (displays.py). Trackers such as SwanLab get the same metrics
+(trackers.py). Only the main process has a ``RunLogger``; the others have a ``NullLogger``.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from atomic_files import write_whole, writing
+from trainer.compute.cpu import kernels
+from trainer.runs import trackers
+from trainer.runs.checkpoints import list_checkpoints
+from trainer.runs.plots import plot_curves
+
+
+class NullLogger:
+    """The logger of all processes but the main one: it does nothing."""
+
+    def log(self, step, metrics, rows=()):
+        pass
+
+    def say(self, text):
+        pass
+
+    def introduce(self, run, about):
+        pass
+
+    def summary(self, run):
+        pass
+
+    def stopped(self):
+        pass
+
+    def finish(self):
+        pass
+
+
+class RunLogger:
+    """Writes to the run folder's log files, the terminal and the trackers.
+
+    A resumed run continues its files, after cutting them back to the step of its checkpoint. Methods that
+    write raise InputError if the disk cannot be written.
+    """
+
+    def __init__(self, folder, run):
+        self.folder, self.display, args, first_step = folder, run.display, run.args, run.progress.step
+        self.total_steps, self.log_interval = run.total_steps, args.log_interval
+        self.saved_step, self.saving_seconds = first_step, 0.0
+        self._files = []
+        for name in ("metrics.jsonl", *(["samples.jsonl"] if self.display.samples else [])):
+            path = folder.path / name
+            with writing(path):
+                kept = cut_lines(path, first_step)
+                self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
+            if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
+                folder.notes.append(f"note: {path} does not have every step up to {first_step}")
+        shown = {"desc": self.display.title, "unit": "step", "disable": None}
+        self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
+        self._trackers = trackers.start(args, folder)
+        self._start = time.perf_counter()
+
+    def log(self, step, metrics, rows=()):
+        """Log one step's metrics {name: mean} and sample rows: to files, trackers and progress bar.
+
+        Every --log_interval steps a line is printed, and every fourth time a sample; both at the last step.
+        """
+        # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
+        numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        for file, records in zip(self._files, ([numbers], rows), strict=False):
+            with writing(file.name):
+                for record in records:
+                    file.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
+                file.flush()
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        self._bar.set_postfix_str(describe(metrics, self.display.line, self.display.bar), refresh=False)
+        self._bar.update(step - self._bar.n)
+        last = step == self.total_steps
+        if step and (last or step % self.log_interval == 0):
+            self.say(f"step {step}/{self.total_steps} | {describe(metrics, self.display.line)}")
+        if metrics.get("perf/out_of_memory"):
+            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
+        if held_out := self.display.evaluation(metrics):
+            self.say(f"  held out at step {step}: {held_out}")
+        if rows and (last or step % (4 * self.log_interval) == 0):
+            self.say(sample_text(step, rows[0]))
+
+    def say(self, text):
+        """Print above the progress bar."""
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has ended (| head); the run continues without output
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def introduce(self, run, about):
+        """Print the folder's notes, what the run is made of (``about``), its size and where it starts."""
+        for note in self.folder.notes:
+            self.say(note)
+        world, dtype = run.world, str(run.dtype).removeprefix("torch.")
+        if world.device.type == "cpu" and not kernels.available(world.device):
+            self.say(
+                "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
+            )
+        self.say(
+            f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
+            f"{self.display.unit}, {world.size} x {world.device.type} in {dtype}, in {self.folder.path}"
+            + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
+        )
+
+    def flush(self):
+        """Force the log files to the disk. Call it before a checkpoint, which must not be ahead of them."""
+        for file in self._files:
+            with writing(file.name):
+                os.fsync(file.fileno())
+
+    def stopped(self):
+        """Print the command that resumes a run that stopped before its end."""
+        self._bar.close()
+        if saved := list_checkpoints(self.folder.path):
+            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
+
+    def summary(self, run):
+        """Write curves.png and summary.md; print evaluations before and after, time, memory, files."""
+        self._bar.close()
+        folder, progress = self.folder.path, run.progress
+        records = read_metrics(folder)
+        table = self.display.table(records)
+        with writing(folder):
+            plot_curves(records, self.display.panels, folder / "curves.png")
+            write_whole(folder / "summary.md", table + "\n")
+        seconds, host = time.perf_counter() - self._start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
+        best = self.display.best.removeprefix("eval/")
+        memory = f"{host / 2**20:.1f} GiB of memory"
+        if torch.cuda.is_available():
+            memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
+        self.say(
+            f"\n{table}\n\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
+            f"{rates[len(rates) // 2] if rates else 0:.0f} samples/s, at most {memory}"
+            + (f"\nbest     {best} {progress.best_score:.3f} at step {progress.best_step}" if table else "")
+            + (f"\nskipped  {progress.skipped_steps} updates, not finite" if progress.skipped_steps else "")
+            + f"\ncurves   {folder / 'curves.png'}\n{run.results()}"
+        )
+
+    def finish(self):
+        self._bar.close()
+        for tracker in self._trackers:
+            tracker.finish()
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk was reported already
+                file.close()
+        self.folder.close()
+
+
+def sample_rows(batch, texts, parts, count=2):
+    """The first ``count`` samples of a batch -> rows for samples.jsonl: prompt, response, parts of the score.
+
+    batch: list of Prompt; texts: the responses; parts: {part of the score: [B]}.
+    """
+    return [
+        {"prompt": p.prompt, "response": text, "parts": {n: round(x[i].item(), 4) for n, x in parts.items()}}
+        for i, (p, text) in enumerate(zip(batch[:count], texts, strict=False))
+    ]
+
+
+def describe(metrics, line, only=None):
+    """Metrics -> ``score 2.31 | kl 0.0210 | …``, in the order of a display's ``line``.
+
+    only: words; parts of the line that contain none of them are left out.
+    """
+    texts = [text.format(metrics[name]) for name, text in line if name in metrics]
+    return " | ".join(t for t in texts if only is None or any(word in t for word in only))
+
+
+def sample_text(step, row):
+    """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response."""
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+    parts = "  ".join(f"{name} {value:+.2f}" for name, value in row["parts"].items())
+    body = "\n".join("    " + line for line in f"{prompt}\n{row['response']}".splitlines())
+    return f"  sample at step {step}: {parts}\n{body}"
+
+
+def cut_lines(path, last_step):
+    """Cut a JSONL file back to the lines of steps up to ``last_step``, to none for 0 -> the steps kept.
+
+    So a resumed run does not repeat a step, and an incomplete last line is removed.
+    """
+    kept, steps = [], []
+    if path.exists() and last_step:
+        for line in path.read_bytes().split(b"\n"):  # str.splitlines would split texts too
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):  # an incomplete line: the run was killed
+                continue
+            if step <= last_step:
+                kept.append(line + b"\n")
+                steps.append(step)
+    write_whole(path, b"".join(kept))
+    return steps
+
+
+def read_metrics(folder):
+    """The run's metrics.jsonl as a list of dicts; null becomes NaN."""
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{name: math.nan if x is None else x for name, x in r.items()} for r in records]

@@ -1,0 +1,244 @@
+"""What stages 1 and 2 (train_sft.py, train_reward.py) share: flags, training loop, evaluation, saving.
+
+    for each batch of records:                       the same records whatever the number of processes
+        for each micro-batch, cut by tokens:         halved if memory runs out
+            loss, a sum divided by the number of tokens or pairs of the whole batch
+            backward
+        sum gradients over processes, clip, step     AdamW; learning rate: warm-up, cosine down to a tenth
+        log, evaluate, save
+
+A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and its result.
+"""
+
+import math
+import time
+
+import torch
+from torch.optim import AdamW
+from torch.utils.data import Subset
+
+from dataset.data_order import RecordBatches, next_batch, record_loader
+from errors import InputError
+from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.memory import each_micro_batch, keep_freed_memory
+from trainer.compute.precision import set_precision
+from trainer.compute.scoring import prepare_training
+from trainer.evaluation import share_of
+from trainer.flags import MANY, add_machine_flags, add_output_flags, path
+from trainer.runs.checkpoints import Progress
+from trainer.runs.distributed import init_world
+from trainer.runs.fingerprints import short_hash, weights_hash
+from trainer.runs.interrupts import StopRequest
+from trainer.runs.log_and_save import log_step, save
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_finite
+from trainer.runs.resume import start_or_resume
+
+
+def add_flags(p, learning_rate=1e-3):
+    """Add the flags that both stages have; each adds its own first. learning_rate: the flag's default."""
+    add = p.add_argument
+    add("--system_prompt", default="", help="system message of every conversation that has none")
+    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--eval_size", default=256, at_least=0, help="number of last records held out; 0: none")
+    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
+    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
+    p.group("optimisation")
+    add("--epochs", default=3, at_least=1, at_most=MANY, help="passes over the records")
+    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
+    add("--batch_size", default=32, at_least=1, at_most=MANY, help="records per step and process")
+    add("--learning_rate", default=learning_rate, above=0, at_most=1, help="peak; cosine down to a tenth")
+    add("--warmup_ratio", default=0.05, at_least=0, at_most=1, help="share of the steps in which it rises")
+    add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
+    add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
+    add_machine_flags(p, seed="of new weights and the order of records")
+    add_output_flags(p, log_interval=50, save_interval=200, eval_interval=200)
+    add("--hf_dir", default="", type=path, may_change=True, help="where the HF directory is written")
+
+
+class SupervisedRun:
+    """A run of stage 1 or 2: what every run has (runs/resume.py), and what the loop below needs.
+
+    modules: {file name: module}, all that is trained, "model" first. data, held_out: Subsets of datasets of
+    items; held_out is None without evaluation. Subclasses have ``script``, ``display`` and
+
+        tokens(item)           -> the number of tokens of an item
+        loss_counts(items)           -> [numbers] by which losses are divided, once summed over processes
+        loss(items, totals)    -> (a micro-batch's share of the batch's loss, Metrics named train/…);
+                                  totals: the numbers of ``loss_counts``, summed
+        measure(items)         -> Metrics named eval/…
+        summarise(means)       -> the evaluation's metrics, made of the means of ``measure``
+        save_result()          writes the result with every checkpoint
+        results()              -> lines of text that name the result
+        complete()             called once after the last step, on all processes
+    """
+
+    states = {}  # noqa: RUF012  (a checkpoint has only weights, moments and progress)
+
+    def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
+        self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
+        self.modules, self.model = modules, modules["model"]
+        self.data, self.held_out = data, held_out
+        self.dtype = set_precision(args.dtype, world.device)
+        keep_freed_memory()
+        self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO
+        self.before = weights_hash(self.trained)
+        prepare_training(self.model.base_model, args.gradient_checkpointing)
+        parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, args.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.optimizers = {"optimizer": optimizer}
+        steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
+        self.total_steps = total = min(steps, args.max_steps or steps)
+        warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
+        self.learner = Learner(self.trained, None, optimizer, args.learning_rate, total, warmup_steps=warmup)
+        self.progress = Progress(token_budget=tokens_per_pass(world.device))
+        self.evaluated = None  # the held-out items of this process, made by the first evaluation
+
+    def fingerprints(self):
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return {
+            "model": self.before,
+            "tokenizer": short_hash([vocabulary, self.tokenizer.chat_template]),
+            "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
+        }
+
+    def summarise(self, means):
+        return means
+
+    def complete(self):
+        """Called once after the last step, on all processes."""
+
+    def about(self):
+        """Lines that describe the run: its model and its data."""
+        size, kind = sum(p.numel() for p in self.model.parameters()) / 1e6, self.model.config.model_type
+        held_out = "" if self.held_out is None else f"{len(self.held_out)} "
+        held_out += "of them " if held_out and not self.args.eval_data_path else ""
+        return (
+            f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {kind}\n"
+            f"data     {self.args.data_path}: {self.data.dataset.describe()}"
+            + (f", {held_out}held out" if held_out else "")
+        )
+
+
+def split_records(args, load):
+    """Flags -> (training records, held-out records or None), as Subsets. load(path) -> a dataset.
+
+    The held-out records are those of --eval_data_path, or else the last --eval_size of --data_path, which are
+    then not trained on. Raises InputError if that leaves none to train on.
+    """
+    data, kept = load(args.data_path), 0
+    held_out = load(args.eval_data_path) if args.eval_data_path else None
+    if held_out is not None:
+        held_out = Subset(held_out, range(len(held_out)))
+    elif args.eval_size:
+        kept = args.eval_size
+        if kept >= len(data):
+            raise InputError(
+                f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
+                f"{args.data_path}; lower it"
+            )
+        data.hold_out(kept)
+        held_out = Subset(data, range(len(data) - kept, len(data)))
+    return Subset(data, range(len(data) - kept)), held_out
+
+
+def backward(run, items, lengths, totals, token_budget):
+    """Compute the gradients of this process' part of a batch, micro-batch by micro-batch -> Metrics."""
+    sums = Metrics()
+    for index in micro_batches(lengths, token_budget):
+        loss, metrics = run.loss([items[i] for i in index], totals)
+        loss.backward()
+        sums.merge(metrics)
+    for p in run.trained.parameters():  # 0 for an expert that no token reached, as with two processes
+        p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+    return sums
+
+
+def learn(run, step, items):
+    """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}."""
+    args, world, start = run.args, run.world, time.perf_counter()
+    lengths = [run.tokens(item) for item in items]
+    totals = [*run.loss_counts(items), sum(lengths)]
+    *totals, tokens = world.sum(torch.tensor(totals, dtype=torch.float64, device=world.device)).tolist()
+    sums = gradients_that_fit(run, lambda budget: backward(run, items, lengths, totals, budget), lengths)
+    means = sums.means(world)
+    finite, (norm,) = step_if_finite(run, means["train/loss"], [run.learner], step)
+    seconds = time.perf_counter() - start
+    return means | {
+        "train/grad_norm": norm,
+        "train/learning_rate": run.learner.learning_rate(step),
+        "train/skipped_steps": float(not finite),
+        "perf/step_seconds": seconds,
+        "perf/samples_per_second": args.batch_size * world.size / seconds,
+        "perf/tokens_per_second": tokens / seconds,
+    }
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Evaluate on the held-out records, shared between the processes -> {"eval/…": mean}, {} without any."""
+    if run.held_out is None:
+        return {}
+    sums, world = Metrics(), run.world
+    with world.all_or_none():
+        if run.evaluated is None:
+            run.evaluated = share_of(run.held_out, world)
+        items = run.evaluated
+        each_micro_batch(
+            [run.tokens(item) for item in items],
+            tokens_per_pass(world.device),
+            lambda rows: sums.merge(run.measure([items[i] for i in rows])),
+        )
+    return run.summarise(sums.means(world))
+
+
+def train(run, logger):
+    """The training loop, from the step after ``run.progress.step`` to the end, or until Ctrl-C or SIGTERM."""
+    args, world, progress, total = run.args, run.world, run.progress, run.total_steps
+    share = (args.batch_size, args.batch_size, world.rank, world.size)
+    order = RecordBatches(len(run.data), args.seed, progress.step, total, *share)
+    stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
+    with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:
+        if progress.step == total:  # killed between the last checkpoint and the result
+            save(run, logger)
+        if progress.step == 0:
+            log_step(run, logger, 0, evaluate(run))
+        for step in range(progress.step, total):
+            try:
+                with world.all_or_none():
+                    items = next_batch(batches)
+            except InputError:
+                save(run, logger)
+                raise
+            metrics = learn(run, step, items)
+            world.check_identical(model=run.trained)
+            progress.step = done = step + 1
+            last, signal = done == total, stop.agreed(world)
+            if last or (args.eval_interval and done % args.eval_interval == 0):
+                metrics |= evaluate(run)
+            log_step(run, logger, done, metrics)
+            if last or signal or done % args.save_interval == 0:
+                save(run, logger)
+            if signal and not last:
+                raise SystemExit(128 + signal)
+        run.complete()
+
+
+def run_stage(build, args, argv):
+    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun."""
+    with init_world(args.device, args.ddp) as world:
+        with world.all_or_none():
+            run = build(args, world)
+        logger = start_or_resume(run, run.about(), argv)
+        try:
+            train(run, logger)
+            logger.summary(run)
+        except (InputError, SystemExit):
+            logger.stopped()
+            raise
+        finally:
+            logger.finish()
