@@ -31,6 +31,7 @@ from transformers.utils import logging as hf_logging
 from errors import InputError
 from model.hub_connection import check_hub
 from model.minimind_pth import minimind_config_of
+from model.pretrained import load_pretrained, parameters_without_memory
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
@@ -93,13 +94,7 @@ def _load_pretrained(path, trust_remote_code):
         _check_size(path, trust_remote_code)
     with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
         check_hub(path)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are reported below, in one line
-            output_loading_info=True,
-        )
+        model, report = load_pretrained(AutoModelForCausalLM, path, trust_remote_code)
     if "ForSequenceClassification" in str(model.config.architectures):
         raise InputError(f"{path} is a classifier or reward model, not a causal language model")
     # transformers fills weights that are missing or have another shape with random numbers.
@@ -131,7 +126,8 @@ def _outline(config, trust_remote_code):
     for name, value in config.to_dict().items():
         if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
             raise InputError(f"its config says {name} = {value:.1e}, which is impossibly large")
-    with torch.device("meta"):
+    # Code from outside may look at the numbers in its buffers, which has none on the meta device.
+    with parameters_without_memory() if trust_remote_code else torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 

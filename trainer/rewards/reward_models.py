@@ -21,6 +21,7 @@ from errors import InputError
 from model.compatibility import check_tokenizer
 from model.hub_connection import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
+from model.pretrained import load_pretrained
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
@@ -40,11 +41,7 @@ class ClassifierRewardModel:
     def __init__(self, path, device, trust_remote_code, dtype):
         self.dtype = dtype  # the type of mixed precision
         self.tokenizer = load_tokenizer(path, trust_remote_code)
-        self.model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-        if report["missing_keys"]:  # transformers would fill them with random numbers
-            raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
+        self.model = load_whole(AutoModelForSequenceClassification, path, trust_remote_code)
         self.model.to(device).eval().requires_grad_(False)
         # Several labels, or ids without an embedding, mean that this is the wrong model.
         if self.model.config.num_labels != 1:
@@ -53,7 +50,9 @@ class ClassifierRewardModel:
         self.pad_id = self.model.config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         self.head = dict(self.model.named_children()).get("score")
-        self.packs = isinstance(self.head, torch.nn.Linear) and pack_sequences(self.model.base_model)
+        backbone = self.model.base_model
+        plain = isinstance(self.head, torch.nn.Linear) and backbone is not self.model
+        self.packs = plain and pack_sequences(backbone)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
         self.offset = reward_offset(self.model.config)
 
@@ -120,12 +119,24 @@ def reward_offset(config):
     return float(offset)
 
 
+def load_whole(auto_class, path, trust_remote_code):
+    """A model with all of its weights and buffers, fp32. InputError if some are not in its files."""
+    model, report = load_pretrained(auto_class, path, trust_remote_code)
+    if report["missing_keys"]:  # transformers fills them with random numbers
+        raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
+    if report["mismatched_keys"]:
+        raise InputError(
+            f"the shape of {sorted(report['mismatched_keys'])[0][0]} does not fit its config.json"
+        )
+    return model
+
+
 class RemoteRewardModel:
     """A reward model whose own code has ``get_score(tokenizer, messages)``, as internlm2-reward does."""
 
     def __init__(self, path, device):
         self.tokenizer = load_tokenizer(path, trust_remote_code=True)
-        self.model = AutoModel.from_pretrained(path, dtype=torch.float32, trust_remote_code=True)
+        self.model = load_whole(AutoModel, path, trust_remote_code=True)
         self.model.to(device).eval().requires_grad_(False)
         if not callable(getattr(self.model, "get_score", None)):
             raise InputError("its code has no get_score(tokenizer, messages)")

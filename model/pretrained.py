@@ -1,0 +1,98 @@
+"""``from_pretrained`` that leaves no buffer uninitialised: weights from the files, buffers as ``__init__``
+computes them.
+
+transformers 5 builds a model without memory (on the meta device) and then fills in what the checkpoint holds.
+A buffer that is computed in ``__init__`` and not saved, such as a rotary table, gets whatever lay in memory
+(transformers issue 48892). Its own classes compute such buffers again; code that a model brings along does
+not, and then gives wrong numbers, or NaN, without an error.
+
+So a second model is built from the config, with real buffers but parameters without memory. Code from outside
+takes its buffers from that one. The buffers of transformers' own classes are compared with it.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from errors import InputError
+
+
+def load_pretrained(auto_class, path, trust_remote_code):
+    """``auto_class.from_pretrained`` in fp32, on the CPU -> (model, transformers' report on missing and
+    mismatched weights). Raises InputError for a buffer of transformers' own class that is not what
+    ``__init__`` computes."""
+    with _built_with_real_buffers() if trust_remote_code else contextlib.nullcontext():
+        model, report = auto_class.from_pretrained(
+            str(path),
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported, in one line
+            output_loading_info=True,
+        )
+    fill_buffers(model, fill=type(model).__module__.startswith("transformers_modules"))
+    return model, report
+
+
+@torch.no_grad()
+def fill_buffers(model, fill):
+    """Compare all buffers that no checkpoint holds with those of a newly built model; ``fill``: take these
+    over.
+
+    Raises InputError that names a buffer which differs, if they are only compared.
+    """
+    if not any(True for _ in model.named_non_persistent_buffers()):
+        return
+    with parameters_without_memory():
+        fresh = dict(type(model)(model.config).named_buffers())
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        expected = fresh[name].to(buffer.device)
+        if fill:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(last, expected, persistent=False)
+        elif not torch.equal(buffer.nan_to_num(), expected.to(buffer.dtype).nan_to_num()):
+            raise InputError(
+                f"{name} is not what {type(model).__name__} computes: this version of transformers loads it "
+                "wrong; use another"
+            )
+
+
+@contextlib.contextmanager
+def parameters_without_memory():
+    """Modules that are built in this block have real buffers, and parameters on the meta device."""
+    register, initialisers = nn.Module.register_parameter, {}
+
+    def register_on_meta(module, name, parameter):
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    for name in dir(nn.init):  # random numbers for weights that are thrown away would take minutes
+        if name.endswith("_") and not name.startswith("_"):
+            initialisers[name] = getattr(nn.init, name)
+            setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+        for name, function in initialisers.items():
+            setattr(nn.init, name, function)
+
+
+@contextlib.contextmanager
+def _built_with_real_buffers():
+    """In this block ``from_pretrained`` builds models with real buffers: code from outside may look at the
+    numbers in them, which has none on the meta device."""
+    original = PreTrainedModel.__dict__["get_init_context"]
+
+    def contexts(cls, *args, **kwargs):
+        kept = [c for c in original.__get__(None, cls)(*args, **kwargs) if not isinstance(c, torch.device)]
+        return [*kept, parameters_without_memory()]
+
+    PreTrainedModel.get_init_context = classmethod(contexts)
+    try:
+        yield
+    finally:
+        PreTrainedModel.get_init_context = original
