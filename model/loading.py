@@ -231,6 +231,8 @@ def tokenizer_source(path):
     for folder in (sidecar, MINIMIND_FOLDER):
         if _has_tokenizer(folder):
             return str(folder)
+    if not os.path.isfile(path):  # the first thing to say
+        raise InputError(f"{path}: no such file")
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
 
 

@@ -45,8 +45,13 @@ def fill_paths(args):
     Raises InputError if there is no data or no reward.
     """
     if not args.model and (args.hidden_size or args.use_moe):
-        name = f"{'reason' if args.reasoning else 'full_sft'}_{args.hidden_size or 512}"
-        args.model = str(Path(args.out_dir) / f"{name}{'_moe' if args.use_moe else ''}.pth")
+        end = f"_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
+        wanted, other = ("reason", "full_sft") if args.reasoning else ("full_sft", "reason")
+        args.model = str(Path(args.out_dir) / f"{wanted}{end}")
+        if not Path(args.model).is_file():
+            there = (Path(args.out_dir) / f"{other}{end}").is_file()
+            hint = f"; {other}{end} is there: --reasoning {1 - args.reasoning}" if there else ""
+            raise InputError(f"{args.model}: no such file{hint}")
     args.reward_model = [path for path in args.reward_model if path]
     if not args.model:
         for name, path in DEMO.items():

@@ -487,6 +487,9 @@ def test_tokenizer_source(tmp_path, monkeypatch):
     assert tokenizer_source("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(loading, "MINIMIND_FOLDER", tmp_path / "empty")
+    with pytest.raises(InputError, match=r"b\.pth: no such file"):
+        tokenizer_source(tmp_path / "b.pth")
+    (tmp_path / "b.pth").touch()
     for path in (tmp_path / "b.pth", tmp_path / "empty"):
         with pytest.raises(InputError, match="--tokenizer"):
             tokenizer_source(path)
