@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 from errors import InputError
 from model.hub_connection import check_hub
 from model.minimind_pth import minimind_config_of
-from model.pretrained import load_pretrained, parameters_without_memory
+from model.pretrained import check_report, few, load_pretrained, parameters_without_memory
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
@@ -97,12 +97,7 @@ def _load_pretrained(path, trust_remote_code):
         model, report = load_pretrained(AutoModelForCausalLM, path, trust_remote_code)
     if "ForSequenceClassification" in str(model.config.architectures):
         raise InputError(f"{path} is a classifier or reward model, not a causal language model")
-    # transformers fills weights that are missing or have another shape with random numbers.
-    if report["missing_keys"]:
-        raise InputError(f"{path}: its weights lack {_few(report['missing_keys'])}")
-    if report["mismatched_keys"]:
-        names = [name for name, *_ in report["mismatched_keys"]]
-        raise InputError(f"{path}: the shapes of {_few(names)} do not fit its config.json")
+    check_report(report, f"{path}: ")
     return model
 
 
@@ -165,9 +160,9 @@ def _check_fit(model, state, path):
             raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
     expected = model.state_dict()
     if missing := expected.keys() - state.keys():
-        raise InputError(f"{path} lacks {_few(missing)}: it is not a checkpoint of {type(model).__name__}")
+        raise InputError(f"{path} lacks {few(missing)}: it is not a checkpoint of {type(model).__name__}")
     if unexpected := state.keys() - expected.keys():
-        raise InputError(f"{path} has {_few(unexpected)}, which {type(model).__name__} does not")
+        raise InputError(f"{path} has {few(unexpected)}, which {type(model).__name__} does not")
     for name, tensor in expected.items():
         if state[name].shape != tensor.shape:
             raise InputError(
@@ -197,7 +192,7 @@ def _read_state_dict(path):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
     odd = [n for n, x in state.items() if x.layout != torch.strided or x.is_meta or x.is_complex()]
     if odd:
-        raise InputError(f"{path}: {_few(odd)} is sparse, complex or a meta tensor: save ordinary tensors")
+        raise InputError(f"{path}: {few(odd)} is sparse, complex or a meta tensor: save ordinary tensors")
     return dict(state)
 
 
@@ -255,13 +250,6 @@ def _described(path):
 
 def _has_tokenizer(folder):
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
-
-
-def _few(names, limit=3):
-    """Names as text, shortened: ``a, b, c and 7 more``."""
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 @contextlib.contextmanager

@@ -35,6 +35,23 @@ def load_pretrained(auto_class, path, trust_remote_code):
     return model, report
 
 
+def check_report(report, where=""):
+    """Raises InputError, which begins with ``where``, for weights that the files lack or that have another
+    shape: transformers fills them with random numbers."""
+    if report["missing_keys"]:
+        raise InputError(f"{where}its weights lack {few(report['missing_keys'])}")
+    if report["mismatched_keys"]:
+        names = [name for name, *_ in report["mismatched_keys"]]
+        raise InputError(f"{where}the shapes of {few(names)} do not fit its config.json")
+
+
+def few(names, limit=3):
+    """Names as text, shortened: ``a, b, c and 7 more``."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 @torch.no_grad()
 def fill_buffers(model, fill):
     """Compare all buffers that no checkpoint holds with those of a newly built model; ``fill``: take these

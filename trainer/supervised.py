@@ -29,7 +29,7 @@ from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import log_step, save
+from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_finite
 from trainer.runs.resume import start_or_resume
@@ -234,11 +234,4 @@ def run_stage(build, args, argv):
         with world.all_or_none():
             run = build(args, world)
         logger = start_or_resume(run, run.about(), argv)
-        try:
-            train(run, logger)
-            logger.summary(run)
-        except (InputError, SystemExit):
-            logger.stopped()
-            raise
-        finally:
-            logger.finish()
+        run_to_the_end(run, logger, train)

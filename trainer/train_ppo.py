@@ -53,7 +53,7 @@ from trainer.rewards.reward_models import critic_start
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import log_step, save
+from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, forget_gradients, gradients_that_fit, step_if_finite
 from trainer.runs.resume import start_or_resume
@@ -405,14 +405,7 @@ def main(argv=None):
             run = build_run(args, world, *load_inputs(args))
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         prepare_frozen(run)
-        try:
-            train(run, logger)
-            logger.summary(run)
-        except (InputError, SystemExit):
-            logger.stopped()
-            raise
-        finally:
-            logger.finish()
+        run_to_the_end(run, logger, train)
 
 
 if __name__ == "__main__":

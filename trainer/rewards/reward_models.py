@@ -21,7 +21,7 @@ from errors import InputError
 from model.compatibility import check_tokenizer
 from model.hub_connection import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
-from model.pretrained import load_pretrained
+from model.pretrained import check_report, load_pretrained
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
@@ -122,12 +122,7 @@ def reward_offset(config):
 def load_whole(auto_class, path, trust_remote_code):
     """A model with all of its weights and buffers, fp32. InputError if some are not in its files."""
     model, report = load_pretrained(auto_class, path, trust_remote_code)
-    if report["missing_keys"]:  # transformers fills them with random numbers
-        raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
-    if report["mismatched_keys"]:
-        raise InputError(
-            f"the shape of {sorted(report['mismatched_keys'])[0][0]} does not fit its config.json"
-        )
+    check_report(report)
     return model
 
 

@@ -1,10 +1,11 @@
-"""Logging a step, and saving a checkpoint and the result.
+"""Logging a step, saving a checkpoint and the result, and the end of a run.
 
 Only the main process writes. If it cannot write, all processes end with its error.
 """
 
 import time
 
+from errors import InputError
 from trainer.runs import checkpoints
 
 
@@ -34,3 +35,16 @@ def save(run, logger):
             run.save_result()
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
+
+
+def run_to_the_end(run, logger, train):
+    """Call ``train(run, logger)`` and print the summary. If the run stops early, by bad input or a signal,
+    say how to go on. The log files are closed in any case."""
+    try:
+        train(run, logger)
+        logger.summary(run)
+    except (InputError, SystemExit):
+        logger.stopped()
+        raise
+    finally:
+        logger.finish()
