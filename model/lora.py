@@ -76,6 +76,11 @@ def _targets(backbone):
     }
 
 
+def adapter_size(backbone, rank):
+    """How many numbers ``add_adapters`` would add."""
+    return sum(rank * sum(layer.weight.shape) for layer in _targets(backbone).values())
+
+
 def adapted_layers(model):
     """{name: layer} of the layers that have an adapter (peft gives them a child ``lora_A``); may be empty."""
     return {

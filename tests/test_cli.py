@@ -42,7 +42,7 @@ def files(tmp_path_factory):
 
 
 def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path):
-    train(**files, **SIZES, out_dir=tmp_path, epochs=3)
+    train(**files, **SIZES, out_dir=tmp_path, epochs=3, reasoning=1)
     run = tmp_path / "run_1"
     config = json.loads((run / "config.json").read_text())
     assert config["batch_size"] == 8
@@ -118,10 +118,10 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("pth of another shape", {"model": "{}/full_sft_32.pth"}, "full_sft_32.pth"),
     ("model missing", {"model": "/nowhere"}, "/nowhere"),
     ("weights that are not numbers", {"model": "{}/nan"}, "not finite"),
-    ("MiniMind's name missing", {"model": "", "hidden_size": 512}, "reason_512.pth: no such file"),
+    ("MiniMind's name missing", {"model": "", "hidden_size": 512}, "full_sft_512.pth: no such file"),
     (
         "MiniMind's other name is there",
-        {"model": "", "hidden_size": 32, "out_dir": "{}"},
+        {"model": "", "hidden_size": 32, "out_dir": "{}", "reasoning": 1},
         "reason_32.pth: no such file; full_sft_32.pth is there: --reasoning 0",
     ),
     ("a pth that is not there", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
@@ -192,14 +192,14 @@ def test_ddp_without_torchrun_is_refused(files, tmp_path):
 
 
 def test_minimind_names_are_found(tmp_path, files):
-    """--hidden_size alone loads out/reason_{hidden_size}.pth; with --reasoning 0 it is full_sft_….pth."""
+    """--hidden_size alone loads out/reason_{hidden_size}.pth, and full_sft_….pth where that is not there."""
     policy = tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
     torch.save(policy.state_dict(), tmp_path / "reason_32.pth")
     more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}
     train(**more, **SIZES, out_dir=tmp_path)
     assert (tmp_path / "ppo_actor_32.pth").exists()
     shutil.move(tmp_path / "reason_32.pth", tmp_path / "full_sft_32.pth")
-    train(**more, **SIZES, reasoning=0, out_dir=tmp_path)
+    train(**more, **SIZES, out_dir=tmp_path)
 
 
 def test_it_runs_from_any_folder(files, tmp_path):

@@ -17,6 +17,9 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.flags import ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
+from trainer.runs.learning_rate import suited_rate
+
+THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
 
 DEMO = {
     "model": ROOT / "model/demo/policy",
@@ -26,17 +29,30 @@ DEMO = {
 }
 
 
+BATCH_SIZE, MINI_BATCH_SIZE = 128, 32  # where no flag says otherwise
+CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
+
+
 def complete_flags(args):
     """Check train_ppo.py's flags against each other and fill in paths -> the flags. Raises InputError."""
     complete_output_flags(args)
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
-    if args.mini_batch_size > args.batch_size or args.batch_size % args.mini_batch_size:
-        raise InputError(
-            f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {args.batch_size}"
-        )
+    complete_sizes(args)
     fill_paths(args)
     return args
+
+
+def complete_sizes(args):
+    """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other."""
+    if args.batch_size is None:
+        wanted = args.mini_batch_size or BATCH_SIZE
+        args.batch_size = wanted * math.ceil(BATCH_SIZE / wanted)
+    batch = args.batch_size
+    if args.mini_batch_size is None:
+        args.mini_batch_size = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
+    if args.mini_batch_size > batch or batch % args.mini_batch_size:
+        raise InputError(f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {batch}")
 
 
 def fill_paths(args):
@@ -46,11 +62,15 @@ def fill_paths(args):
     """
     if not args.model and (args.hidden_size or args.use_moe):
         end = f"_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
-        wanted, other = ("reason", "full_sft") if args.reasoning else ("full_sft", "reason")
-        args.model = str(Path(args.out_dir) / f"{wanted}{end}")
-        if not Path(args.model).is_file():
-            there = (Path(args.out_dir) / f"{other}{end}").is_file()
-            hint = f"; {other}{end} is there: --reasoning {1 - args.reasoning}" if there else ""
+        reason, plain = (Path(args.out_dir) / f"{name}{end}" for name in ("reason", "full_sft"))
+        if args.reasoning is None and reason.is_file():
+            args.reasoning = 1  # it was trained to reason
+        wanted, other = (reason, plain) if args.reasoning else (plain, reason)
+        args.model = str(wanted)
+        if not wanted.is_file():
+            hint = (
+                f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}" if other.is_file() else ""
+            )
             raise InputError(f"{args.model}: no such file{hint}")
     args.reward_model = [path for path in args.reward_model if path]
     if not args.model:
@@ -59,6 +79,8 @@ def fill_paths(args):
                 setattr(args, name, str(path))
         if not (args.reward_model or args.reward_fn or args.reward_url):
             args.reward_model = [str(DEMO["reward_model"])]
+        if args.reasoning is None:
+            args.reasoning = 1  # the demo's answers have the format
     if not args.data_path:
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not (args.reward_model or args.reward_fn or args.reward_url):
@@ -68,15 +90,49 @@ def fill_paths(args):
 
 
 def count_steps(args, n_prompts, processes):
-    """The number of batches of the whole run. Raises InputError if critic warm-up takes all of them."""
+    """The number of batches of the whole run; also chooses --critic_warmup_steps where it is not given.
+
+    Raises InputError if critic warm-up takes all of them.
+    """
     steps = math.ceil(args.epochs * n_prompts / (args.batch_size * processes))
     steps = min(steps, args.max_steps or steps)
+    if args.critic_warmup_steps is None:
+        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, steps // 4)
     if steps <= args.critic_warmup_steps:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
-            "would never train; lower it or train longer"
+            "would never train; lower it, or train longer with --epochs or --max_steps"
         )
     return steps
+
+
+def choose_reasoning(args, tokenizer, prompts):
+    """Set --reasoning where it is not given: 1 if the tokenizer's template or the data use <think>.
+
+    -> a line that says so, None if the flag was given.
+    """
+    if args.reasoning is not None:
+        return None
+    where = "the tokenizer's chat template" if THINK in str(tokenizer.chat_template or "") else ""
+    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+    if any(THINK in f"{p.prompt} {p.answer}" for p in first):
+        where = where or args.data_path
+    args.reasoning = int(bool(where))
+    if where:
+        return f"format   rewarded: {where} uses {THINK}; --reasoning 0 switches it off"
+    return f"format   not rewarded: neither chat template nor data use {THINK}; --reasoning 1 switches it on"
+
+
+def choose_rates(args, actor, critic_start):
+    """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None."""
+    sizes, said = [sum(p.numel() for p in model.parameters()) for model in (actor, critic_start)], []
+    names = ("learning_rate", "critic_learning_rate")
+    for name, kind, size in zip(names, ("actor", "critic"), sizes, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, suited_rate(kind, size, args.lora_r > 0))
+            said.append(f"{kind} {getattr(args, name):g} ({size / 1e6:.1f}M parameters, --{name})")
+    how = "with adapters, by size" if args.lora_r else "by size"
+    return f"rates    {how}: {', '.join(said)}" if said else None
 
 
 def check_sampling(policy):
@@ -121,9 +177,9 @@ def check_positions(args, model):
 
 
 def load_inputs(args):
-    """Flags -> (policy, tokenizer, prompts, held-out prompts or None), checked against each other.
+    """Flags -> (policy, tokenizer, prompts, held-out prompts or None, lines that say what was chosen).
 
-    Raises InputError. The policy is in fp32 on the CPU.
+    All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
     """
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
@@ -141,4 +197,4 @@ def load_inputs(args):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    return actor, tokenizer, prompts, held_out
+    return actor, tokenizer, prompts, held_out, [choose_reasoning(args, tokenizer, prompts)]

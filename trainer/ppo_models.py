@@ -36,6 +36,7 @@ class PpoRun:
     tokenizer: object
     prompts: RLAIFDataset
     held_out: RLAIFDataset | None  # prompts of evaluation
+    notes: list  # lines that say what was chosen for the user
     eos: list  # token ids that end a response
     reward: Reward
     total_steps: int  # batches
@@ -138,5 +139,5 @@ class PpoRun:
             f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
             + (f"lora     {adapters}\n" if adapters else "")
             + f"reward   {' + '.join(p for p in parts if p)}\n"
-            f"prompts  {prompts.describe()}{tested}"
+            + "\n".join([f"prompts  {prompts.describe()}{tested}", *self.notes])
         )

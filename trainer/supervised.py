@@ -29,25 +29,28 @@ from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.interrupts import StopRequest
+from trainer.runs.learning_rate import suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_finite
 from trainer.runs.resume import start_or_resume
 
+EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
-def add_flags(p, learning_rate=1e-3):
-    """Add the flags that both stages have; each adds its own first. learning_rate: the flag's default."""
+
+def add_flags(p):
+    """Add the flags that both stages have; each adds its own first."""
     add = p.add_argument
     add("--system_prompt", default="", help="system message of every conversation that has none")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
-    add("--eval_size", default=256, at_least=0, help="number of last records held out; 0: none")
+    add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
     p.group("optimisation")
     add("--epochs", default=3, at_least=1, at_most=MANY, help="passes over the records")
     add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
     add("--batch_size", default=32, at_least=1, at_most=MANY, help="records per step and process")
-    add("--learning_rate", default=learning_rate, above=0, at_most=1, help="peak; cosine down to a tenth")
+    add("--learning_rate", type=float, above=0, at_most=1, help="peak; default: by the model's size")
     add("--warmup_ratio", default=0.05, at_least=0, at_most=1, help="share of the steps in which it rises")
     add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
@@ -60,7 +63,8 @@ class SupervisedRun:
     """A run of stage 1 or 2: what every run has (runs/resume.py), and what the loop below needs.
 
     modules: {file name: module}, all that is trained, "model" first. data, held_out: Subsets of datasets of
-    items; held_out is None without evaluation. Subclasses have ``script``, ``display`` and
+    items; held_out is None without evaluation. Subclasses have ``script``, ``display``, ``rate`` (a kind of
+    ``suited_rate``) and
 
         tokens(item)           -> the number of tokens of an item
         loss_counts(items)           -> [numbers] by which losses are divided, once summed over processes
@@ -89,6 +93,7 @@ class SupervisedRun:
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
+        self.note = self._choose_rate(parameters)
         optimizer = AdamW(groups, args.learning_rate, betas=(0.9, 0.95), fused=True)
         self.optimizers = {"optimizer": optimizer}
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
@@ -97,6 +102,16 @@ class SupervisedRun:
         self.learner = Learner(self.trained, None, optimizer, args.learning_rate, total, warmup_steps=warmup)
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
         self.evaluated = None  # the held-out items of this process, made by the first evaluation
+
+    def _choose_rate(self, parameters):
+        """Set --learning_rate where it is not given -> a line that says so, '' if it is given."""
+        if self.args.learning_rate is not None:
+            return ""
+        size = sum(p.numel() for p in parameters)
+        self.args.learning_rate = suited_rate(self.rate, size)
+        return (
+            f"\nrate     by size: {self.args.learning_rate:g} ({size / 1e6:.1f}M parameters, --learning_rate)"
+        )
 
     def fingerprints(self):
         vocabulary = sorted(self.tokenizer.get_vocab().items())
@@ -121,6 +136,7 @@ class SupervisedRun:
             f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {kind}\n"
             f"data     {self.args.data_path}: {self.data.dataset.describe()}"
             + (f", {held_out}held out" if held_out else "")
+            + self.note
         )
 
 
@@ -134,13 +150,14 @@ def split_records(args, load):
     held_out = load(args.eval_data_path) if args.eval_data_path else None
     if held_out is not None:
         held_out = Subset(held_out, range(len(held_out)))
-    elif args.eval_size:
-        kept = args.eval_size
+    elif args.eval_size != 0:
+        kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
         if kept >= len(data):
             raise InputError(
                 f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
                 f"{args.data_path}; lower it"
             )
+    if kept:
         data.hold_out(kept)
         held_out = Subset(data, range(len(data) - kept, len(data)))
     return Subset(data, range(len(data) - kept)), held_out

@@ -28,6 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from trainer.compute.threads import set_up_threads
+
+set_up_threads()  # before torch is imported
+
 import torch
 from torch.optim import AdamW
 
@@ -46,7 +50,8 @@ from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.flags import MANY, FlagParser, add_machine_flags, add_output_flags, path
 from trainer.generation.engine import Sampler, response_texts
 from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import complete_flags, count_steps, load_inputs
+from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs
+from trainer.memory_plan import check_memory
 from trainer.ppo_models import PpoRun
 from trainer.rewards.reward import load_reward
 from trainer.rewards.reward_models import critic_start
@@ -80,7 +85,7 @@ def flag_parser():
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
     p.group("reward: the sum of what is given")
-    add("--reasoning", default=1, choices=[0, 1], help="1: reward the <think> and <answer> format")
+    add("--reasoning", type=int, choices=[0, 1], help="1: reward <think> and <answer>; default: if used")
     add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
     add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
@@ -90,17 +95,17 @@ def flag_parser():
     add("--length_reward", default=0.0, at_least=0, help="added for 20 to 800 characters, else subtracted")
     add("--normalize_reward", default=0, choices=[0, 1], help="1: by running mean and standard deviation")
     p.group("rollout")
-    add("--batch_size", default=128, at_least=1, at_most=MANY, help="prompts per step and process")
+    add("--batch_size", type=int, at_least=1, at_most=MANY, help="prompts per step and process [128]")
     add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest response in tokens")
     add("--temperature", default=1.0, at_least=0.01, at_most=100, help="of sampling and of every log-prob")
     p.group("PPO")
     add("--epochs", default=1, at_least=1, at_most=MANY, help="passes over the prompts")
     add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
     add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
-    add("--mini_batch_size", default=32, at_least=1, help="sequences per optimizer step and process")
+    add("--mini_batch_size", type=int, at_least=1, help="sequences per optimizer step and process [32]")
     add("--accumulation_steps", default=1, at_least=1, at_most=MANY, may_change=True, help="saves memory")
-    add("--learning_rate", default=5e-4, above=0, at_most=1, help="actor's peak; cosine down to a tenth")
-    add("--critic_learning_rate", default=5e-4, above=0, at_most=1, help="critic's peak; the same cosine")
+    add("--learning_rate", type=float, above=0, at_most=1, help="actor's peak; default: by its size")
+    add("--critic_learning_rate", type=float, above=0, at_most=1, help="critic's peak; default: by its size")
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
     add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor")
     add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
@@ -111,7 +116,7 @@ def flag_parser():
     add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
     add("--lam", default=0.95, at_least=0, at_most=1, help="GAE lambda")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
-    add("--critic_warmup_steps", default=2, at_least=0, help="first batches, which train only the critic")
+    add("--critic_warmup_steps", type=int, at_least=0, help="first batches: only the critic trains [2]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
     add_output_flags(p, log_interval=5, save_interval=20, eval_interval=20)
@@ -122,7 +127,7 @@ def parse_args(argv=None):
     return complete_flags(flag_parser().parse_args(argv))
 
 
-def build_run(args, world, actor, tokenizer, prompts, held_out=None):
+def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
     policy, the critic as its backbone or as a reward model's (``critic_start``). No model has dropout: the
     training forward is the scoring forward."""
@@ -131,6 +136,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None):
     reward = load_reward(args, device, dtype, tokenizer)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
+    notes = [*notes, choose_rates(args, actor, start), check_memory(args, actor, start, device, dtype)]
     critic = CriticModel.from_model(start, share=args.lora_r > 0).to(device).eval()
     sampler = Sampler(actor, dtype)  # a copy of its own
     for backbone in (actor.base_model, critic.backbone):
@@ -155,6 +161,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None):
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
+        notes=[note for note in notes if note],
         eos=eos_ids(tokenizer, actor),
         reward=reward,
         total_steps=total_steps,

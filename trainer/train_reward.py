@@ -26,6 +26,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from trainer.compute.threads import set_up_threads
+
+set_up_threads()  # before torch is imported
+
 import torch
 import torch.nn.functional as F
 
@@ -123,7 +127,7 @@ class Outputs(NamedTuple):
 class RewardRun(supervised.SupervisedRun):
     """What runs on pairs and on rated answers share. See ``supervised.SupervisedRun``."""
 
-    script = "train_reward.py"
+    script, rate = "train_reward.py", "reward"
 
     def __init__(self, args, world, tokenizer, modules, data, held_out, reference):
         super().__init__(args, flag_parser().flags, world, tokenizer, modules, data, held_out)

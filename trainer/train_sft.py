@@ -23,6 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from trainer.compute.threads import set_up_threads
+
+set_up_threads()  # before torch is imported
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -59,7 +63,7 @@ def flag_parser():
     p.group("data")
     add("--data_path", default="", type=path, may_change=True, help="demonstrations: a file or a hub name")
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out demonstrations")
-    supervised.add_flags(p, learning_rate=2e-3)
+    supervised.add_flags(p)
     return p
 
 
@@ -101,7 +105,7 @@ def new_model(hidden_size, num_hidden_layers, tokenizer):
 class SftRun(supervised.SupervisedRun):
     """A run of stage 1. Items: (token ids, mask), the mask 1 on learned tokens; see ``SupervisedRun``."""
 
-    script, display = "train_sft.py", displays.SFT
+    script, display, rate = "train_sft.py", displays.SFT, "sft"
 
     def __init__(self, args, world, tokenizer, model, data, held_out):
         super().__init__(args, flag_parser().flags, world, tokenizer, {"model": model}, data, held_out)

@@ -16,11 +16,16 @@ from trainer.compute.cpu import kernels
 from trainer.compute.fused_layers import attention_forward, is_fused
 
 
-def slots_that_fit(config, width, bytes_each, most_bytes):
-    """How many sequences of ``width`` tokens fit into ``most_bytes``, at least 1. bytes_each: a number's."""
+def bytes_per_token(config, bytes_each):
+    """The bytes of one token's keys and values in all layers. bytes_each: a number's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return max(1, most_bytes // (2 * config.num_hidden_layers * heads * dim * width * bytes_each))
+    return 2 * config.num_hidden_layers * heads * dim * bytes_each
+
+
+def slots_that_fit(config, width, bytes_each, most_bytes):
+    """How many sequences of ``width`` tokens fit into ``most_bytes``, at least 1. bytes_each: a number's."""
+    return max(1, most_bytes // (width * bytes_per_token(config, bytes_each)))
 
 
 def decodes_fused(model):

@@ -1,4 +1,7 @@
-"""The schedule of learning rates: linear warm-up, then a cosine from the peak down to a tenth of it.
+"""Learning rates: the peak that suits a model's size, and the schedule around it.
+
+``suited_rate``: the peak where no flag gives one, by the number of trained parameters. ``cosine_lr``: linear
+warm-up, then a cosine from the peak down to a tenth of it.
 
 The learning rate is a pure function of the optimizer step's number, so there is no scheduler to save. A run
 knows at its start how many optimizer steps it will take:
@@ -13,6 +16,31 @@ Steps that are left out (an early stop by --target_kl, a loss that is not finite
 """
 
 import math
+from itertools import pairwise
+
+# (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
+# beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
+SUITED = {
+    "actor": ((1.3e6, 5e-4), (5e6, 2e-4), (2.5e7, 1e-4), (5e8, 1e-6), (8e9, 5e-7)),
+    "critic": ((1.3e6, 5e-4), (5e6, 2e-4), (2.5e7, 1e-4), (5e8, 1e-5), (8e9, 9e-6)),
+    "sft": ((1.3e6, 2e-3), (5e8, 2e-5), (8e9, 5e-6)),
+    "reward": ((1.3e6, 1e-3), (5e8, 1e-5), (8e9, 5e-6)),
+}
+LORA_FACTOR = 10  # adapters learn with a rate about ten times as high (docs/ppo.md)
+
+
+def suited_rate(kind, parameters, lora=False):
+    """The peak learning rate for a model of so many ``parameters``, of two digits.
+
+    kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
+    """
+    points = [(math.log(size), math.log(rate)) for size, rate in SUITED[kind]]
+    x = min(max(math.log(max(parameters, 1)), points[0][0]), points[-1][0])
+    for (left, low), (right, high) in pairwise(points):
+        if x <= right:
+            rate = math.exp(low + (high - low) * (x - left) / (right - left))
+            return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
+    raise AssertionError("x is between the first and the last point")
 
 
 def cosine_lr(peak, step, total, warmup=0):

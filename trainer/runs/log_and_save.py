@@ -6,6 +6,7 @@ Only the main process writes. If it cannot write, all processes end with its err
 import time
 
 from errors import InputError
+from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 
 
@@ -41,7 +42,8 @@ def run_to_the_end(run, logger, train):
     """Call ``train(run, logger)`` and print the summary. If the run stops early, by bad input or a signal,
     say how to go on. The log files are closed in any case."""
     try:
-        train(run, logger)
+        with sleep_when_busy(run.world.device):
+            train(run, logger)
         logger.summary(run)
     except (InputError, SystemExit):
         logger.stopped()

@@ -1,0 +1,135 @@
+"""CPU threads: a container's quota, and threads that sleep while others use the CPUs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import LINUX, ROOT
+
+from trainer.compute.threads import BUSY, QUIET, SpareTeams, cpu_quota, cpu_seconds, cpus_taken
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
+
+
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # version 1
+
+
+def groups(folder, own, files):
+    """A folder of control groups -> (its path, the path of /proc/self/cgroup)."""
+    for name, text in files.items():
+        (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "groups" / name).write_text(text)
+    (folder / "own").write_text(own)
+    return folder / "groups", folder / "own"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container, version 2
+        ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),  # a group above
+        ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
+        (
+            "2:cpuset:/\n1:cpu,cpuacct:/c\n",
+            {"cpu/c/cpu.cfs_quota_us": "50000", "cpu/c/cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+        ("nonsense\n", {"cpu.max": "nonsense"}, float("inf")),
+    ],
+)
+def test_the_quota_of_a_container(own, files, quota, tmp_path):
+    assert cpu_quota(*groups(tmp_path, own, files)) == quota
+
+
+def test_no_control_groups_mean_no_quota(tmp_path):
+    assert cpu_quota(tmp_path / "none", tmp_path / "none") == float("inf")
+
+
+def test_cpus_taken_by_hand():
+    before, now = (100.0, 10.0, 50.0), (102.0, 13.0, 54.5)  # in two seconds 3 CPU seconds are ours of 4.5
+    assert cpus_taken(before, now, cpus=2, threads=2) == pytest.approx(0.75)
+    assert cpus_taken(before, now, cpus=3, threads=2) == pytest.approx(-0.25)  # a third CPU is free for it
+
+
+def test_a_busy_program_is_seen_and_our_own_work_is_not():
+    cpus = os.sched_getaffinity(0)
+    start = cpu_seconds(cpus)
+    while time.process_time() - start[1] < 0.3:
+        pass
+    clock, own, total = (b - a for a, b in zip(start, cpu_seconds(cpus), strict=True))
+    assert clock > 0.25
+    assert own > 0.25
+    assert total > own - 0.1  # ticks are hundredths of a second
+    assert BUSY > QUIET > 0
+
+
+def tasks():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+CODE = """
+import time
+from trainer.compute.threads import set_up_threads
+set_up_threads()
+import os, sys, torch
+from pathlib import Path
+from trainer.compute.threads import SpareTeams
+
+def tasks(wanted):  # how many threads this process has, once there are as many as wanted, or after a while
+    for _ in range(200):
+        if (n := len(list(Path("/proc/self/task").iterdir()))) == wanted:
+            break
+        time.sleep(0.02)
+    return n
+
+torch.set_num_threads(2)
+x = torch.ones(1 << 20)
+before = (x * 3).sum()
+quiet = len(list(Path("/proc/self/task").iterdir()))
+spare = SpareTeams(2, len(os.sched_getaffinity(0)))
+spare.start()
+spare.start()
+busy = tasks(quiet + 2 * spare.count)
+same = bool((x * 3).sum() == before)
+spare.end()
+spare.end()
+after = tasks(quiet)
+print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"], quiet, spare.count, busy, after, same)
+"""
+
+
+def run_code(**environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    command = [sys.executable, "-c", CODE]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer():
+    """Each holder and its one worker are two threads of the process."""
+    policy, spins, quiet, count, busy, after, same = run_code()
+    assert (policy, spins) == ("passive", "300000")
+    assert int(busy) == int(quiet) + 2 * int(count)
+    assert int(after) == int(quiet)
+    assert same == "True"
+
+
+def test_what_the_user_has_set_stays():
+    assert run_code(OMP_WAIT_POLICY="active", GOMP_SPINCOUNT="7")[:2] == ["active", "7"]
+
+
+def test_enough_teams_to_have_more_threads_than_cpus():
+    for cpus in range(2, 20):
+        for threads in range(2, cpus + 1):
+            count = SpareTeams(threads, cpus).count
+            assert threads + count * (threads - 1) > cpus
+            assert threads + (count - 1) * (threads - 1) <= cpus
+    assert torch.get_num_threads() == 1

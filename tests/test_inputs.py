@@ -1,0 +1,119 @@
+"""What is chosen where no flag says it: rates, sizes that follow each other, warm-up, --reasoning, .pth."""
+
+import argparse
+
+import pytest
+from tiny import tiny_llama, word_tokenizer, write_jsonl
+
+from dataset.lm_dataset import RLAIFDataset
+from errors import InputError
+from trainer import train_ppo
+from trainer.inputs import choose_rates, choose_reasoning, complete_flags, count_steps
+
+WORDS = ["a", "b", "<think>"]
+
+
+def parsed(*argv):
+    return train_ppo.flag_parser().parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "mini"),
+    [
+        ([], 128, 32),
+        (["--batch_size", "4"], 4, 4),
+        (["--batch_size", "48"], 48, 24),
+        (["--batch_size", "37"], 37, 1),
+        (["--mini_batch_size", "64"], 128, 64),
+        (["--mini_batch_size", "48"], 144, 48),
+        (["--mini_batch_size", "256"], 256, 256),
+        (["--batch_size", "96", "--mini_batch_size", "8"], 96, 8),
+    ],
+)
+def test_sizes_follow_each_other(given, batch, mini):
+    args = complete_flags(parsed(*given))
+    assert (args.batch_size, args.mini_batch_size) == (batch, mini)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="--mini_batch_size 3: must divide --batch_size 8"):
+        complete_flags(parsed("--batch_size", "8", "--mini_batch_size", "3"))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)])
+def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(steps, warmup):
+    args = complete_flags(parsed("--max_steps", str(steps)))
+    assert count_steps(args, 10**6, 1) == steps
+    assert args.critic_warmup_steps == warmup
+
+
+def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
+    args = complete_flags(parsed("--max_steps", "3", "--critic_warmup_steps", "2"))
+    assert count_steps(args, 10**6, 1) == 3
+    assert args.critic_warmup_steps == 2
+    args.critic_warmup_steps = 3
+    with pytest.raises(InputError, match=r"only 3 steps.* --epochs or --max_steps"):
+        count_steps(args, 10**6, 1)
+
+
+def reasoning(tmp_path, template, records, given=None):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    tokenizer.chat_template += template
+    data = RLAIFDataset(write_jsonl(tmp_path / "data.jsonl", records), tokenizer, 64)
+    args = argparse.Namespace(reasoning=given, data_path="data.jsonl")
+    line = choose_reasoning(args, tokenizer, data)
+    return args.reasoning, line
+
+
+def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
+    plain, thought = {"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "<think> b"}
+    on, line = reasoning(tmp_path, "", [plain, thought])
+    assert on == 1 and line.startswith("format   rewarded: data.jsonl uses <think>; --reasoning 0")
+    on, line = reasoning(tmp_path, "{# <think> #}", [plain])
+    assert on == 1 and "the tokenizer's chat template uses <think>" in line
+    on, line = reasoning(tmp_path, "", [plain])
+    assert on == 0 and line.startswith("format   not rewarded") and "--reasoning 1" in line
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
+    assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
+
+
+def test_the_demo_is_rewarded_for_its_format():
+    assert complete_flags(parsed()).reasoning == 1
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "name", "reasoning"),
+    [
+        (["reason"], None, "reason", 1),
+        (["full_sft"], None, "full_sft", None),  # template and data decide later
+        (["reason", "full_sft"], None, "reason", 1),
+        (["reason", "full_sft"], 0, "full_sft", 0),
+    ],
+)
+def test_which_pth_hidden_size_names(tmp_path, there, given, name, reasoning):
+    for stem in there:
+        (tmp_path / f"{stem}_64.pth").touch()
+    more = [] if given is None else ["--reasoning", str(given)]
+    argv = ["--hidden_size", "64", "--out_dir", str(tmp_path), "--data_path", "x", "--reward_url", "http://x"]
+    args = complete_flags(parsed(*argv, *more))
+    assert args.model == str(tmp_path / f"{name}_64.pth")
+    assert args.reasoning == reasoning
+
+
+def test_rates_are_chosen_by_size_and_said(monkeypatch):
+    times = {"actor": 1, "critic": 2}
+    monkeypatch.setattr("trainer.inputs.suited_rate", lambda kind, size, lora: times[kind] * size)
+    small, large = tiny_llama(8), tiny_llama(8, layers=2)
+    n, m = small.num_parameters(), large.num_parameters()
+    args = argparse.Namespace(learning_rate=None, critic_learning_rate=None, lora_r=0)
+    line = choose_rates(args, small, large)
+    assert (args.learning_rate, args.critic_learning_rate) == (n, 2 * m)
+    assert "--learning_rate" in line and "--critic_learning_rate" in line
+    args = argparse.Namespace(learning_rate=3e-4, critic_learning_rate=None, lora_r=0)
+    assert "actor" not in choose_rates(args, small, large)
+    assert args.learning_rate == 3e-4
+    args = argparse.Namespace(learning_rate=3e-4, critic_learning_rate=1e-3, lora_r=0)
+    assert choose_rates(args, small, large) is None
