@@ -4,6 +4,8 @@ The files of this folder:
 
     record_files.py     files -> records by number: JSONL, JSON, text, gzip, Parquet, a folder or a hub name
     formats.py          records -> prompts, demonstrations, preference pairs, rated answers, by their keys
+    turns.py            turns of conversations, transcripts, calls of tools
+    keys.py             --prompt_key and its like: keys that the user names
     tokenization.py     conversations -> text (chat template) -> token ids
     special_tokens.py   special tokens that a text spells out stay text
     prompt_template.py  --prompt_template: gives a tokenizer a chat template

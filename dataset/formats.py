@@ -1,25 +1,29 @@
 """Dataset formats: records -> prompts, demonstrations, preference pairs, rated answers, by their keys.
 
     {"conversations": turns} or {"messages": turns}   MiniMind, ShareGPT, OpenAI; the answer, if any, last
-    {"prompt": text or turns, …}                      with "answer" or "completion" (TRL), text or turns
+    {"prompt": text or turns, …}                      with "answer" or "completion" (TRL), text or turns, or
+                                                      {"reward_model": {"ground_truth": …}} (verl)
     {"chosen": …, "rejected": …}                      text beside a "prompt", turns with or without one (TRL),
                                                       transcripts (HH-RLHF), or texts that begin alike (TRL)
     {"user_input": text, "completion", "score"}       ChatLLaMA
+    {"question": text, "answer": text}                GSM8K
+    {"instruction": text, "input", "output": text}    Alpaca
     {"text": text or transcript}                      a prompt, or a text to be learned
 
-A turn is {"role", "content"} or {"from", "value"}; without roles user and assistant alternate. A transcript
-is "\\n\\nHuman: …\\n\\nAssistant: …". As a prompt it stays text up to the last "Assistant:". ``to_messages``
-makes turns of it where a chat template is used. Examples of all: docs/data.md.
+Each record is read by its own keys, so a file may mix forms. Keys that the user names (``Keys``, keys.py)
+come first: ``renamed`` puts their values where the forms have them. Turns and transcripts: turns.py. Examples
+of all: docs/data.md.
 
 To support another format of records, change this file, in the function of the stage that is to read it:
 
-    to_prompt         all stages: record -> prompt and answer. Add a branch for the new keys, and put the
-                      prompt's key into ``PROMPT_KEYS``. Enough for PPO and, with an answer, for stage 1
-    to_demonstration  stage 1 (train_sft.py): only if the answer is not what ``to_prompt`` returns
+    to_prompt         all stages: record -> prompt and answer. Add a branch for the new keys in
+                      ``_prompt_and_answer``, and put the prompt's key into ``PROMPT_KEYS``. Enough for PPO
+                      and, with an answer, for stage 1
+    to_demonstration  stage 1 (train_sft.py): only if the answer is another one
     to_pair           stage 2 (train_reward.py), pairs; ``_preferred`` reads one side of a pair
     to_rated          stage 2, answers with a score; ``is_rated`` tells them from pairs
 
-Another name for a role goes into ``ROLE_NAMES``, another kind of file into record_files.py.
+Another kind of file goes into record_files.py.
 
 What fits no format raises ``InputError``. Its message has no file and line: ``located`` in record_files.py
 puts them before it.
@@ -27,153 +31,190 @@ puts them before it.
 
 import contextlib
 import itertools
+import json
 import math
 import re
 
+from dataset.keys import BY_FORM, keys_found, value_at
+from dataset.turns import (
+    as_messages,
+    is_of_tools,
+    is_transcript,
+    split_transcript,
+    split_turns,
+    to_messages,
+)
 from errors import InputError
 
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these in place of an answer
 PROMPT_KEYS = {"conversations", "messages", "chosen", "user_input", "prompt"}  # beside one, "text" is ignored
 QUESTIONS = {"question", "query", "instruction", "input", "conversations", "messages", "user_input"}
-ROLE_NAMES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-}  # ShareGPT's names
-SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts
-SPEAKS = re.compile("\n\n(Human|Assistant): ?")
-ANSWERS = "\n\nAssistant:"  # comes before an answer in a transcript
+TURNS = ("conversations", "messages", "prompt", "completion", "chosen", "rejected")  # may hold turns
 
 
-def to_prompt(record):
-    """A record of any format -> (prompt: text or messages, answer: text or None). Raises InputError."""
-    if "conversations" in record or "messages" in record:
-        turns = record["conversations"] if "conversations" in record else record["messages"]
-        prompt, answer = _without_placeholder(*_split_turns(as_messages(turns)))
-    elif "chosen" in record and "rejected" in record:
-        prompt, answer = to_pair(record)[0]
-    elif "user_input" in record:
-        prompt, answer = _text(record, "user_input"), _optional_text(record, "completion")
-    elif "prompt" in record:
-        prompt, answer = _with_completion(_prompt(record), record)
-    elif "text" in record:
-        text = _text(record, "text")
-        prompt, answer = (
-            _without_placeholder(*_split_transcript(text)) if is_transcript(text) else (text, None)
-        )
-    else:
-        raise InputError('no prompt; the line needs "conversations", "messages" or "prompt"')
-    if not prompt:
-        raise InputError("the prompt is empty; fill it in or delete the line")
+def to_prompt(record, keys=BY_FORM):
+    """A record of any format -> (prompt: text or messages, answer: text or None). Raises InputError.
+
+    The answer of verl's records is the ground truth; what is no text there becomes JSON text.
+    """
+    prompt, answer = _prompt_and_answer(record, keys)
+    checked = record.get("reward_model")
+    if answer is None and isinstance(checked, dict) and (truth := checked.get("ground_truth")) is not None:
+        answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
     return prompt, answer
 
 
-def to_demonstration(record):
+def to_demonstration(record, keys=BY_FORM):
     """A record -> (prompt, answer: text), or (None, text) if the whole text is to be learned. Raises
-    InputError."""
+    InputError. A ground truth of verl's is no answer to learn: it is there to be compared with."""
     text = record.get("text")
-    if isinstance(text, str) and text and record.keys().isdisjoint(PROMPT_KEYS) and not is_transcript(text):
+    named = keys.prompt or keys.answer
+    if isinstance(text, str) and text and not (named or _has_other_form(record) or is_transcript(text)):
         return None, text
-    prompt, answer = to_prompt(record)
+    prompt, answer = _prompt_and_answer(record, keys)
     if answer is None:
-        raise InputError('no answer to learn from; end it with the assistant\'s turn or "answer"')
+        tools = " (calls of tools are left out)" if tool_turns(record, keys) else ""
+        raise InputError(
+            f"no answer to learn from{tools}; {keys_found(record)}: end it with the assistant's turn, or "
+            "name the answer with --answer_key"
+        )
     return prompt, answer
 
 
-def to_pair(record):
+def to_pair(record, keys=BY_FORM):
     """A record -> ((prompt, chosen text), (prompt, rejected text), margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
+    record = renamed(record, keys)
+    for side in ("chosen", "rejected"):
+        if record.get(side) is None:
+            raise InputError(
+                f'no "{side}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
+                f"--{side}_key"
+            )
     chosen, rejected = (_preferred(record, side) for side in ("chosen", "rejected"))
     if chosen[0] is None and rejected[0] is None:
         if other := sorted(QUESTIONS & record.keys()):
-            raise InputError(f'the question is under "{other[0]}"; call it "prompt"')
+            raise InputError(f'the question is under "{other[0]}": add --prompt_key {other[0]}')
         chosen, rejected = _common_start(chosen[1], rejected[1])
     if not chosen[0] or not rejected[0]:
         raise InputError('"chosen" and "rejected" must both be answers to a prompt that is not empty')
     return chosen, rejected, _number(record, "margin", 0.0)
 
 
-def to_rated(record):
+def to_rated(record, keys=BY_FORM):
     """A record -> (prompt, response text, score). Raises InputError."""
-    prompt, response = to_prompt(record)
+    prompt, response = _prompt_and_answer(record, keys)
     if "score" not in record or response is None:
-        raise InputError('no rated answer; the line needs "completion" (or "answer") and "score"')
+        raise InputError(
+            f'no rated answer; {keys_found(record)}: the line needs "score", and "completion" or "answer" '
+            "(or name the answer with --answer_key)"
+        )
     return prompt, response, _number(record, "score")
 
 
-def is_rated(record):
+def is_rated(record, keys=BY_FORM):
     """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and "chosen" not in record
+    return "score" in record and "chosen" not in record and not keys.chosen
 
 
-# ---------------------------------------------------------------- turns
+def tool_turns(record, keys=BY_FORM):
+    """The number of turns of a record that are left out because they call a tool or hold its result."""
+    values = [record.get(name) for name in TURNS if name != keys.prompt]
+    if keys.prompt:
+        values.append(value_at(record, keys, "prompt"))
+    turns = [turn for value in values if isinstance(value, list) for turn in value]
+    return sum(is_of_tools(turn) for turn in turns if isinstance(turn, dict))
 
 
-def as_messages(turns):
-    """A list of turns -> [{"role", "content"}, …]; missing roles alternate user, assistant."""
-    if not isinstance(turns, list) or not turns:
-        raise InputError('a conversation must be a list of {"role", "content"} turns, not empty')
-    messages = []
-    for i, turn in enumerate(turns):
-        turn = turn if isinstance(turn, dict) else {}
-        content = turn.get("content", turn.get("value"))
-        role = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
-        if not isinstance(content, str):
-            raise InputError(f'turn {i + 1} of the conversation has no text "content"')
-        if not isinstance(role, str):
-            raise InputError(f'the "role" of turn {i + 1} must be text (user, assistant, system)')
-        messages.append({"role": ROLE_NAMES.get(role, role), "content": content})
-    return messages
+# ---------------------------------------------------------------- forms
 
 
-def is_transcript(text):
-    """Does a text begin with "Human:", to be answered by an "Assistant:"?"""
-    return text.lstrip().startswith("Human:") and ANSWERS in text
+def _prompt_and_answer(record, keys):
+    """A record of any format -> (prompt: text or messages, the text that answers it, or None)."""
+    record = renamed(record, keys)
+    if "conversations" in record or "messages" in record:
+        turns = record["conversations"] if "conversations" in record else record["messages"]
+        prompt, answer = _without_placeholder(*split_turns(as_messages(turns)))
+    elif "chosen" in record and "rejected" in record:
+        prompt, answer = to_pair(record)[0]
+    elif "user_input" in record:
+        prompt, answer = _text(record, "user_input"), _optional_text(record, "completion")
+    elif "prompt" in record:
+        prompt, answer = _with_completion(_prompt(record), record)
+    elif _is_gsm8k(record):
+        prompt, answer = _text(record, "question"), _text(record, "answer")
+    elif _is_alpaca(record):
+        asked = [_text(record, "instruction"), _optional_text(record, "input") or ""]
+        prompt = "\n\n".join(text for text in asked if text.strip())
+        answer = _text(record, "output")
+    elif "text" in record:
+        text = _text(record, "text")
+        prompt, answer = (
+            _without_placeholder(*split_transcript(text)) if is_transcript(text) else (text, None)
+        )
+    else:
+        raise InputError(
+            f"no prompt; {keys_found(record)}: name the prompt with --prompt_key and the answer with "
+            "--answer_key, or rename them"
+        )
+    if not prompt:
+        raise InputError("the prompt is empty; fill it in or delete the line")
+    return prompt, record["answer"] if keys.answer else answer
 
 
-def to_messages(prompt):
-    """A prompt (text or messages) -> messages: the turns of a transcript, or one user turn for other text.
+def _is_gsm8k(record):
+    return record.get("question") is not None and record.get("answer") is not None
 
-    If one speaker of a transcript speaks twice in a row, both parts become one turn, because many chat
-    templates accept only alternating roles.
+
+def _is_alpaca(record):
+    return record.get("instruction") is not None and record.get("output") is not None
+
+
+def _has_other_form(record):
+    """Does a record with a "text" have a prompt elsewhere?"""
+    return not record.keys().isdisjoint(PROMPT_KEYS) or _is_gsm8k(record) or _is_alpaca(record)
+
+
+def renamed(record, keys):
+    """The record with the values of the keys that the user named under the names that the forms have.
+
+    A named prompt takes the place of every other form of prompt; its answer is looked for as beside a
+    "prompt". A named answer takes the place of the answer of every form. Raises InputError.
     """
-    if not isinstance(prompt, str):
-        return prompt
-    if not is_transcript(prompt):
-        return [{"role": "user", "content": prompt}]
-    messages = []
-    _, *pieces = SPEAKS.split("\n\n" + prompt.strip())
-    for speaker, content in zip(pieces[::2], pieces[1::2], strict=True):
-        if messages and messages[-1]["role"] == SPEAKERS[speaker]:
-            messages[-1]["content"] += f"\n\n{content}"
-        else:
-            messages.append({"role": SPEAKERS[speaker], "content": content})
-    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+    if keys == BY_FORM:
+        return record
+    named = dict(record)
+    if keys.prompt:
+        value = value_at(record, keys, "prompt")
+        if not isinstance(value, str | list):
+            raise InputError(f'"{keys.prompt}" (--prompt_key) must be text or a list of turns')
+        answered = isinstance(value, list) and as_messages(value)[-1]["role"] == "assistant"
+        for name in PROMPT_KEYS - {"chosen"}:
+            named.pop(name, None)
+        named["messages" if answered else "prompt"] = value
+    if keys.answer:
+        named.pop("completion", None)
+        named["answer"] = _named_answer(value_at(record, keys, "answer"), keys.answer)
+    for side in ("chosen", "rejected"):
+        if getattr(keys, side):
+            named[side] = value_at(record, keys, side)
+    return named
 
 
-def add_system(prompt, system_prompt):
-    """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
-    if not system_prompt or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
-        return prompt
-    return [{"role": "system", "content": system_prompt}, *to_messages(prompt)]
-
-
-def _split_turns(messages):
-    """Messages -> (those before the answer, the answer); the answer is None if the user speaks last."""
-    if messages[-1]["role"] != "assistant":
-        return messages, None
-    return messages[:-1], messages[-1]["content"]
-
-
-def _split_transcript(text):
-    """A transcript -> (its text up to the last answer, the answer: None if a human speaks last)."""
-    before, human, last = text.rpartition("\n\nHuman:")
-    question, answers, response = last.partition(ANSWERS)
-    if not answers:
-        return text + ANSWERS, None
-    # A few answers in HH-RLHF consist of two assistant turns.
-    return before + human + question + answers, response.removeprefix(" ").replace(f"{ANSWERS} ", "\n\n")
+def _named_answer(value, key):
+    """The value under --answer_key -> text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        turns, answer = split_turns(as_messages(value))
+        if not turns and answer is not None:
+            return answer
+    raise InputError(
+        f'"{key}" (--answer_key) must be text, a number or one assistant turn; a --reward_fn can take the '
+        "whole record"
+    )
 
 
 def _without_placeholder(prompt, answer):
@@ -192,7 +233,7 @@ def _with_completion(prompt, record):
     list of turns, all but the last are added to the prompt."""
     completion = record.get("completion")
     if isinstance(completion, list):
-        turns, answer = _split_turns(as_messages(completion))
+        turns, answer = split_turns(as_messages(completion))
         if answer is None:
             raise InputError('"completion" must end with an assistant turn')
         return (to_messages(prompt) + turns if turns else prompt), answer
@@ -204,11 +245,11 @@ def _preferred(record, side):
     find it."""
     value, prompt = record.get(side), _prompt(record) if "prompt" in record else None
     if isinstance(value, str) and is_transcript(value):
-        prompt, response = _split_transcript(value)
+        prompt, response = split_transcript(value)
     elif isinstance(value, str):
         response = value
     elif isinstance(value, list):
-        turns, response = _split_turns(as_messages(value))
+        turns, response = split_turns(as_messages(value))
         asked = to_messages(prompt) if prompt else []
         # Some files repeat the prompt in both sides: then it is not added again.
         prompt = turns if turns[: len(asked)] == asked else asked + turns

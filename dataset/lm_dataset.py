@@ -15,15 +15,18 @@ for; no text is kept. Nothing is ever left-padded. Record formats: formats.py. F
 import hashlib
 import json
 from array import array
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from dataset.formats import add_system, is_rated, to_demonstration, to_pair, to_prompt, to_rated
+from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
+from dataset.keys import BY_FORM
 from dataset.record_files import located, open_records
 from dataset.special_tokens import mark_special
 from dataset.tokenization import conversation_text, encode, for_tokenizer, render
+from dataset.turns import add_system
 from errors import InputError
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: about ten seconds
@@ -34,24 +37,26 @@ BLOCK = 256  # records that are tokenised together
 class RecordDataset(Dataset):
     """The base of all datasets here: items by number, made from records. Subclasses add ``make``, ``length``.
 
-    ``dropped``: number of records found too long at the start; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start.
+    ``keys``: the keys of records that the user named (keys.py); ``dropped``: number of records found too long
+    at the start; ``longest``: upper limit of an item's tokens; ``fingerprint``: a hash of the items made at
+    the start; ``columns``: the keys of the records read so far; ``note``: what was ignored, a line or "".
 
     Raises InputError for a bad file, for a bad record among those read, or if all of those are too long.
     """
 
-    def __init__(self, path, tokenizer, max_length, system_prompt="", records=None):
-        self.path, self.tokenizer, self.max_length = str(path), tokenizer, max_length
+    def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, records=None):
+        self.path, self.tokenizer, self.max_length, self.keys = str(path), tokenizer, max_length, keys
         if system_prompt and tokenizer.chat_template is None:
             raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
         self.system_prompt, self.records = system_prompt, records or open_records(path)
         n = len(self.records)
         self.whole = n <= READ_WHOLE
         places = range(n) if self.whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
+        self.columns, self._tools = {}, Counter()
         digest, lengths = hashlib.sha256(f"{n}".encode()), []
         for block in _blocks(places, f"tokens of {path}"):
             for item in self.make(block):
-                digest.update(json.dumps(item, default=vars).encode())
+                digest.update(json.dumps(item, default=_hashed).encode())
                 lengths.append(self.length(item))
         fitting = [(i, length) for i, length in zip(places, lengths, strict=True) if length <= max_length]
         if not fitting:
@@ -60,6 +65,12 @@ class RecordDataset(Dataset):
         self.edge, self.dropped = len(self._kept), len(lengths) - len(fitting)
         self.longest = max(length for _, length in fitting) if self.whole else max_length
         self.fingerprint = digest.hexdigest()[:12]
+        self.note = ""
+        if self._tools:
+            self.note = (
+                f"{path}: tools are ignored: {self._tools['records']} of {len(lengths)} records have them; "
+                f"{self._tools['turns']} turns that call one or hold its result are left out"
+            )
 
     def make(self, indices):
         """Record numbers -> their items, also those that are too long."""
@@ -111,12 +122,22 @@ class RecordDataset(Dataset):
         )
 
     def read(self, indices, form):
-        """Record numbers -> a list of what ``form``, a function of formats.py, makes of each record."""
+        """Record numbers -> a list of what ``form(record, keys)``, as those of formats.py, makes of each."""
         rows = []
         for i in indices:
             with located(self.records, i):
-                rows.append(form(self.records[i]))
+                record = self.records[i]
+                rows.append(form(record, self.keys))
+                turns = tool_turns(record, self.keys)
+            if turns or record.get("tools"):
+                self._tools.update(records=1, turns=turns)
+            self.columns |= dict.fromkeys(record)
         return rows
+
+
+def _hashed(prompt):
+    """What of a Prompt goes into the fingerprint: what is trained on, and not the rest of its record."""
+    return {name: value for name, value in vars(prompt).items() if name != "record"}
 
 
 def _blocks(places, what):
@@ -133,12 +154,14 @@ def _blocks(places, what):
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
-    text is never trained on. ``prompt_ids``: token ids up to the assistant's turn."""
+    text is never trained on. ``prompt_ids``: token ids up to the assistant's turn. ``record``: the record as
+    the file has it, for reward functions."""
 
     index: int
     prompt: list | str  # messages or text: reward models apply their own templates
     answer: str | None
     prompt_ids: list
+    record: dict = field(repr=False)
 
 
 class RLAIFDataset(RecordDataset):
@@ -147,23 +170,23 @@ class RLAIFDataset(RecordDataset):
 
     def make(self, indices):
         rows = self.read(indices, self._row)
-        ids = encode(self.tokenizer, [text for _, _, text in rows])
+        ids = encode(self.tokenizer, [row[-1] for row in rows])
         for i, tokens in zip(indices, ids, strict=True):
             with located(self.records, i):
                 if not tokens:
                     raise InputError("the prompt has no tokens; fill it in or delete the line")
-        return [Prompt(i, *row[:2], tokens) for i, row, tokens in zip(indices, rows, ids, strict=True)]
+        return [
+            Prompt(i, prompt, answer, tokens, record)
+            for i, (record, prompt, answer, _), tokens in zip(indices, rows, ids, strict=True)
+        ]
 
-    def _row(self, record):
-        """-> (prompt, answer, the prompt as text for the tokenizer)"""
-        prompt, answer = to_prompt(record)
+    def _row(self, record, keys):
+        """-> (record, prompt, answer, the prompt as text for the tokenizer)"""
+        prompt, answer = to_prompt(record, keys)
         prompt = add_system(prompt, self.system_prompt)
         asked = for_tokenizer(self.tokenizer, prompt)
-        return (
-            prompt,
-            answer,
-            asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True),
-        )
+        text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
+        return record, prompt, answer, text
 
     @staticmethod
     def length(item):
@@ -199,9 +222,9 @@ class SFTDataset(RecordDataset):
             samples.append((ids, mask))
         return samples
 
-    def _pieces(self, record):
+    def _pieces(self, record, keys):
         """A record -> [(text, is it trained on?), …]"""
-        tokenizer, (prompt, answer) = self.tokenizer, to_demonstration(record)
+        tokenizer, (prompt, answer) = self.tokenizer, to_demonstration(record, keys)
         answer = mark_special(tokenizer, answer)
         if tokenizer.eos_token is None:
             raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
@@ -252,8 +275,8 @@ class PreferenceDataset(RecordDataset):
         ids = encode(self.tokenizer, [text for chosen, rejected, _ in rows for text in (chosen, rejected)])
         return list(zip(ids[::2], ids[1::2], [margin for _, _, margin in rows], strict=True))
 
-    def _row(self, record):
-        *sides, margin = to_pair(record)
+    def _row(self, record, keys):
+        *sides, margin = to_pair(record, keys)
         return *(self._text(*side) for side in sides), margin
 
     def prompt(self, place):
@@ -278,8 +301,8 @@ class RatedDataset(PreferenceDataset):
             zip(encode(self.tokenizer, [text for text, _ in rows]), [s for _, s in rows], strict=True)
         )
 
-    def _row(self, record):
-        prompt, response, score = to_rated(record)
+    def _row(self, record, keys):
+        prompt, response, score = to_rated(record, keys)
         return self._text(prompt, response), score
 
     @staticmethod
@@ -287,9 +310,9 @@ class RatedDataset(PreferenceDataset):
         return len(item[0])
 
 
-def reward_dataset(path, tokenizer, max_length, system_prompt=""):
+def reward_dataset(path, tokenizer, max_length, system_prompt="", keys=BY_FORM):
     """The dataset of stage 2: ``RatedDataset`` or ``PreferenceDataset``, decided by the first record."""
     records = open_records(path)
     with located(records, 0):
-        kind = RatedDataset if is_rated(records[0]) else PreferenceDataset
-    return kind(path, tokenizer, max_length, system_prompt, records)
+        kind = RatedDataset if is_rated(records[0], keys) else PreferenceDataset
+    return kind(path, tokenizer, max_length, system_prompt, keys, records)

@@ -1,7 +1,7 @@
 """Tokenization: conversations -> text, by the chat template -> token ids. All datasets use it."""
 
-from dataset.formats import is_transcript, to_messages
 from dataset.special_tokens import MARK, encode_marked, mark_special, unmark
+from dataset.turns import is_transcript, to_messages
 from model.loading import as_input_error
 
 ROLES = ("system", "user", "assistant", "tool")  # the names that templates compare a role with

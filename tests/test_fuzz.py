@@ -96,7 +96,12 @@ json_values = st.recursive(
 )
 turns = st.fixed_dictionaries(
     {},
-    optional={"role": st.sampled_from(["user", "assistant", "system"]) | json_values, "content": json_values},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | json_values,
+        "content": json_values
+        | st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scalars})),
+        "tool_calls": json_values,
+    },
 )
 good_turns = st.fixed_dictionaries(
     {
@@ -113,6 +118,11 @@ records = st.fixed_dictionaries(
         "answer": st.text(max_size=20) | json_values,
         "chosen": st.text(max_size=20) | conversations,
         "rejected": st.text(max_size=20) | conversations,
+        "question": st.text(max_size=20) | json_values,
+        "instruction": st.text(max_size=20) | json_values,
+        "output": st.text(max_size=20) | json_values,
+        "reward_model": st.dictionaries(st.just("ground_truth"), json_values) | json_values,
+        "tools": json_values,
     },
 )
 
@@ -789,7 +799,7 @@ RETURNS = [
 PYTHON_LINES = [
     "def f(p, r, a):", "    return [1.0, 2.0]", "    return r[9]", "import nothing_like_this", "f = 3",
     "raise ValueError('x\\ny')", "class f: pass", "f = print", "def f(): pass", "1/0", "x = (",
-    "f = lambda *a: [0, 0]",
+    "f = lambda *a: [0, 0]", "def f(p, r, a, records, **x):", "def f(prompts, answers, responses):",
 ]  # fmt: skip
 
 

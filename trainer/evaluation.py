@@ -7,8 +7,6 @@ Accuracy is measured against the answers in the records and is never a reward. I
 accuracy falls, the policy exploits the reward (reward hacking). ``evaluate_actor`` in train_ppo.py calls it.
 """
 
-from itertools import product
-
 from trainer.rewards.rules import is_correct
 from trainer.runs.metrics import Metrics
 
@@ -30,20 +28,22 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
     texts, {part of the score: [B]}). If it raises InputError in one process, all processes raise it.
     """
     metrics = Metrics()
-    mine = share_of(prompts, world)
+    mine = share_of(range(len(prompts)), world)
     answered = any(prompts[i].answer is not None for i in range(len(prompts)))
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     with world.all_or_none():
-        for batch, (kind, sampled_at) in product(batches, (("", temperature), ("_greedy", 0.0))):
-            rollout, texts, parts = roll_out(batch, sampled_at)
-            pairs = [(t, p.answer) for t, p in zip(texts, batch, strict=True) if p.answer is not None]
-            if answered:
-                right = sum(is_correct(text, answer, reasoning) for text, answer in pairs)
-                metrics.add(f"eval/accuracy{kind}", right, len(pairs))
-            if reasoning:
-                metrics.add(f"eval/format_rate{kind}", (parts["format"] > 0).sum(), len(batch))
-            for name, x in parts.items():
-                metrics.add(f"eval/{name}{kind}", x.sum(), len(batch))
-            metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(batch))
-            metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(batch))
+        for places in batches:
+            batch = [prompts[i] for i in places]  # no more at a time: their records can be large
+            for kind, sampled_at in (("", temperature), ("_greedy", 0.0)):
+                rollout, texts, parts = roll_out(batch, sampled_at)
+                pairs = [(t, p.answer) for t, p in zip(texts, batch, strict=True) if p.answer is not None]
+                if answered:
+                    right = sum(is_correct(text, answer, reasoning) for text, answer in pairs)
+                    metrics.add(f"eval/accuracy{kind}", right, len(pairs))
+                if reasoning:
+                    metrics.add(f"eval/format_rate{kind}", (parts["format"] > 0).sum(), len(batch))
+                for name, x in parts.items():
+                    metrics.add(f"eval/{name}{kind}", x.sum(), len(batch))
+                metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(batch))
+                metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(batch))
     return metrics.means(world)

@@ -8,6 +8,7 @@ import math
 import re
 from pathlib import Path
 
+from dataset.keys import Keys
 from dataset.lm_dataset import RLAIFDataset
 from dataset.prompt_template import set_template
 from errors import InputError
@@ -186,8 +187,9 @@ def load_inputs(args):
     actor = load_policy(args.model, args.trust_remote_code)
     check_policy(args, actor, tokenizer)
     check_sampling(actor)
+    keys = Keys(args.prompt_key, args.answer_key)
     prompts, held_out = (
-        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt) if path else None
+        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys) if path else None
         for path in (args.data_path, args.eval_data_path)
     )
     longest = max(data.longest for data in (prompts, held_out) if data)

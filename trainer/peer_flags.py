@@ -57,6 +57,10 @@ PEER_FLAGS = {
     "data.prompt_dataset": "data_path",
     "eval_dataset": "eval_data_path",
     "eval.dataset": "eval_data_path",
+    "input_key": "prompt_key",
+    "data.input_key": "prompt_key",
+    "label_key": "answer_key",
+    "data.label_key": "answer_key",
     "input_template": "prompt_template",  # {prompt} here, {} there
     "data.input_template": "prompt_template",
     "prompt_max_len": "max_seq_len",
@@ -155,7 +159,6 @@ NOT_HERE = {
     "vllm_num_engines": "not needed, the training processes sample the responses themselves",
     "rollout_engine": "not needed, the training processes sample the responses themselves",
     "save_weight": "the name of the result is fixed; --out_dir says where it goes",
-    "input_key": "call the field prompt in the file; docs/data.md lists the forms of records",
     # not supported
     "top_p": "samples come from the whole distribution, so that the log-probs are those of the policy",
     "n_samples_per_prompt": "each prompt gets one response a step",
@@ -181,7 +184,6 @@ NOT_HERE |= {
     "deepspeed": NOT_HERE["zero_stage"],
     "fsdp": NOT_HERE["zero_stage"],
     "adap_kl_ctrl": NOT_HERE["kl_target"],
-    "label_key": "call the field answer in the file; docs/data.md lists the forms of records",
     "dataset_train_split": "add it to the name in --data_path, as user/name:split",
     "dataset_test_split": "add it to the name in --eval_data_path, as user/name:split",
     "prompt_split": "add it to the name in --data_path, as user/name:split",

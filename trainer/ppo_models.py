@@ -139,5 +139,9 @@ class PpoRun:
             f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
             + (f"lora     {adapters}\n" if adapters else "")
             + f"reward   {' + '.join(p for p in parts if p)}\n"
-            + "\n".join([f"prompts  {prompts.describe()}{tested}", *self.notes])
+            f"prompts  {prompts.describe()}{tested}"
+            + "".join(f"
+note     {data.note}" for data in (prompts, held_out) if data and data.note)
+            + "".join(f"
+{note}" for note in self.notes)
         )

@@ -41,6 +41,8 @@ EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tent
 def add_flags(p):
     """Add the flags that both stages have; each adds its own first."""
     add = p.add_argument
+    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
+    add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
     add("--system_prompt", default="", help="system message of every conversation that has none")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
@@ -132,10 +134,12 @@ class SupervisedRun:
         size, kind = sum(p.numel() for p in self.model.parameters()) / 1e6, self.model.config.model_type
         held_out = "" if self.held_out is None else f"{len(self.held_out)} "
         held_out += "of them " if held_out and not self.args.eval_data_path else ""
+        files = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
         return (
             f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {kind}\n"
             f"data     {self.args.data_path}: {self.data.dataset.describe()}"
             + (f", {held_out}held out" if held_out else "")
+            + "".join(f"\nnote     {data.note}" for data in files if data.note)
             + self.note
         )
 

@@ -80,6 +80,8 @@ def flag_parser():
     p.group("data")
     add("--data_path", default="", type=path, may_change=True, help="prompts: a file, or a hub name")
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out prompts")
+    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
+    add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
     add("--system_prompt", default="", help="system message of every prompt that has none")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
@@ -133,7 +135,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     training forward is the scoring forward."""
     device, dtype = world.device, set_precision(args.dtype, world.device)
     keep_freed_memory()
-    reward = load_reward(args, device, dtype, tokenizer)
+    reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
     notes = [*notes, choose_rates(args, actor, start), check_memory(args, actor, start, device, dtype)]
@@ -212,8 +214,8 @@ def respond(run, model, prompts, keys, temperature):
 
 def raw_scores(run, prompts, rollout, texts):
     """What each reward says of the responses, before it is normalised, clipped and weighed."""
-    answers = [p.answer for p in prompts]
-    return run.reward.raw_scores([p.prompt for p in prompts], texts, answers, rollout.finished.tolist())
+    asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
+    return run.reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
 
 
 def collect(run, step, batches, positions):

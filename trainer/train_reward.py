@@ -33,6 +33,7 @@ set_up_threads()  # before torch is imported
 import torch
 import torch.nn.functional as F
 
+from dataset.keys import Keys
 from dataset.lm_dataset import reward_dataset
 from dataset.prompt_template import set_template
 from errors import InputError, run_script
@@ -78,6 +79,8 @@ def flag_parser():
     p.group("data")
     add("--data_path", default="", type=path, may_change=True, help="pairs, or answers with scores")
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out records of the same kind")
+    add("--chosen_key", default="", help="key of the better answer of a pair; default: chosen")
+    add("--rejected_key", default="", help="key of the worse answer; default: rejected")
     supervised.add_flags(p)
     return p
 
@@ -281,8 +284,9 @@ def build(args, world):
     set_template(tokenizer, args.prompt_template)
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
+    keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
     data, held_out = supervised.split_records(
-        args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len, args.system_prompt)
+        args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
     )
     kinds = {len(part[0]) for part in (data, held_out) if part}  # 3 for a pair, 2 for a rated answer
     if len(kinds) > 1:

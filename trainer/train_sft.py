@@ -31,6 +31,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atomic_files import writing
+from dataset.keys import Keys
 from dataset.lm_dataset import SFTDataset
 from dataset.prompt_template import set_template
 from errors import InputError, run_script
@@ -176,8 +177,9 @@ def build(args, world):
         model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)
     check_policy(args, model, tokenizer)
     check_positions(args, model)
+    keys = Keys(args.prompt_key, args.answer_key)
     data, held_out = supervised.split_records(
-        args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len, args.system_prompt)
+        args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
     )
     check_ends(data[0], tokenizer, model)
     return SftRun(args, world, tokenizer, model, data, held_out)

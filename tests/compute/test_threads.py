@@ -34,12 +34,8 @@ def groups(folder, own, files):
         ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
         ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),  # a group above
         ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
-        (
-            "2:cpuset:/\n1:cpu,cpuacct:/c\n",
-            {"cpu/c/cpu.cfs_quota_us": "50000", "cpu/c/cpu.cfs_period_us": "100000"},
-            0.5,
-        ),
-        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+        ("2:cpuset:/\n1:cpu,cpuacct:/c\n", {f"cpu/c/{QUOTA}": "50000", f"cpu/c/{PERIOD}": "100000"}, 0.5),
+        ("1:cpu:/\n", {f"cpu/{QUOTA}": "-1", f"cpu/{PERIOD}": "100000"}, float("inf")),
         ("nonsense\n", {"cpu.max": "nonsense"}, float("inf")),
     ],
 )

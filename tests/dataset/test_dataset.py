@@ -148,6 +148,15 @@ def test_real_tokenizer_without_template(jsonl):
     assert data[0].prompt_ids[0] == tokenizer.bos_token_id
 
 
+def test_the_fingerprints_of_files_are_those_of_older_runs():
+    """As the program of November 2026 computed them, before a Prompt had its record: older runs resume."""
+    demo = ROOT / "dataset/demo"
+    tokenizer = AutoTokenizer.from_pretrained(demo / "tokenizer")
+    assert RLAIFDataset(demo / "eval.jsonl", tokenizer, 256).fingerprint == "64f8c7b817e2"
+    assert SFTDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "87ec6c742863"
+    assert PreferenceDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "7094bdd2ff3f"
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Order
 
@@ -238,5 +247,5 @@ def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
     assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
     with pytest.raises(InputError, match="--max_seq_len"):
         PreferenceDataset(path, chat, 4)
-    with pytest.raises(InputError, match=r'data\.jsonl:1: "rejected"'):
+    with pytest.raises(InputError, match=r'data\.jsonl:1: no "rejected"; keys found: "prompt", "chosen"'):
         PreferenceDataset(jsonl({"prompt": "hi", "chosen": "5"}), chat, 100)

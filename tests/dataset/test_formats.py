@@ -10,7 +10,7 @@ from tiny import ROOT, SHARED, flags, read_jsonl, word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from dataset.formats import to_demonstration, to_messages, to_pair, to_prompt, to_rated
+from dataset.formats import to_demonstration, to_pair, to_prompt, to_rated
 from dataset.lm_dataset import (
     PreferenceDataset,
     RatedDataset,
@@ -21,6 +21,7 @@ from dataset.lm_dataset import (
 from dataset.prompt_template import set_template
 from dataset.special_tokens import unmark
 from dataset.tokenization import conversation_ids, conversation_text, prompt_text
+from dataset.turns import to_messages
 from errors import InputError
 from trainer import train_ppo
 
@@ -63,6 +64,42 @@ FORMS = {  # name: (record, prompt, answer)
     "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh as a prompt": ({"prompt": ASKED, "answer": "5"}, ASKED, "5"),
     "plain text": ({"text": "once upon a time"}, "once upon a time", None),
+    "gsm8k": ({"question": "hi", "answer": "so\n#### 5"}, "hi", "so\n#### 5"),
+    "alpaca": ({"instruction": "Add.", "input": "2 and 3", "output": "5"}, "Add.\n\n2 and 3", "5"),
+    "alpaca without an input": ({"instruction": "hi", "input": "", "output": "5"}, "hi", "5"),
+    "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
+    "alpaca with a text of both": (
+        {"instruction": "hi", "input": " ", "output": "5", "text": "Below is an instruction … 5"},
+        "hi",
+        "5",
+    ),
+    "a system turn": (
+        {"messages": [{"role": "system", "content": "S"}, user("hi"), assistant("5")]},
+        [{"role": "system", "content": "S"}, user("hi")],
+        "5",
+    ),
+    "openai's developer": (
+        {"messages": [{"role": "developer", "content": "S"}, user("hi"), assistant("5")]},
+        [{"role": "system", "content": "S"}, user("hi")],
+        "5",
+    ),
+    "openai's parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": t} for t in "hi"]},
+                assistant("5"),
+            ]
+        },
+        [user("hi")],
+        "5",
+    ),
+}
+VERL = {  # as verl's script for GSM8K writes it
+    "data_source": "openai/gsm8k",
+    "prompt": [user("hi")],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0, "answer": "so\n#### 72", "question": "hi"},
 }
 
 
@@ -72,6 +109,26 @@ def test_prompts(name):
     assert to_prompt(record) == (prompt, answer)
     if answer is not None:
         assert to_demonstration(record) == (prompt, answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("72", "72"),
+        (72, "72"),
+        (["7", "ü"], '["7", "ü"]'),
+        ({"target": ["a"]}, '{"target": ["a"]}'),
+        (None, None),
+    ],
+)
+def test_verls_ground_truth(truth, answer):
+    """It is the answer to compare with, as JSON if it is no text, and never an answer to learn."""
+    record = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
+    assert to_prompt(record) == ([user("hi")], answer)
+    with pytest.raises(InputError, match=r"no answer to learn from; keys found: .*--answer_key"):
+        to_demonstration(record)
+    assert to_prompt({**record, "answer": "5"}) == ([user("hi")], "5")
+    assert to_prompt({**record, "reward_model": "a name"}) == ([user("hi")], None)
 
 
 PAIRS = {  # name: (record, prompt, chosen, rejected)
@@ -169,7 +226,11 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
 @pytest.mark.parametrize(
     ("form", "record", "says"),
     [
-        (to_prompt, {"question": "hi"}, "no prompt"),
+        (to_prompt, {"question": "hi"}, 'no prompt; keys found: "question": .*--prompt_key .*--answer_key'),
+        (to_prompt, {"instruction": "hi", "response": "5"}, 'keys found: "instruction", "response"'),
+        (to_prompt, {"question": "hi", "answer": 5}, '"answer" must be text'),
+        (to_prompt, {"instruction": "hi", "output": ["5"]}, '"output" must be text'),
+        (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
         (to_prompt, {"text": 3}, '"text" must be text'),
         (to_prompt, {"text": ""}, "prompt is empty"),
         (to_prompt, {"user_input": ["hi"]}, '"user_input" must be text'),
@@ -179,10 +240,23 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         (to_prompt, {"messages": ["hi"]}, "turn 1"),
         (to_demonstration, {"text": ""}, "prompt is empty"),
         (to_demonstration, {"text": ASKED}, "no answer"),
-        (to_demonstration, {"prompt": "hi"}, "no answer"),
-        (to_pair, {"prompt": "hi"}, '"chosen" must be'),
-        (to_pair, {"prompt": "hi", "chosen": "5"}, '"rejected" must be'),
-        (to_pair, {"question": "2 + 3?", "chosen": "It is 5", "rejected": "It is 6"}, 'call it "prompt"'),
+        (to_demonstration, {"prompt": "hi"}, 'no answer to learn from; keys found: "prompt": .*--answer_key'),
+        (
+            to_pair,
+            {"question": "hi", "good": "5"},
+            'no "chosen"; keys found: "question", "good".*--chosen_key',
+        ),
+        (
+            to_pair,
+            {"prompt": "hi", "chosen": "5"},
+            'no "rejected"; keys found: "prompt", "chosen".*--rejected_k',
+        ),
+        (to_pair, {"prompt": "hi", "chosen": 5, "rejected": "6"}, '"chosen" must be text'),
+        (
+            to_pair,
+            {"question": "2 + 3?", "chosen": "It is 5", "rejected": "It is 6"},
+            "--prompt_key question",
+        ),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
         (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, "both be answers"),
         (to_pair, {"chosen": "good", "rejected": "bad"}, "do not begin alike"),
@@ -191,7 +265,7 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         (to_pair, {"chosen": [assistant("5")], "rejected": [assistant("6")]}, "both be answers"),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": "much"}, '"margin" must be'),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": None}, '"margin" must be'),
-        (to_rated, {"user_input": "hi", "completion": "5"}, "no rated answer"),
+        (to_rated, {"user_input": "hi", "completion": "5"}, 'no rated answer; keys found: "user_input"'),
         (to_rated, {"user_input": "hi", "score": 3}, "no rated answer"),
         (to_rated, {"user_input": "hi", "completion": "5", "score": True}, '"score" must be'),
         (to_rated, {"user_input": "hi", "completion": "5", "score": "nan"}, '"score" must be'),
@@ -208,7 +282,9 @@ def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
     path = jsonl(*[record for record, prompt, _ in FORMS.values() if prompt in ("hi", [user("hi")])])
     data = RLAIFDataset(path, chat, 100)
     assert len(data) > 8 and {chat.decode(p.prompt_ids) for p in data} == {asked}
-    path = jsonl(*[r for r, prompt, answer in FORMS.values() if prompt in ("hi", [user("hi")]) and answer])
+    path = jsonl(
+        *[r for r, prompt, answer in FORMS.values() if prompt in ("hi", [user("hi")]) and answer == "5"]
+    )
     samples = SFTDataset(path, chat, 100)
     assert len(samples) > 6 and all(sample == samples[0] for sample in samples)
     path = jsonl(*[r for r, prompt, _, _ in PAIRS.values() if prompt in ("hi", [user("hi")])])
@@ -327,7 +403,7 @@ PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 def test_the_page_of_forms():
     """Every example record of docs/data.md is read as its table says."""
     records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
-    assert len(records) == 14
+    assert len(records) == 18
     for record in records:
         prompt, answer = to_prompt(record)
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -335,6 +411,8 @@ def test_the_page_of_forms():
             assert to_pair(record)[0] == (prompt, answer) == to_demonstration(record)
         if "score" in record:
             assert to_rated(record) == (prompt, answer, 4.5)
+        if "question" in record:
+            answer = answer.split("#### ")[1]
         if text.startswith("Once"):
             assert (answer, to_demonstration(record)) == (None, (None, text))
         elif text.startswith("Two"):

@@ -72,6 +72,11 @@ def test_tables(tmp_path):
         open_records(tmp_path / "splits")
     data = RLAIFDataset(tmp_path / "a.parquet", word_tokenizer(["hi"]), 10)
     assert [p.answer for p in data] == [None, "5", None]
+    fields = {"style": "rule", "ground_truth": "72", "extra": None}  # as verl's files; None stays inside
+    verl = {"prompt": [{"role": "user", "content": "hi"}], "reward_model": fields, "data_source": "x"}
+    datasets.Dataset.from_list([verl]).to_parquet(tmp_path / "verl.parquet")
+    (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10)
+    assert (prompt.prompt, prompt.answer, prompt.record) == (verl["prompt"], "72", verl)
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
         open_records(tmp_path / "b.parquet")

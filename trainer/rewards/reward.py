@@ -19,7 +19,7 @@ import torch
 
 from errors import InputError
 from trainer.rewards import rules
-from trainer.rewards.reward_function import call_reward_function, load_reward_function
+from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function
 from trainer.rewards.reward_models import clip_scores, load_reward_models, mix_with_answer
 from trainer.rewards.reward_server import RewardServer
 from trainer.rewards.running_stats import RunningStats
@@ -65,15 +65,16 @@ class Reward:
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
 
-    def __call__(self, prompts, responses, answers, finished):
-        return self.combine(self.raw_scores(prompts, responses, answers, finished))
+    def __call__(self, prompts, responses, answers, finished, records=None):
+        return self.combine(self.raw_scores(prompts, responses, answers, finished, records))
 
-    def raw_scores(self, prompts, responses, answers, finished):
+    def raw_scores(self, prompts, responses, answers, finished, records=None):
         """Score B responses -> ``RawScores``.
 
         prompts: text or messages; responses: texts; answers: texts or None; finished: bools, False for a
-        response that was cut at --max_gen_len. Raises InputError if a reward fails: it raises an exception,
-        takes too long, or gives a score that is NaN or infinite.
+        response that was cut at --max_gen_len; records: the dicts of the data file, for the user's function.
+        Raises InputError if a reward fails: it raises an exception, takes too long, or gives a score that is
+        NaN or infinite.
         """
         raw = RawScores()
         parts = raw.parts
@@ -83,7 +84,8 @@ class Reward:
         for name, (model, _) in self.models.items():
             self._score_with_model(name, model, prompts, responses, raw)
         if self.function:
-            scores = call_reward_function(self.function, prompts, responses, answers, self.timeout)
+            batch = prompts, responses, answers, records or [{}] * len(responses)
+            scores = call_reward_function(self.function, *batch, self.timeout)
             parts["function"] = finite("--reward_fn", scores, responses)
         if self.server:
             parts["server"] = finite("--reward_url", self.server(prompts, responses, answers), responses)
@@ -156,11 +158,16 @@ def finite(flag, scores, responses):
     return scores
 
 
-def load_reward(args, device, dtype, tokenizer):
-    """Flags -> the ``Reward`` of the run. tokenizer: the policy's; it renders the prompts for a server."""
+def load_reward(args, device, dtype, tokenizer, *datasets):
+    """Flags -> the ``Reward`` of the run. tokenizer: the policy's; it renders the prompts for a server.
+    datasets: those whose records a function may ask for, or None."""
+    function = load_reward_function(args.reward_fn) if args.reward_fn else None
+    for data in datasets if function else ():
+        if data:
+            check_columns(function, data.columns, data.path)
     return Reward(
         models=load_reward_models(args.reward_model, device, args.trust_remote_code, dtype),
-        function=load_reward_function(args.reward_fn) if args.reward_fn else None,
+        function=function,
         server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize=args.normalize_reward,

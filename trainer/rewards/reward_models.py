@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from dataset.formats import to_messages
 from dataset.tokenization import conversation_ids
+from dataset.turns import to_messages
 from errors import InputError
 from model.compatibility import check_tokenizer
 from model.hub_connection import check_hub

@@ -1,0 +1,245 @@
+"""The user's reward function: which fields of the records it gets, and what is said of its mistakes."""
+
+import functools
+import json
+
+import numpy
+import pytest
+import torch
+from tiny import run_files, train, write_jsonl
+
+from errors import InputError
+from trainer.rewards.reward import Reward
+from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function, wanted
+
+RECORDS = [
+    {"prompt": "p", "tests": [1, 2], "level": 3},
+    {"prompt": "q", "level": 4, "prompts": "x", "a b": 5},
+]
+
+
+def called(function):
+    """Call a reward function on ``RECORDS`` -> the scores."""
+    return call_reward_function(function, ["p", "q"], ["r", "s"], [None, "a"], RECORDS, 0)
+
+
+def seen(function):
+    """What a function with these parameters is called with -> (its first arguments, {name: value})."""
+    calls = []
+
+    @functools.wraps(function)
+    def wrapped(*batch, **more):
+        calls.append((batch, more))
+        function(*batch, **more)
+        return [0.0, 0.0]
+
+    called(wrapped)
+    return calls[0]
+
+
+FUNCTIONS = [  # (function, what it is given by name)
+    (lambda prompts, responses, answers: 0, {}),
+    (lambda a, b, c: 0, {}),
+    (lambda *_: 0, {}),
+    (lambda prompts, completions, ground_truth: 0, {}),
+    (lambda prompts, *rest: 0, {}),
+    (lambda prompts, answers, references: 0, {}),  # any names that cannot be in the wrong place
+    (lambda prompts, responses, answers, records: 0, {"records": RECORDS}),
+    (lambda prompts, responses, answers, *, records: 0, {"records": RECORDS}),
+    (lambda prompts, responses, answers, tests: 0, {"tests": [[1, 2], None]}),
+    (lambda prompts, responses, answers, tests, level=0: 0, {"tests": [[1, 2], None], "level": [3, 4]}),
+    (lambda prompts, responses, answers, scale=2.0: 0, {}),  # no such field: its default
+    (lambda prompts, responses, answers, rare: 0, {"rare": [None, None]}),  # in none of this batch
+    (
+        lambda prompts, completions, answers, **columns: 0,  # "prompts" is taken
+        {"prompt": ["p", "q"], "tests": [[1, 2], None], "level": [3, 4], "a b": [None, 5]},
+    ),
+    (
+        lambda prompts, responses, answers, records, level, **columns: 0,
+        {
+            "records": RECORDS,
+            "level": [3, 4],
+            "prompt": ["p", "q"],
+            "tests": [[1, 2], None],
+            "a b": [None, 5],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "given"), FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_a_function_gets_what_it_asks_for_by_name(function, given):
+    batch, more = seen(function)
+    assert batch == (["p", "q"], ["r", "s"], [None, "a"])
+    assert more == given
+
+
+def test_a_function_may_change_what_it_gets():
+    def change(prompts, responses, answers, records, tests):
+        records[0]["tests"].append(9)
+        tests[0].clear()
+        return [1, 2]
+
+    assert called(change).tolist() == [1, 2]
+    assert RECORDS[0]["tests"] == [1, 2]
+
+
+def test_functions_that_do_not_say_their_parameters():
+    class Scorer:
+        def __call__(self, prompts, responses, answers, level):
+            return level
+
+    assert called(Scorer()).tolist() == [3, 4]
+    assert called(
+        functools.partial(lambda bonus, p, r, a, level: [bonus + x for x in level], 1)
+    ).tolist() == [4, 5]
+    assert wanted(max).optional == {}
+
+
+@pytest.mark.parametrize(
+    ("signature", "shown"),
+    [
+        ("()", "()"),
+        ("(prompts, responses)", "(prompts, responses)"),
+        ("(completions, **kwargs)", "(completions, kwargs)"),  # TRL's, which is called by name there
+        ("(completions, prompts, truth, **kwargs)", "(completions, prompts, truth, kwargs)"),
+        ("(responses, prompts, answers)", "(responses, prompts, answers)"),
+        ("(prompts, answers, responses)", "(prompts, answers, responses)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature, shown, tmp_path):
+    (tmp_path / "f.py").write_text(f"def f{signature}:\n    return []\n")
+    with pytest.raises(
+        InputError, match=r"called with prompts, responses, answers, .* in this order"
+    ) as caught:
+        load_reward_function(f"{tmp_path / 'f.py'}:f")
+    assert str(caught.value).endswith(f"they are {shown}")
+
+
+def test_a_field_that_no_record_has():
+    columns = {"prompt": None, "tests": None}
+
+    def function(prompts, responses, answers, records, tests, level=1):
+        pass
+
+    check_columns(function, columns, "a.jsonl")
+    check_columns(lambda a, b, c, **columns: 0, columns, "a.jsonl")
+    with pytest.raises(InputError) as caught:
+        check_columns(lambda a, b, c, test: 0, columns, "a.jsonl")
+    assert str(caught.value) == (
+        "--reward_fn: its parameter 'test' is no key of the records of a.jsonl; keys found: \"prompt\", "
+        '"tests": rename it, or give it a default'
+    )
+
+
+MISTAKES = [  # (what is returned, what is said)
+    (None, "returned nothing; end it with return: return a list of 2 numbers, one for each response"),
+    (3, r"returned 3 \(int\); return a list of 2 numbers"),
+    ("12", r"returned '12' \(str\); return a list"),
+    ({1: 2, 3: 4}, r"returned .* \(dict\); return a list"),
+    (torch.ones(2, 1), r"returned the shape \[2, 1\] and not \[2\]; return a list of 2 numbers"),
+    (numpy.ones((2, 1)), r"returned the shape \[2, 1\] and not \[2\]; return a list of 2 numbers"),
+    (torch.tensor(1.0), r"returned the shape \[\] and not \[2\]"),
+    ([1.0], "returned 1 scores for 2 responses; return one each"),
+    ([1, "x"], r"score 2 is 'x' \(str\) and no number"),
+    ([None, 1], r"score 1 is None \(NoneType\) and no number"),
+    ([[1.0], [2.0]], r"score 1 is \[1\.0\] \(list\) and no number"),
+    ([1, 10**400], "score 2 is 10+ .*and no number"),
+]
+
+
+@pytest.mark.parametrize(("returned", "says"), MISTAKES, ids=range(len(MISTAKES)))
+def test_what_is_wrong_with_what_a_function_returned(returned, says):
+    with pytest.raises(InputError, match=f"^--reward_fn: {says}"):
+        called(lambda *_: returned)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (1, 2),
+        range(1, 3),
+        iter([1.0, 2.0]),
+        torch.tensor([1, 2]),
+        numpy.array([1, 2]),
+        ["1", 2],
+        [torch.tensor(1), 2],
+    ],
+)
+def test_what_counts_as_numbers(returned):
+    assert called(lambda *_: returned).tolist() == [1, 2]
+
+
+def test_a_mistake_inside_the_function_has_its_place(tmp_path):
+    (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
+    with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
+        called(load_reward_function(f"{tmp_path / 'f.py'}:f"))
+    with pytest.raises(InputError, match=r"TypeError: .* when it was called; correct the function"):
+        called(max)
+
+
+def test_a_reward_without_records():
+    reward = Reward(function=lambda p, r, a, records: [len(x) for x in records], reasoning=False)
+    assert reward(["p", "q"], ["r", "s"], [None, None], [True, True])["function"].tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Runs
+
+CHECKED = """
+import json, pathlib
+def score(prompts, responses, answers, records, level, hint=None):
+    rows = zip(prompts, answers, records, level, hint or [None] * len(prompts), strict=True)
+    with open(pathlib.Path(__file__).with_name("seen.jsonl"), "a") as file:
+        for prompt, answer, record, number, more in rows:
+            file.write(json.dumps([prompt, answer, record, number, more]) + "\\n")
+    return [float(x) for x in level]
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
+    """Of a file that mixes forms, in training and in evaluation, read by workers or not."""
+    files = run_files(tmp_path)
+    (tmp_path / "checked.py").write_text(CHECKED)
+    records = [
+        {"prompt": "a b", "level": 0},
+        {"question": "b c", "answer": "so\n#### 1", "level": 1},
+        {"instruction": "c", "input": "d", "output": "e", "level": 2, "hint": "f"},
+        {"messages": [{"role": "user", "content": "d e"}], "level": 3},
+        {"prompt": [{"role": "user", "content": "e f"}], "reward_model": {"ground_truth": "4"}, "level": 4},
+        {"text": "f g", "level": 5},
+    ]
+    held_out = [{**record, "level": record["level"] + 10} for record in records]
+    files |= {"reward_fn": f"{tmp_path / 'checked.py'}:score", "out_dir": tmp_path / "out"}
+    files |= {"data_path": write_jsonl(tmp_path / "mixed.jsonl", records)}
+    files |= {"eval_data_path": write_jsonl(tmp_path / "held_out.jsonl", held_out)}
+    sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 2, "epochs": 2}
+    train(**files, **sizes, critic_warmup_steps=0, reasoning=0, num_workers=workers)
+    prompts = ["a b", "b c", "c\n\nd", "d e", "e f", "f g"]
+    answers = [None, "so\n#### 1", "e", None, "4", None]
+    lines = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 6 + 2 * 2 * 6  # two steps, two evaluations sampled and greedy
+    for prompt, answer, record, level, hint in lines:
+        assert record == (records + [None] * 4 + held_out)[level]
+        assert (prompt if isinstance(prompt, str) else prompt[0]["content"]) == prompts[level % 10]
+        assert answer == answers[level % 10]
+        assert hint == record.get("hint")
+    assert sorted(line[3] for line in lines[12:18]) == list(range(6))
+
+
+@pytest.mark.parametrize("file", ["data_path", "eval_data_path"])
+def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
+    files = run_files(tmp_path)
+    (tmp_path / "wrong.py").write_text("def score(prompts, responses, answers, test):\n    return [0.0]\n")
+    paths = {
+        name: write_jsonl(tmp_path / name, [{"prompt": "a", "test": 1}])
+        for name in ("data_path", "eval_data_path")
+    }
+    paths[file] = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "tests": 1}])
+    files |= {**paths, "reward_fn": f"{tmp_path / 'wrong.py'}:score", "out_dir": tmp_path / "out"}
+    with pytest.raises(
+        InputError, match=r"its parameter 'test' is no key .*other\.jsonl; keys found: .*\"tests\""
+    ):
+        train(**files, batch_size=1, mini_batch_size=1, max_steps=1, critic_warmup_steps=0)
+    assert not (tmp_path / "out").exists()
