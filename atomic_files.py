@@ -1,17 +1,29 @@
 """Atomic files and locks: files that are complete or absent, and locks that end with their process."""
 
 import contextlib
-import fcntl
 import os
+import platform
 import weakref
 from pathlib import Path
 
 from errors import InputError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where filelock locks files
+    import filelock
+
+    fcntl = None
+
 
 def sync(path):
     """Force the content of a file or folder to the disk (fsync)."""
-    handle = os.open(path, os.O_RDONLY)
+    flags = os.O_RDONLY
+    if not hasattr(os, "O_DIRECTORY"):  # Windows flushes no folder, and a file only if it is open for writing
+        if os.path.isdir(path):
+            return
+        flags = os.O_RDWR
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:
@@ -51,11 +63,13 @@ def writing(path):
 
 
 def lock(path):
-    """Lock the file ``path`` -> the open file. The lock ends when it is closed or the process ends or dies.
+    """Lock the file ``path`` -> a function that unlocks it. The lock also ends when the process ends or dies.
 
     The file's text names the process that holds the lock. Raises ``BlockingIOError`` if another process has
     locked it.
     """
+    if fcntl is None:
+        return _lock_with_filelock(path)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (open for as long as the lock is held)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,14 +81,33 @@ def lock(path):
     held = weakref.ref(file)
     os.register_at_fork(after_in_child=lambda: held() and held().close())  # or a forked worker would keep it
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.write(_holder())
     file.flush()
-    return file
+    return file.close
+
+
+def _lock_with_filelock(path):
+    """``lock`` without fcntl. What is locked is a second file: Windows lets nobody read a locked one."""
+    held = filelock.FileLock(f"{path}.held")
+    try:
+        held.acquire(blocking=False)
+    except filelock.Timeout:
+        raise BlockingIOError(f"{path} is locked") from None
+    Path(path).write_text(_holder(), encoding="utf-8")
+    return held.release
+
+
+def _holder():
+    return f"process {os.getpid()} on {platform.node()}"
 
 
 @contextlib.contextmanager
 def one_at_a_time(folder):
     """Only one process at a time is in this block for ``folder``, which must exist; the others wait."""
+    if fcntl is None:
+        with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):
+            yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # file systems without locks, as above

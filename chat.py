@@ -15,6 +15,7 @@ Decoding is greedy by default, so that two answers differ because of the models 
 --temperature, tokens are sampled from the whole distribution, as in PPO training: no top-k, no top-p.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -234,7 +235,7 @@ def main(argv=None):
     elif not sys.stdin.isatty():
         sys.exit(2 if talk(speakers, args, interactive=False) else 0)
     else:
-        if sys.platform != "win32":  # Windows has no readline
+        with contextlib.suppress(ImportError):  # Windows has no readline
             import readline  # noqa: F401  (arrow keys and line history in input())
         for speaker in speakers:
             note = "" if speaker.tokenizer.chat_template else ", no chat template: it continues your text"
@@ -244,8 +245,8 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    for stream in filter(None, (sys.stdin, sys.stdout)):  # a closed stream is None
-        stream.reconfigure(errors="replace")
+    if sys.stdin:  # a closed stream is None
+        sys.stdin.reconfigure(errors="replace")
     try:
         run_script(main)
     except KeyboardInterrupt:

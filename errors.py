@@ -20,7 +20,10 @@ class SaidElsewhere(InputError):
 
 def run_script(main):
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
-    out-of-memory error exit with code 1, on Ctrl-C with 130."""
+    out-of-memory error exit with code 1, on Ctrl-C with 130. A character that the output cannot show is
+    printed as a question mark."""
+    if sys.stdout:  # None if it is closed; stderr never fails on a character
+        sys.stdout.reconfigure(errors="replace")
     try:
         main()
     except InputError as error:

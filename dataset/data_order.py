@@ -6,6 +6,7 @@ resumed run goes on in the order of the run that was stopped.
 
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -72,8 +73,9 @@ def record_loader(dataset, order, num_workers):
     """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers``
     processes, if any. The processes end with the block, however it ends: at the exit of the program,
     multiprocessing would wait for them for ever, since they ignore SIGTERM."""
-    # Workers are forked: the files that a dataset has open cannot be sent to a new process.
-    how = {"multiprocessing_context": "fork", "worker_init_fn": _prepare_worker} if num_workers else {}
+    # Forked workers start at once. Windows has no fork, and on macOS a forked process may crash.
+    start = "fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn"
+    how = {"multiprocessing_context": start, "worker_init_fn": _prepare_worker} if num_workers else {}
     batches = iter(DataLoader(dataset, batch_sampler=order, collate_fn=list, num_workers=num_workers, **how))
     try:
         yield batches
@@ -84,7 +86,9 @@ def record_loader(dataset, order, num_workers):
 
 def _prepare_worker(worker):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the group; the main process saves, then ends them
+    # These are sent to the whole group. The main process saves, then it ends its workers.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def next_batch(batches):

@@ -63,20 +63,38 @@ class LineRecords:
         self.path, self.what = path, ":"
         name = path.removesuffix(".gz")
         self.parse = _text_line if name.endswith(".txt") else parse_line
-        self._file = _unpacked(path) if path.endswith(".gz") else _seekable(path)
-        if not name.endswith(".txt") and _first_byte(self._file) == b"[":
-            self.what = ": record "  # our lines are not lines of the file
-            self._file = _as_lines(self._file, path)
+        self._file = self._open()
         self._version, self._starts = _version(self._file), line_starts(self._file, path)
+
+    def _open(self):
+        """-> the open file of lines: the file itself, or a temporary one made of it."""
+        file = _unpacked(self.path) if self.path.endswith(".gz") else _seekable(self.path)
+        if self.parse is parse_line and _first_byte(file) == b"[":
+            self.what = ": record "  # our lines are not lines of the file
+            return _as_lines(file, self.path)
+        return file
+
+    def __getstate__(self):
+        """For a worker process that is not forked: it opens the file again."""
+        if not os.path.isfile(self.path):
+            raise InputError(
+                f"{self.path}: several processes cannot read one pipe; --num_workers 0, or write a file first"
+            )
+        return {**vars(self), "_file": None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._file = self._open()
+        if self._file.name != self.path:  # a temporary file of its own
+            self._version = _version(self._file)
 
     def __len__(self):
         return len(self._starts) - 1
 
     def __getitem__(self, i):
         start, end = self._starts[i], self._starts[i + 1]
-        # pread uses no file position, so forked processes that share the file do not disturb each other
         try:
-            return self.parse(os.pread(self._file.fileno(), end - start, start).split(b"\n", 1)[0])
+            return self.parse(_read(self._file, start, end - start).split(b"\n", 1)[0])
         except InputError as error:
             if _version(self._file) != self._version:
                 raise InputError("the file has changed while it was read; leave it as it is") from error
@@ -142,6 +160,13 @@ def line_starts(file, name):
             place += len(line)
     starts.append(place)
     return starts
+
+
+def _read(file, start, size):
+    if hasattr(os, "pread"):  # it uses no file position: forked processes that share the file may all read
+        return os.pread(file.fileno(), size, start)
+    file.seek(start)
+    return file.read(size)
 
 
 def _version(file):

@@ -79,6 +79,7 @@ def become(request, outputs, unwanted):
         os.dup2(descriptor, number)
     for descriptor in (*outputs, *unwanted):
         os.close(descriptor)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (it was /dev/null, now a pipe)
     return request["argv"]
 
 

@@ -142,6 +142,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("time limit below zero", {"reward_timeout": -5}, "--reward_timeout -5"),
     ("time limit NaN", {"reward_timeout": "nan"}, "--reward_timeout nan"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
+    ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("temperature zero", {"temperature": 0}, "--temperature 0"),
     ("gamma above one", {"gamma": 1.5}, "--gamma 1.5"),
     ("batch of none", {"batch_size": 0}, "--batch_size 0"),

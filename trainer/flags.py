@@ -177,6 +177,6 @@ def add_output_flags(p, log_interval, save_interval, eval_interval):
 def complete_output_flags(args):
     """Make --out_dir absolute: where things are written must not depend on the working directory, which a
     reward function may change. InputError for a --run_name that is a path."""
-    if args.run_name in (".", "..") or "/" in args.run_name:
+    if args.run_name in (".", "..") or "/" in args.run_name or "\\" in args.run_name:
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     args.out_dir = os.path.abspath(args.out_dir)

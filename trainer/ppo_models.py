@@ -23,6 +23,7 @@ from trainer.runs import displays
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import World
 from trainer.runs.fingerprints import short_hash, weights_hash
+from trainer.runs.resume import command_line
 
 
 @dataclass
@@ -102,7 +103,8 @@ class PpoRun:
 
     def results(self):
         """Lines for the end of a run: where the result is, and how to talk to it."""
-        return f"model    {self.pth_path}\ntalk     python chat.py --model {self.pth_path}"
+        talk = command_line(["python", "chat.py", "--model", self.pth_path])
+        return f"model    {self.pth_path}\ntalk     {talk}"
 
     def fingerprints(self):
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts

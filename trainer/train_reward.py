@@ -51,6 +51,7 @@ from trainer.reward_offset import make_reference, write_centred
 from trainer.rewards.reward_models import score_places
 from trainer.runs import displays
 from trainer.runs.metrics import Metrics
+from trainer.runs.resume import command_line
 
 DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
 DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
@@ -169,7 +170,8 @@ class RewardRun(supervised.SupervisedRun):
         self.centre = write_centred(self, self.hf_dir, self.reference)
 
     def results(self):
-        line = f"model    {self.hf_dir}\nuse      python trainer/train_ppo.py --reward_model {self.hf_dir}"
+        use = command_line(["python", "trainer/train_ppo.py", "--reward_model", self.hf_dir])
+        line = f"model    {self.hf_dir}\nuse      {use}"
         if self.reference:
             (mean, spread), count = self.centre, len(self.reference.prompts)
             line += f"\ncentred  {mean:.3f} subtracted, the mean of {count} answers of the reference"

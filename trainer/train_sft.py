@@ -45,6 +45,7 @@ from trainer.flags import MANY, ROOT, FlagParser, complete_output_flags, path
 from trainer.inputs import check_policy, check_positions
 from trainer.runs import displays
 from trainer.runs.metrics import Metrics
+from trainer.runs.resume import command_line
 
 DEMO_DATA, DEMO_TOKENIZER = ROOT / "dataset/demo/sft.jsonl", ROOT / "dataset/demo/tokenizer"
 HIDDEN_SIZE, LAYERS = 128, 4  # the default sizes of a new model
@@ -162,8 +163,8 @@ class SftRun(supervised.SupervisedRun):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self):
-        talk = f"talk     python chat.py --model {self.pth_path}"
-        return f"model    {self.pth_path}\n         {self.hf_dir}\n{talk}"
+        talk = command_line(["python", "chat.py", "--model", self.pth_path])
+        return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 
 def build(args, world):

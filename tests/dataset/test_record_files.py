@@ -4,6 +4,8 @@ import gzip
 import json
 import multiprocessing
 import os
+import pickle
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -188,6 +190,62 @@ def test_a_record_too_long_is_never_replaced_across_the_held_out_edge(tmp_path, 
     data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
     data.hold_out(10)
     assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json", "a.jsonl.gz", "a.json.gz", "a.parquet"])
+def test_records_can_be_sent_to_another_process(tmp_path, name):
+    """It opens the file again, and unpacks it again: handles and temporary files cannot be sent."""
+    path, texts = tmp_path / name, [f"text {i}" for i in range(40)]
+    content = "\n".join(json.dumps({"text": text}) for text in texts)
+    if "json." in name + "." and "jsonl" not in name:
+        content = json.dumps([{"text": text} for text in texts])
+    if name == "a.parquet":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list([{"text": text} for text in texts]).to_parquet(path)
+    else:
+        content = "\n".join(texts) if name == "a.txt" else content
+        path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    records = open_records(path)
+    sent = pickle.loads(pickle.dumps(records))
+    assert [sent[i] for i in range(40)] == [{"text": text} for text in texts]
+    assert sent.where(7) == records.where(7)
+
+
+def test_a_file_that_changes_before_another_process_opens_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"prompt": "a"}] * 40)
+    sent = pickle.dumps(open_records(path))
+    write_jsonl(path, [{"prompt": "a b"}] * 40)
+    with pytest.raises(InputError, match="has changed while it was read"):
+        pickle.loads(sent)[3]
+
+
+def test_a_pipe_cannot_be_sent_to_another_process():
+    end, start = os.pipe()
+    os.write(start, LINES)
+    os.close(start)
+    records = open_records(f"/dev/fd/{end}")
+    os.close(end)
+    with pytest.raises(InputError, match="--num_workers 0"):
+        pickle.dumps(records)
+
+
+def test_without_pread_and_fork(tmp_path, monkeypatch):
+    """As on Windows: workers are started anew and read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    path = tmp_path / "a.json.gz"
+    prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
+    path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
+    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
+    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    with record_loader(data, order, 1) as batches:
+        made = [next_batch(batches)]
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGINT)  # as Ctrl-C does, which the main process answers
+        made += [next_batch(batches) for _ in range(4)]
+    assert made == [[data[i] for i in batch] for batch in order]
+    assert multiprocessing.active_children() == []
 
 
 def test_several_processes_cannot_read_a_pipe(monkeypatch):

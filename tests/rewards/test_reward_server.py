@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -125,6 +125,15 @@ def test_what_may_pass_is_asked_again(fault, capsys):
         assert ask(url, timeout=0.5) == [0.5, 1.0, 1.5]
     assert len(requests) == 3
     assert capsys.readouterr().err.count("asking again in") == 2
+
+
+def test_where_no_alarm_can_end_the_wait_the_sockets_limit_does(monkeypatch, capsys):
+    """Windows has no SIGALRM."""
+    monkeypatch.setattr(reward_server, "time_limit", lambda seconds: nullcontext())
+    with server(hang) as (url, requests):
+        assert ask(url, timeout=0.5) == [0.5, 1.0, 1.5]
+    assert len(requests) == 2
+    assert "no answer after 0.5 s; asking again in" in capsys.readouterr().err
 
 
 def test_pauses_grow(monkeypatch):

@@ -1,7 +1,11 @@
 """Failures during a run: rewards that fail or hang, unusual responses, memory that runs out."""
 
+import contextlib
 import json
+import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,7 +122,12 @@ def test_a_reward_model_of_nan_is_one_line(files, tmp_path):
         train_ppo.main(argv)
 
 
-def test_time_limit():
+@pytest.mark.parametrize("system", ["Unix", "Windows"])
+def test_time_limit(system, monkeypatch):
+    if system == "Windows":
+        monkeypatch.delattr(signal, "SIGALRM", raising=False)
+        monkeypatch.delattr(signal, "setitimer", raising=False)
+    before = threading.enumerate()
     with pytest.raises(TimeUp), time_limit(0.05):
         while True:
             pass
@@ -133,6 +142,34 @@ def test_time_limit():
                 pass
         except BaseException:
             time.sleep(0.1)
+    with pytest.raises(TimeUp), time_limit(0.05):  # and every second
+        with contextlib.suppress(BaseException):
+            while True:
+                pass
+        while True:
+            pass
+    with pytest.raises(TimeUp), time_limit(0.05):  # on Windows it is raised when the call has ended
+        time.sleep(0.2)
+    assert threading.enumerate() == before
+
+
+def test_a_time_limit_that_is_being_taken_away_does_not_strike(monkeypatch):
+    """The limit passes while the block is being left, which here takes longer than usual."""
+    left = []
+
+    class Slow(threading.Event):
+        def set(self):
+            end = time.monotonic() + 0.1
+            while time.monotonic() < end:
+                pass
+            left.append(super().set())
+
+    threads = SimpleNamespace(Event=Slow, Thread=threading.Thread, get_ident=threading.get_ident)
+    monkeypatch.setattr("trainer.rewards.time_limit.threading", threads)
+    monkeypatch.delattr(signal, "SIGALRM", raising=False)
+    with pytest.raises(TimeUp), time_limit(0.05):  # raised once, at the end of time_limit
+        pass
+    assert left == [None]
 
 
 POOL = """import multiprocessing

@@ -5,13 +5,15 @@ micro-batch that did not fit (``each_micro_batch``), and sampling starts again w
 (generation/engine.py). To need less from the start: ``--accumulation_steps``, ``--gradient_checkpointing 1``,
 ``--lora_r``, a smaller ``--max_gen_len`` or ``--max_seq_len``. What fills the memory: docs/performance.md.
 
-``keep_freed_memory`` is about speed: it makes the C library reuse what tensors free.
+``keep_freed_memory`` is about speed: it makes the C library reuse what tensors free. ``peak_memory`` is for
+the summary of a run.
 """
 
 import ctypes
 import os
 import sys
 
+import psutil
 import torch
 
 from errors import InputError
@@ -83,3 +85,13 @@ def keep_freed_memory():
         libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
         libc.mallopt(trim_threshold, (1 << 31) - 1)
         libc.mallopt(top_pad, 1 << 26)
+
+
+def peak_memory():
+    """The most main memory that this process has had so far, in bytes."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        now = psutil.Process().memory_info()
+        return getattr(now, "peak_wset", now.rss)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -73,7 +73,7 @@ class RewardServer:
                 reason, refused = f"{error.code} {error.reason}", 400 <= error.code < 500
                 if refused and error.code not in (408, 429):  # 408 timeout, 429 too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
-            except TimeUp:
+            except (TimeUp, TimeoutError):
                 reason = f"no answer after {self.timeout:g} s"
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
                 reason = str(error) or type(error).__name__
@@ -85,7 +85,8 @@ class RewardServer:
 
     def _post(self, data):
         request = Request(self.url, data, {"Content-Type": "application/json"}, method="POST")
-        with time_limit(self.timeout), urlopen(request) as reply:
+        # The socket's own limit is for systems where TimeUp cannot end the wait for a reply (time_limit.py).
+        with time_limit(self.timeout), urlopen(request, timeout=self.timeout or None) as reply:
             return json.loads(reply.read())
 
 

@@ -91,7 +91,8 @@ def _write_files(folder, run, config):
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     files = sorted(folder.iterdir())
-    (folder / SUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
+    # Not write_text: on Windows its line ends would be wrong for sha256sum.
+    (folder / SUMS).write_bytes("".join(f"{_sha256(path)}  {path.name}\n" for path in files).encode())
     for path in folder.iterdir():
         sync(path)
 

@@ -164,6 +164,8 @@ def init_world(device, require=False):
                 raise RuntimeError(f"there are {torch.cuda.device_count()} GPUs")
             device = torch.device("cuda", index)
             torch.cuda.set_device(device)
+        elif device.type != "cpu":  # mps has no fp64, in which sampling and metrics are computed
+            raise RuntimeError("only cpu and cuda are supported")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

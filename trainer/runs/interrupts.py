@@ -39,7 +39,10 @@ def _forget_requests():
     _release_signals()
 
 
-os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_requests)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_requests
+    )
 
 
 class StopRequest:

@@ -26,6 +26,7 @@ import os
 import platform
 import secrets
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -160,7 +161,13 @@ def resume_command(argv, folder, script):
         nodes = int(os.environ["WORLD_SIZE"]) // int(local)
         launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
     path = Path(__file__).parents[1] / script
-    return shlex.join([*launcher, str(path), *kept, "--resume", str(folder)])
+    return command_line([*launcher, str(path), *kept, "--resume", str(folder)])
+
+
+def command_line(words):
+    """Words, paths among them -> the text to type for them, with quotes as this system wants them."""
+    words = [str(word) for word in words]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def _read_json(path):

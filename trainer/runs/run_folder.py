@@ -47,7 +47,7 @@ class RunFolder:
             newest, step = max(_numbered(out_dir, kind), default=0), None
             number = newest if resume and newest else newest + 1
             self.path = Path(out_dir) / (run_name or f"{kind}_{number}")
-        self._lock = self._claim(out_dir, new=not run_name and not resume)
+        self._unlock = self._claim(out_dir, new=not run_name and not resume)
         if resume:
             self._find_checkpoint(step)
         elif any((self.path / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints")):
@@ -56,7 +56,7 @@ class RunFolder:
             )
 
     def _claim(self, out_dir, new):
-        """Create the folder and lock it -> the open lock file.
+        """Create the folder and lock it -> a function that unlocks it.
 
         If another process has just created the folder of a ``new`` run, this run takes the next number.
         """
@@ -90,7 +90,7 @@ class RunFolder:
             )
 
     def close(self):
-        self._lock.close()
+        self._unlock()
 
 
 def _numbered(out, kind):

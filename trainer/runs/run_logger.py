@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from atomic_files import write_whole, writing
 from trainer.compute.cpu import kernels
+from trainer.compute.memory import peak_memory
 from trainer.runs import trackers
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.plots import plot_curves
@@ -139,10 +139,10 @@ class RunLogger:
         with writing(folder):
             plot_curves(records, self.display.panels, folder / "curves.png")
             write_whole(folder / "summary.md", table + "\n")
-        seconds, host = time.perf_counter() - self._start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds = time.perf_counter() - self._start
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
         best = self.display.best.removeprefix("eval/")
-        memory = f"{host / 2**20:.1f} GiB of memory"
+        memory = f"{peak_memory() / 2**30:.1f} GiB of memory"
         if torch.cuda.is_available():
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(

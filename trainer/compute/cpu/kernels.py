@@ -35,7 +35,10 @@ def library():
     kept = SOURCES / "__pycache__" / f"{_key(command)}.so"
     with suppress(OSError):  # the file does not exist yet, or it is damaged
         return ctypes.CDLL(str(kept))
-    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+    with (
+        suppress(OSError, subprocess.SubprocessError),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # Windows keeps what is loaded
+    ):
         built = Path(folder) / kept.name
         subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(built))
