@@ -77,6 +77,7 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
         "max_gen_len": 4,
         "max_steps": 2,
         "critic_warmup_steps": 0,
+        "dtype": "float16",  # which alone has a loss scale
     }
     more = {
         "eval_data_path": held_out,

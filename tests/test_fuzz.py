@@ -392,7 +392,7 @@ BOUNDED = {  # every number that the script declares, so that no new flag is lef
     "reasoning": ["0", "1", "2"],
     "critic_init": ["auto", "actor", "reward"],
     "gradient_checkpointing": ["0", "1"],
-    "dtype": ["float32", "bfloat16", "float64"],
+    "dtype": ["float32", "bfloat16", "float16", "float64"],
     "run_name": ["", "é", "a/b", "..", "x" * 300, "a\0b", " "],
     "resume": ["auto", "nowhere", "\0"],
     "device": ["cpu", "gpu", "cpu:3", "meta", "\0"],

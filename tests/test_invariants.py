@@ -287,11 +287,13 @@ def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
     assert same(run.actor.parameters(), run.old_actor.parameters())
 
 
-def test_rounding_what_is_frozen_changes_no_step(files):
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_rounding_what_is_frozen_changes_no_step(files, kind):
     """Reference, old actor and reward model are rounded: scores and weights stay; trained ones are fp32."""
     results = []
     for rounded in (False, True):
-        run, prompts = make_run(files, dtype="bfloat16", update_old_actor_freq=2, learning_rate=1e-2)
+        name = str(kind).removeprefix("torch.")
+        run, prompts = make_run(files, dtype=name, update_old_actor_freq=2, learning_rate=1e-2)
         if rounded:
             train_ppo.prepare_frozen(run)
         batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
@@ -300,7 +302,7 @@ def test_rounding_what_is_frozen_changes_no_step(files):
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
         results.append([*scores, *weights(run)])
-        (reward_model, _), dtype = run.reward.models["model"], torch.bfloat16 if rounded else torch.float32
+        (reward_model, _), dtype = run.reward.models["model"], kind if rounded else torch.float32
         for model in (run.ref, run.old_actor, reward_model.model):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())

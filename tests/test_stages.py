@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
 from trainer import supervised, train_ppo, train_reward, train_sft
+from trainer.compute import loss_scale
 from trainer.compute.batching import pad_right
+from trainer.compute.loss_scale import LossScale
 from trainer.generation.engine import response_texts, sample
 from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import load_inputs
@@ -549,6 +552,29 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
     bad |= {1, 2, 3, 4, 5}
     with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite"):
         train_sft.main(argv_of(files, "sft", tmp_path, run_name="bad"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(supervised, "LossScale", partial(LossScale, interval=2))
+    monkeypatch.setattr(loss_scale, "FIRST", 2.0**10)  # doubled twice, it still is no overflow
+    script, losses = SCRIPTS[kind], {}
+    for dtype in ("float32", "float16"):
+        script.main(argv_of(files, kind, tmp_path / dtype, dtype=dtype))
+        lines = read_jsonl(tmp_path / dtype / "r" / "metrics.jsonl")[1:]
+        losses[dtype] = [m["train/loss"] for m in lines]
+    assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
+    assert sum(m["train/skipped_steps"] for m in lines) == 0
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=5e-3)
+    assert losses["float16"] != losses["float32"]
+    at_half = tmp_path / "float16" / "r" / "checkpoints" / "step_2"
+    assert json.loads((at_half / "state.json").read_text())["loss_scale"]["value"] == 2**11
+    whole = load_weights(tmp_path / "float16" / "r", 6, "model")
+    script.main(argv_of(files, kind, tmp_path / "float16", dtype="float16", resume=at_half))
+    again = load_weights(tmp_path / "float16" / "r", 6, "model")
+    assert all(whole[name].equal(again[name]) for name in whole)
+    lines = read_jsonl(tmp_path / "float16" / "r" / "metrics.jsonl")[1:]
+    assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
 
 
 # -------------------------------------------------------------------------- commands, late errors, templates

@@ -38,6 +38,7 @@ PEER_FLAGS = {
     "dataloader_num_workers": "num_workers",
     "use_peft": "lora_r",  # a rank
     "bf16": "dtype",  # bfloat16
+    "fp16": "dtype",  # float16
     "torch_dtype": "dtype",  # of mixed precision: the trained weights stay float32
     "use_cpu": "device",  # cpu
     # TRL up to 0.11, the first PPOTrainer
@@ -127,6 +128,7 @@ VALUES = {
     "algo.kl.use_loss": "loss",
     "use_peft": "the rank",
     "bf16": "bfloat16",
+    "fp16": "float16",
     "param_dtype": "bfloat16",
     "ds.param_dtype": "bfloat16",
     "use_cpu": "cpu",
@@ -200,7 +202,6 @@ NOT_HERE |= {
     "max_samples": "shorten the file, or end the run early with --max_steps",
     "lora_alpha": "it is always twice --lora_r",
     "load_in_4bit": "weights are not quantized",
-    "fp16": "mixed precision is --dtype bfloat16, or none",
     "entropy_loss_coef": "there is no entropy bonus; policy/entropy is logged",
     "ptx_coef": "there is no pretraining loss; --kl_coef keeps the policy near its start",
     "enable_ema": "no moving average of the weights is kept",

@@ -17,6 +17,7 @@ from model.compatibility import is_moe
 from model.lora import describe as describe_adapters
 from model.lora import learned
 from model.saving import save_policy
+from trainer.compute.loss_scale import LossScale
 from trainer.generation.engine import Sampler
 from trainer.rewards.reward import Reward
 from trainer.runs import displays
@@ -47,6 +48,7 @@ class PpoRun:
     old_actor: torch.nn.Module
     ref: torch.nn.Module  # the reference: the actor's start, frozen
     sampler: Sampler  # generates with the weights of the old actor, or of the actor to evaluate it
+    loss_scale: LossScale  # of fp16
     progress: Progress
 
     script, display = "train_ppo.py", displays.PPO
@@ -88,7 +90,7 @@ class PpoRun:
     @property
     def states(self):
         """{name in state.json: what else a checkpoint keeps}"""
-        return {"raw_scores": self.reward}
+        return {"raw_scores": self.reward, "loss_scale": self.loss_scale}
 
     @property
     def pth_path(self):

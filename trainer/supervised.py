@@ -20,8 +20,9 @@ from torch.utils.data import Subset
 from dataset.data_order import RecordBatches, next_batch, record_loader
 from errors import InputError
 from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
-from trainer.compute.precision import set_precision
+from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.evaluation import share_of
 from trainer.flags import MANY, add_machine_flags, add_output_flags, path
@@ -79,14 +80,13 @@ class SupervisedRun:
         complete()             called once after the last step, on all processes
     """
 
-    states = {}  # noqa: RUF012  (a checkpoint has only weights, moments and progress)
-
     def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
         self.modules, self.model = modules, modules["model"]
         self.data, self.held_out = data, held_out
         self.dtype = set_precision(args.dtype, world.device)
         keep_freed_memory()
+        check_range(self.model, self.dtype, f"--model {args.model}: ")
         self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO
         self.before = weights_hash(self.trained)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
@@ -102,6 +102,8 @@ class SupervisedRun:
         self.total_steps = total = min(steps, args.max_steps or steps)
         warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
         self.learner = Learner(self.trained, None, optimizer, args.learning_rate, total, warmup_steps=warmup)
+        self.loss_scale = LossScale(self.dtype)
+        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
         self.evaluated = None  # the held-out items of this process, made by the first evaluation
 
@@ -172,7 +174,7 @@ def backward(run, items, lengths, totals, token_budget):
     sums = Metrics()
     for index in micro_batches(lengths, token_budget):
         loss, metrics = run.loss([items[i] for i in index], totals)
-        loss.backward()
+        run.loss_scale.scaled(loss).backward()
         sums.merge(metrics)
     for p in run.trained.parameters():  # 0 for an expert that no token reached, as with two processes
         p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad

@@ -42,8 +42,9 @@ from model.critic import CriticModel
 from model.lora import add_adapters, frozen_copy, trained
 from trainer import ppo
 from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import keep_freed_memory
-from trainer.compute.precision import round_frozen, set_precision
+from trainer.compute.precision import check_range, round_frozen, set_precision
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
 from trainer.evaluation import EVAL_STEP, evaluate
@@ -135,6 +136,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     training forward is the scoring forward."""
     device, dtype = world.device, set_precision(args.dtype, world.device)
     keep_freed_memory()
+    check_range(actor, dtype, f"--model {args.model}: ")
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start = critic_start(args.critic_init, reward.models, tokenizer) or actor
@@ -174,6 +176,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         old_actor=old_actor,
         ref=ref,
         sampler=sampler,
+        loss_scale=LossScale(dtype),
         progress=Progress(token_budget=tokens_per_pass(device)),
     )
 
@@ -298,7 +301,7 @@ def backward(run, minibatch, token_count, names, token_budget):
     for name in names:  # one model after the other, so that its weights stay in the cache
         for mb in pieces:
             loss, metrics = LOSSES[name](run, mb, token_count)
-            loss.backward()
+            run.loss_scale.scaled(loss).backward()
             sums.merge(metrics)
     return sums
 

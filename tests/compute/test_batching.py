@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainer.compute.batching import micro_batches, pad_right, pass_size
+from trainer.compute.loss_scale import LossScale
 from trainer.compute.rollout_data import Rollout
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit
@@ -65,7 +66,8 @@ def test_what_fits_in_one_pass_is_one_micro_batch():
 def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
     """However the lengths are mixed: --accumulation_steps is there to save memory."""
     lengths, cuts = [100] * 4 + [10] * 60, []
-    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={})
+    progress, scale = SimpleNamespace(token_budget=4096), LossScale(torch.float32)
+    run = SimpleNamespace(progress=progress, optimizers={}, loss_scale=scale)
 
     def backward(token_budget):
         cuts.extend(micro_batches(lengths, token_budget))

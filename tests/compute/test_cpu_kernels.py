@@ -33,7 +33,7 @@ def both_ways(function, inputs, monkeypatch):
     for compiled in (True, False):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(kernels, "ready", lambda *tensors: False)
+                patch.setattr(kernels, "ready", lambda *tensors, **more: False)
             leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
             out = function(*leaves)
             out = out if isinstance(out, tuple) else (out,)
@@ -181,7 +181,7 @@ def test_the_same_noise_picks_the_same_tokens(dtype, temperature, size, monkeypa
     logits = 3 * draw(500, size, dtype=dtype)
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tokens, logs = sampling.sample_tokens(logits, temperature, u)
-    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
     plain = sampling.sample_tokens(
         logits.float(), temperature, u
     )  # fp32: torch would round probabilities to bf16
@@ -252,6 +252,8 @@ def test_tensors_that_the_kernels_cannot_compute_are_left_to_torch():
     assert kernels.ready(x, None, x.bfloat16())
     for other in (x.double(), x.half(), x.T, x[:, ::2], x.to("meta")):
         assert not kernels.ready(x, other)
+    assert kernels.ready(x, result=torch.bfloat16)
+    assert not kernels.ready(x, result=torch.float16)  # it would be written as if it were fp32
 
 
 def responses(model, dtype):
@@ -263,7 +265,7 @@ def responses(model, dtype):
 def test_without_kernels_the_same_noise_gives_the_same_tokens(monkeypatch):
     model = tiny_llama(12, layers=2, spread=3.0)
     compiled = responses(model, torch.float32)
-    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
     plain = tiny_llama(12, layers=2, spread=3.0)
     assert responses(plain, torch.float32) == compiled
     assert plain.model.config._attn_implementation == attention.ATTENTION

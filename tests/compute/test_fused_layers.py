@@ -42,7 +42,7 @@ def build(config):
 def states_and_gradients(net, dtype=torch.float32):
     tokens = torch.randint(32, (5, 40), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([40, 39, 31, 17, 2])
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         states = packed_states(net, tokens, lengths).last_hidden_state
     states.float().sin().sum().backward()
     return [states, *(p.grad for p in net.parameters())]
@@ -62,14 +62,15 @@ def test_values_and_gradients_are_those_of_transformers(name):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", KNOWN)
-def test_in_bf16_they_are_as_near_to_fp32_as_transformers_are(name):
+def test_in_bf16_and_fp16_they_are_as_near_to_fp32_as_transformers_are(name, dtype):
     model = build(KNOWN[name])
     exact = states_and_gradients(copy.deepcopy(model).base_model)
-    plain = states_and_gradients(copy.deepcopy(model).base_model, torch.bfloat16)
+    plain = states_and_gradients(copy.deepcopy(model).base_model, dtype)
     fused = copy.deepcopy(model).base_model
     pack_sequences(fused)
-    fused = states_and_gradients(fused, torch.bfloat16)
+    fused = states_and_gradients(fused, dtype)
     for i, (a, b, c) in enumerate(zip(exact, plain, fused, strict=True)):
         theirs, ours = ((x.float() - a).norm() / a.norm() for x in (b, c))
         assert ours < 2 * theirs + 0.01, (i, theirs, ours)

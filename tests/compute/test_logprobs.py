@@ -39,9 +39,25 @@ def test_entropy_of_an_impossible_token_is_no_nan():
 
 
 def test_fp32_under_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        logs, _ = token_logprobs(torch.nn.Linear(4, 3), torch.zeros(1, 4), torch.tensor([0]), 1.0)
-    assert logs.dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            logs, _ = token_logprobs(torch.nn.Linear(4, 3), torch.zeros(1, 4), torch.tensor([0]), 1.0)
+        assert logs.dtype == torch.float32
+
+
+def test_in_fp16_values_and_gradients_are_near_those_of_fp32(sizes):
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(16, 50), torch.randn(33, 16, requires_grad=True)
+    targets, upstream, results = torch.randint(50, (33,)), torch.randn(33), []
+    for mixed in (False, True):
+        head.zero_grad()
+        states.grad = None
+        with torch.autocast("cpu", torch.float16, enabled=mixed):
+            logs, entropy = token_logprobs(head, states, targets, 0.7)
+        (logs * upstream).sum().backward()
+        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
+    for exact, rounded in zip(*results, strict=True):
+        assert 0 < (exact - rounded).norm() < 2e-3 * exact.norm()
 
 
 @pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])

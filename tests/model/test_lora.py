@@ -179,7 +179,7 @@ def test_everyone_shares_the_frozen_weights(files, start):
     assert sum(map(len, sets)) == len(set().union(*sets))  # no two models share an adapter
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_ratio_is_one_and_kl_zero_before_the_first_update(files, dtype):
     run, prompts = make_run(files, lora_r=RANK, dtype=dtype)
     rollout, metrics = filled_rollout(run, prompts)
@@ -189,7 +189,7 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files, dtype):
     assert sums.total("policy/approx_kl") / tokens == pytest.approx(0.0, abs=1e-9)
     means = metrics.means(run.world)
     assert means["kl/k1"] == means["kl/k2"] == means["kl/k3"] == 0
-    assert means["rollout/sampler_gap"] < {"float32": 1e-5, "bfloat16": 0.05}[dtype]
+    assert means["rollout/sampler_gap"] < {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
     assert max(g.abs().max() for g in grads) > 1e-4
 
 

@@ -199,14 +199,15 @@ def test_one_moe_layer_by_hand():
     torch.testing.assert_close(layer(hidden.view(1, 1, -1)).flatten(), expected)
 
 
-def test_moe_in_bfloat16():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_moe_in_mixed_precision(dtype):
     model, tokens = tiny_minimind(use_moe=True), random_tokens(2, 6)
     full = model(tokens).logits
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         mixed = model(tokens).logits
     mixed.float().square().sum().backward()
-    for logits in (mixed, model.bfloat16()(tokens).logits):
-        assert logits.dtype == torch.bfloat16
+    for logits in (mixed, model.to(dtype)(tokens).logits):
+        assert logits.dtype == dtype
         torch.testing.assert_close(logits.float(), full, rtol=0, atol=5e-3)
 
 

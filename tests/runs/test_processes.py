@@ -132,6 +132,24 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
     assert [s["response"] for s in a] == [s["response"] for s in b]  # position 0 of each global batch
 
 
+def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files, tmp_path):
+    """An overflow in one process is one in both. In fp16 the rounding of the two runs differs, as in bf16."""
+    more = {"dtype": "float16", "vf_coef": 100, "max_steps": 4, "target_kl": 0, "normalize_reward": 0}
+    more |= {"clip_epsilon": 10, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
+    train_ppo.main(argv_of(files, tmp_path / "one", ONE, **more))
+    for process in launch_two(argv_of(files, tmp_path / "two", TWO, **more)):
+        finish(process)
+    one, two = (tmp_path / name / "r" for name in ("one", "two"))
+    left, right = (read_jsonl(folder / "metrics.jsonl")[1:] for folder in (one, two))
+    for name in ("perf/loss_scale", "policy/skipped_steps"):
+        assert [m[name] for m in left] == [m[name] for m in right]
+    assert left[0]["policy/skipped_steps"] > 0
+    assert left[-1]["policy/skipped_steps"] == 0
+    difference = furthest(one, two, step=4)
+    print(f"largest weight difference in fp16: {difference:.1e}")
+    assert difference < 6e-4
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, processes, capsys):
     """From 2 to 1 and from 1 to 2: only the batch size over all processes has to stay the same."""

@@ -8,7 +8,8 @@ attention.py     attention for packed rows and for decoding, registered with tra
 fused_layers.py  the layers of Llama and its relatives in fewer operations
 logprobs.py      log-probs of tokens and their gradient, without the logits of a whole batch
 balance_loss.py  the load-balancing loss of a mixture of experts
-precision.py     fp32, bf16 and TF32: which dtype a device computes in
+precision.py     fp32, bf16, fp16 and TF32: which dtype a device computes in
+loss_scale.py    the scale of the loss in fp16, so that small gradients do not become 0
 memory.py        what happens when memory runs out; freed memory is kept for reuse
 cpu/             the same operations in C, compiled for this machine's CPU
 """

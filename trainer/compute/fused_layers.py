@@ -58,7 +58,7 @@ class _AddNorm(torch.autograd.Function):
 
 def _normed(x, delta, weight, eps, dtype):
     """-> (y in ``dtype``, x + delta or None, r [rows] in fp32)"""
-    if kernels.ready(x, delta, weight):
+    if kernels.ready(x, delta, weight, result=dtype):
         return kernels.rms_norm(x, weight, eps, dtype, delta)
     total = None if delta is None else x + delta
     wide = (x if delta is None else total).float()

@@ -81,7 +81,7 @@ def _logprobs(logits, targets, temperature, p=None):
 
 def _grad_logits(p, targets, grad, dtype):
     """-> grad (onehot - p) [n, V] in ``dtype``; p may be overwritten"""
-    if kernels.ready(p, grad):
+    if kernels.ready(p, grad, result=dtype):
         return kernels.token_logprobs_backward(p, targets, grad, dtype)
     return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
 

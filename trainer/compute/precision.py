@@ -1,9 +1,9 @@
 """Mixed precision: which floating-point type a device computes in fastest, and how models compute in it.
 
 trained weights, gradients, AdamW's moments      fp32
-matrix products, in training and sampling        ``--dtype``: bf16 under autocast, or fp32
+matrix products, in training and sampling        ``--dtype``: bf16 or fp16 under autocast, or fp32
 softmax of the logits, log-probs, entropy,
-values, advantages, losses                       fp32
+values, advantages, losses                       fp32 (in fp16 multiplied by a scale: loss_scale.py)
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
 the result, ppo_actor_*.pth                      fp16
@@ -12,16 +12,21 @@ the result, ppo_actor_*.pth                      fp16
 import torch
 from torch import nn
 
+from errors import InputError
+
 PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
 
 
 def fast_dtype(name, device):
     """``--dtype`` -> the dtype of mixed precision and of sampling. "auto": bf16 where the device computes in
-    it natively, else fp32."""
+    it natively, else fp16 on a GPU that is fast in it, else fp32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
+        capability = torch.cuda.get_device_capability(device)
+        if not native and (capability >= (7, 0) or capability == (6, 0)):  # V100, T4, RTX 20; P100
+            return torch.float16
     else:
         able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         native = any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -29,10 +34,32 @@ def fast_dtype(name, device):
 
 
 def set_precision(name, device):
-    """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``."""
+    """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``; and
+    products in fp16 are summed in fp32 all the way, because partial sums might exceed fp16's range."""
     if device.type == "cuda" and name != "float32":
         torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return fast_dtype(name, device)
+
+
+def check_range(model, dtype, what):
+    """Raise InputError if ``dtype`` is fp16 and a weight of the model is too large for it. what: how the line
+    begins, before the name of the weight."""
+    limit = torch.finfo(torch.float16).max
+    for name, p in model.named_parameters() if dtype == torch.float16 else ():
+        if (p.abs() > limit).any():
+            raise InputError(
+                f"{what}{name} has numbers beyond {limit:.0f}, the limit of fp16; use --dtype float32"
+            )
+
+
+def check_finite(numbers, dtype, what):
+    """Raise InputError if these numbers, computed in ``dtype``, hold a NaN or an infinity. what: whose they
+    are."""
+    if not numbers.isfinite().all():
+        remedy = "use --dtype float32" if dtype == torch.float16 else "lower the learning rates"
+        kind = str(dtype).removeprefix("torch.")
+        raise InputError(f"in {kind} {what} gives numbers that are NaN or infinite; {remedy}")
 
 
 def autocast(device, dtype):

@@ -11,7 +11,8 @@ more, for measuring):
   shapes;
 - compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``pad_right``);
 - compute/logprobs.py: a larger chunk of logits (``CHUNK``);
-- compute/precision.py: whether the GPU computes in bf16 (``fast_dtype``), TF32 (``set_precision``);
+- compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32 and sums in fp32
+  (``set_precision``);
 - compute/memory.py, ``attempt``: torch's cached GPU memory is freed after an out-of-memory error;
 - runs/distributed.py, ``init_world``: which GPU a process uses, and nccl as the backend;
 - runs/run_logger.py, ``summary``: the peak of GPU memory;

@@ -17,6 +17,7 @@ import torch
 
 from trainer.compute.batching import micro_batches, pad_right, tokens_per_pass
 from trainer.compute.memory import attempt, out_of_memory_error
+from trainer.compute.precision import check_finite
 from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.kv_cache import KVCache, cache_dtype, slots_that_fit
@@ -52,14 +53,17 @@ class Sampler:
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
         response; max_gen_len: in tokens; temperature 0 is greedy. When memory runs out, sampling starts again
-        with half the slots and gives the same tokens. InputError if a single sequence does not fit.
+        with half the slots and gives the same tokens. InputError if a single sequence does not fit, or if
+        the model gives NaN (a large model in fp16).
         """
         with torch.inference_mode():
             while not attempt(self._run, prompt_ids, keys, eos_ids, max_gen_len, temperature)[0]:
                 self.engine, self.slots = None, min(self.slots, len(prompt_ids)) // 2
                 if not self.slots:
                     raise out_of_memory_error(max(map(len, prompt_ids)) + max_gen_len)
-        return self.engine.rollout()
+        rollout = self.engine.rollout()
+        check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
+        return rollout
 
     def _run(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)

@@ -31,7 +31,8 @@ def slots_that_fit(config, width, bytes_each, most_bytes):
 def decodes_fused(model):
     """Whether a compiled function does all that every attention layer does between its matrix products."""
     layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    return kernels.available(model.device) and len(layers) == model.config.num_hidden_layers
+    able = kernels.available(model.device) and model.dtype in kernels.TYPES
+    return able and len(layers) == model.config.num_hidden_layers
 
 
 def cache_dtype(model):

@@ -18,6 +18,7 @@ def sample_tokens(logits, temperature, u):
     The token is the first whose cumulative probability exceeds u. Temperature 0 is greedy, with log-probs at
     temperature 1. The CDF has two levels, blocks and the tokens of one block, so that no running sum passes
     over the whole vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
+    Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
     if kernels.ready(logits):
         return kernels.sample_tokens(logits, temperature, u)
@@ -30,11 +31,12 @@ def sample_tokens(logits, temperature, u):
     probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
     coarse = probs.sum(-1).double().cumsum(-1)  # [B, blocks]
     target = u[:, None] * coarse[:, -1:]
-    block = torch.searchsorted(coarse, target, right=True)
+    block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
     inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
     fine = inside.double().cumsum(-1)
     end, total = coarse.gather(1, block), fine[:, -1:]
     # How much of the block lies below the target. Clamped, because the two levels round differently.
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
-    column = torch.searchsorted(fine, below, right=True)
-    return (block * BLOCK + column).squeeze(1), inside.gather(1, column).squeeze(1).log()
+    column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)
+    token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
+    return token.squeeze(1), inside.gather(1, column).squeeze(1).log()

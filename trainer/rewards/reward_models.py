@@ -25,7 +25,7 @@ from model.pretrained import check_report, load_pretrained
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
-from trainer.compute.precision import autocast
+from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
@@ -35,7 +35,7 @@ class ClassifierRewardModel:
     """A reward model that is an ``AutoModelForSequenceClassification`` with one label.
 
     Raises InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit,
-    or its ``reward_offset`` is not a number.
+    its ``reward_offset`` is not a number, or a weight or a score is too large for fp16.
     """
 
     def __init__(self, path, device, trust_remote_code, dtype):
@@ -47,6 +47,7 @@ class ClassifierRewardModel:
         if self.model.config.num_labels != 1:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, self.model)
+        check_range(self.model, dtype, "")
         self.pad_id = self.model.config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         self.head = dict(self.model.named_children()).get("score")
@@ -73,6 +74,8 @@ class ClassifierRewardModel:
                 scores[index] = score(tokens, lengths).float().cpu()
 
         each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), fill)
+        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+            check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _packed_scores(self, tokens, lengths):

@@ -4,7 +4,8 @@ actor.safetensors critic.safetensors        PPO: weights, fp32; with --lora_r on
 old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it equals the actor
 actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
 model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
-state.json                                  ``Progress`` (below); PPO: the statistics of --normalize_reward
+state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
+                                            of --normalize_reward
 config.json                                 flags, versions, fingerprints, as in the run folder
 SHA256SUMS                                  checksums of all these files, for ``sha256sum -c SHA256SUMS``
 

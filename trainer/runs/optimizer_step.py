@@ -2,6 +2,7 @@
 
 ``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``step_if_finite`` then sums, clips and steps. If a loss or gradient is NaN or infinite, the step is left out.
+In fp16 losses are multiplied by a scale, which a gradient that is not finite lowers (compute/loss_scale.py).
 """
 
 import math
@@ -52,6 +53,8 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     if fitted < wanted:
         run.progress.token_budget = fitted
     sums.add("perf/out_of_memory", fitted < wanted, 1)
+    if run.loss_scale.active:
+        sums.add("perf/loss_scale", run.loss_scale.value, 1)
     return sums
 
 
@@ -66,11 +69,13 @@ def step_if_finite(run, loss, learners, number):
     --grad_clip, step -> (False if the step was left out, each learner's gradient norm before clipping).
 
     If the loss or a gradient is not finite, the step is left out: weights, moments and weight decay do not
-    move. ``MAX_BAD_STEPS`` such steps in a row end the run (SystemExit).
+    move. ``MAX_BAD_STEPS`` such steps in a row end the run (SystemExit). A step does not count as one of them
+    if the loss scale of fp16 was too large for it and could be lowered.
     """
-    progress = run.progress
+    progress, scale = run.progress, run.loss_scale
     for learner in learners:
         run.world.sum_gradients(learner.model)
+        scale.unscale(learner.model)
     norms = [clip_grad_norm_(learner.model.parameters(), run.args.grad_clip).item() for learner in learners]
     finite = math.isfinite(loss + sum(norms))
     for learner in learners:
@@ -79,10 +84,14 @@ def step_if_finite(run, loss, learners, number):
         if finite:
             learner.optimizer.step()
     forget_gradients(run)
-    progress.bad_steps = 0 if finite else progress.bad_steps + 1
+    # The loss is computed without the scale: if it is not finite, a lower scale does not help.
+    lowered = math.isfinite(loss) and scale.adapt(finite)
+    if not lowered:
+        progress.bad_steps = 0 if finite else progress.bad_steps + 1
     progress.skipped_steps += not finite
     if progress.bad_steps >= MAX_BAD_STEPS:
+        remedy = "use --dtype float32, or lower" if scale.active else "lower"
         raise SystemExit(
-            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the learning rates"
+            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; {remedy} the learning rates"
         )
     return finite, norms

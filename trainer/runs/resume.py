@@ -13,6 +13,7 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     args, flags             the flags' values; {name: ``Flag``}: default, and whether resuming may change it
     world, dtype            its processes (distributed.py); the type of mixed precision
     total_steps, progress   the number of batches; how far it has come (``Progress`` in checkpoints.py)
+    loss_scale              of fp16 (``LossScale`` in compute/loss_scale.py)
     script, display         the name of its file; how it is shown (displays.py)
     modules, optimizers     {file name: module or optimizer}: what a checkpoint holds
     states                  {name: object with state_dict and load_state_dict}: the same, in state.json

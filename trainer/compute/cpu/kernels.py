@@ -2,8 +2,9 @@
 
 The first process that needs them compiles them in a few seconds and keeps the result in ``__pycache__``, as
 Python does with its own compiled files. ``ready`` says whether they can compute with given tensors: these
-must be on a CPU, in fp32 or bf16 and contiguous, and there must be a C compiler (``CC``, or cc). Otherwise
-the callers use torch's operations (config.json says under ``versions.kernels`` which they were);
+must be on a CPU, in fp32 or bf16 (so must the result) and contiguous, and there must be a C compiler
+(``CC``, or cc). Otherwise the callers use torch's operations, as in fp16 (config.json says under
+``versions.kernels`` whether there was a compiler);
 tests/compute/test_cpu_kernels.py compares the two.
 """
 
@@ -76,8 +77,11 @@ def available(device):
     return device.type == "cpu" and library() is not None
 
 
-def ready(*tensors):
-    """Whether the kernels can compute with these tensors (None stands for one that is left out)."""
+def ready(*tensors, result=torch.float32):
+    """Whether the kernels can compute with these tensors (None stands for one that is left out) and write a
+    result in this dtype, where it is not that of the tensors."""
+    if result not in TYPES:
+        return False
     for x in tensors:
         if x is not None and not (x.is_cpu and x.dtype in TYPES and x.is_contiguous()):
             return False

@@ -1,0 +1,329 @@
+"""fp16: the loss scale by hand and in real runs, and what happens where fp16's range is too small."""
+
+import copy
+import hashlib
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from test_invariants import ALONE, filled_rollout, make_run, same, weights
+from tiny import flags, read_jsonl, run_files, same_run, save_reward_dir, tiny_llama, word_tokenizer
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.compute import loss_scale
+from trainer.compute.cpu import kernels
+from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import fast_dtype, set_precision
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling import sample_tokens
+from trainer.generation.sampling_noise import noise_keys
+from trainer.inputs import check_sampling
+from trainer.rewards.reward_models import load_reward_model
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import step_if_finite
+
+FP16 = torch.float16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+# ------------------------------------------------------------------------------------------- the scale
+
+
+def test_it_halves_at_an_overflow_and_doubles_after_good_steps():
+    scale, seen = LossScale(FP16, interval=3), []
+    for finite in (True, True, False, True, True, True, True, True, True, False, False):
+        lowered = scale.adapt(finite)
+        seen.append((scale.value / 2**16, scale.good_steps))
+        assert lowered == (not finite)
+    halves = [(1, 1), (1, 2), (0.5, 0)]  # the overflow begins the count anew
+    doubles = [(0.5, 1), (0.5, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert seen == [*halves, *doubles, (1, 0), (0.5, 0)]
+
+
+def test_it_stays_within_its_limits():
+    scale = LossScale(FP16, interval=1)
+    for _ in range(30):
+        scale.adapt(True)
+    assert scale.value == loss_scale.MOST
+    assert [scale.adapt(False) for _ in range(25)] == [True] * 24 + [False]
+    assert scale.value == loss_scale.LEAST
+
+
+def test_in_other_types_there_is_none():
+    scale, loss = LossScale(torch.bfloat16, interval=1), torch.ones(1)
+    assert scale.scaled(loss) is loss
+    assert not scale.adapt(False)
+    scale.adapt(True)
+    scale.load_state_dict({"value": 8.0, "good_steps": 0})  # --dtype auto, resumed on another machine
+    assert scale.value == 1.0
+    assert scale.state_dict() == {}
+
+
+def test_what_a_checkpoint_keeps_of_it_is_checked():
+    scale = LossScale(FP16)
+    scale.load_state_dict({"value": 512.0, "good_steps": 7})
+    assert scale.state_dict() == {"value": 512.0, "good_steps": 7}
+    scale.load_state_dict({})  # of a run in another type, or of an older program
+    assert scale.value == 512.0
+    for wrong in ({"value": 3.0}, {"value": 0.5}, {"value": 2.0**25}, {"value": 512}, {"good_steps": 2000}):
+        with pytest.raises(ValueError, match=r"state\.json"):
+            scale.load_state_dict({"value": 512.0, "good_steps": 7} | wrong)
+
+
+def gradient(upstream, scale=None):
+    """The gradient of a weight of 1 in fp16 under autocast, where that of its product is ``upstream``."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    layer.weight.data.fill_(1.0)
+    with torch.autocast("cpu", FP16):
+        y = layer(torch.ones(1, 1))
+    loss = (y.float() * upstream).sum()
+    (scale.scaled(loss) if scale else loss).backward()
+    if scale:
+        scale.unscale(layer)
+    return layer.weight.grad.item()
+
+
+def test_small_gradients_survive_that_vanish_without_it():
+    assert gradient(1e-8) == 0.0
+    assert gradient(1e-8, LossScale(FP16)) == pytest.approx(1e-8, rel=1e-3)
+
+
+def test_gradients_that_fp16_can_hold_are_the_same_with_and_without_it():
+    for upstream in (1.0, -0.25, 1 / 3, 2.0**-10):
+        scale = LossScale(FP16)
+        scale.value = 2.0**12
+        assert gradient(upstream) == gradient(upstream, scale) != 0
+
+
+# -------------------------------------------------------------------------------------- optimizer steps
+
+
+def moments(run):
+    states = [learner.optimizer.state_dict()["state"] for learner in run.learners.values()]
+    return [x.clone() for state in states for p in state.values() for x in p.values()]
+
+
+def test_an_overflow_is_skipped_and_counted_until_the_scale_is_low_enough(files):
+    run, prompts = make_run(files, dtype="float16")
+    rollout, _ = filled_rollout(run, prompts)
+    train_ppo.update(run, rollout, 0, Metrics())  # momentum exists now
+    assert run.progress.skipped_steps == 0
+    run.loss_scale.value = 2.0**40
+    before, metrics = (copy.deepcopy(weights(run)), moments(run)), Metrics()
+    train_ppo.update(run, rollout, 1, metrics)
+    assert same(before[0], weights(run))
+    assert same(before[1], moments(run))
+    means = metrics.means(ALONE)
+    assert means["policy/skipped_steps"] == 1.0
+    assert means["perf/loss_scale"] == (2**40 + 2**39) / 2
+    for step in range(2, 20):  # more than MAX_BAD_STEPS of them do not end the run
+        train_ppo.update(run, rollout, step, Metrics())
+    assert not same(before[0], weights(run))
+    assert all(w.isfinite().all() for w in weights(run))
+    assert run.progress.bad_steps == 0
+    assert run.loss_scale.value == 2.0 ** (40 - run.progress.skipped_steps)
+    assert 6 < run.progress.skipped_steps < 36
+
+
+def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
+    run, prompts = make_run(files, dtype="float16")
+    rollout, _ = filled_rollout(run, prompts)
+    handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+    run.loss_scale.value = 4.0
+    train_ppo.update(run, rollout, 0, Metrics())
+    assert (run.loss_scale.value, run.progress.bad_steps) == (1.0, 0)
+    with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite; use --dtype float32"):
+        for step in (1, 2, 3):
+            train_ppo.update(run, rollout, step, Metrics())
+    assert run.progress.skipped_steps == 2 + 5
+    handle.remove()
+
+
+def test_a_loss_that_is_not_finite_is_not_the_fault_of_the_scale(files):
+    run, prompts = make_run(files, dtype="float16")
+    rollout, _ = filled_rollout(run, prompts)
+    rollout.returns[3, 0] = torch.inf  # one minibatch of two
+    train_ppo.update(run, rollout, 0, Metrics())
+    assert run.progress.skipped_steps == 1
+    assert run.loss_scale.value == loss_scale.FIRST
+
+
+def test_gradients_are_those_of_fp32(files):
+    """In fp16, scaled and unscaled, they differ from fp32's by fp16's rounding: relative 2^-11 a number."""
+    grads, norms = {}, {}
+    for dtype in ("float32", "float16"):
+        run, prompts = make_run(files, dtype=dtype)
+        if dtype == "float32":
+            rollout, _ = filled_rollout(run, prompts)
+        count = rollout.response_len.sum().item()
+        train_ppo.backward(run, rollout, count, ["critic", "actor"], 10_000)
+        parameters = [p for model in (run.critic, run.actor) for p in model.parameters()]
+        grads[dtype] = [p.grad / run.loss_scale.value for p in parameters]
+        _, norms[dtype] = step_if_finite(run, 0.0, list(run.learners.values()), 0)
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)  # unscaled before they are clipped
+    for exact, rounded in zip(grads["float32"], grads["float16"], strict=True):
+        assert (rounded - exact).norm() <= 0.01 * exact.norm()
+
+
+# -------------------------------------------------------------------------------- checkpoints and resuming
+
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9}
+SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 0, "run_name": "r"}
+SIZES |= {"device": "cpu", "log_interval": 1000, "save_interval": 2, "keep_checkpoints": 9}
+
+
+def test_resumed_in_fp16_it_ends_bit_for_bit_the_same_with_its_scale(files, tmp_path, monkeypatch):
+    """The critic's gradients overflow now and then, because the scale doubles after three good steps."""
+    monkeypatch.setattr(train_ppo, "LossScale", partial(LossScale, interval=3))
+    argv = flags(**files, **SIZES, dtype="float16", vf_coef=10, eval_interval=0)
+    train_ppo.main([*argv, "--out_dir", str(tmp_path / "whole")])
+    half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
+    at_half = half / "checkpoints" / "step_2"
+    train_ppo.main([*argv, "--out_dir", str(tmp_path / "half"), "--resume", str(at_half)])
+    same_run(tmp_path / "whole" / "r", half, step=4)
+    scales = [
+        [m["perf/loss_scale"] for m in read_jsonl(tmp_path / name / "r" / "metrics.jsonl")[1:]]
+        for name in ("whole", "half")
+    ]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 2
+    folders = [folder / "checkpoints" for folder in (tmp_path / "whole" / "r", half)]
+    one, other = (json.loads((folder / "step_4" / "state.json").read_text()) for folder in folders)
+    assert one == other
+    saved = json.loads((at_half / "state.json").read_text())
+    assert saved["loss_scale"]["good_steps"] > 0  # the count must be kept, too
+    assert 0 < saved["skipped_steps"] < 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_checkpoint_without_a_scale_is_resumed(files, tmp_path, dtype):
+    argv = flags(**files, **SIZES, dtype=dtype, out_dir=tmp_path, eval_interval=0)
+    train_ppo.main(argv)
+    path = tmp_path / "r" / "checkpoints" / "step_2"
+    state = json.loads((path / "state.json").read_text())
+    assert state.pop("loss_scale") == ({} if dtype == "float32" else {"value": 65536.0, "good_steps": 4})
+    old = (path / "state.json").read_bytes()
+    (path / "state.json").write_text(json.dumps(state))
+    new, sums = (path / "state.json").read_bytes(), (path / "SHA256SUMS").read_text()
+    old, new = (hashlib.sha256(content).hexdigest() for content in (old, new))
+    (path / "SHA256SUMS").write_text(sums.replace(old, new))
+    shutil.rmtree(path.with_name("step_4"))
+    train_ppo.main([*argv, "--resume", "auto"])
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(5))
+
+
+# ----------------------------------------------------------------- sampling, numbers beyond fp16's range
+
+PROMPTS = [[2 + i % 7] * (1 + i % 5) for i in range(24)]
+
+
+def test_the_sampler_copy_in_fp16_is_nearer_than_in_bf16():
+    policy, gaps = tiny_llama(10, layers=2, spread=2.0), {}
+    for dtype in (torch.float32, FP16, torch.bfloat16):
+        sampler = Sampler(policy, dtype)
+        rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+        scored = train_ppo.PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
+        gaps[dtype] = (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()
+        assert sampler.copy.model.dtype == dtype
+        assert rollout.sampler_logprobs.dtype == torch.float32
+    assert gaps[torch.float32] < gaps[FP16] < 0.5 * gaps[torch.bfloat16]
+    assert gaps[FP16] < 2e-3
+
+
+def overflowing(policy):
+    """The policy with a norm so large that its logits, finite in fp32, are beyond fp16's range."""
+    policy.model.norm.weight.data.fill_(6e4)
+    return policy
+
+
+def test_a_policy_that_overflows_while_sampling_is_one_line():
+    policy = overflowing(tiny_llama(10, layers=2, spread=2.0))
+    check_sampling(policy)
+    for dtype, remedy in ((FP16, "use --dtype float32"), (torch.float32, None)):
+        sample = partial(Sampler(policy, dtype).sample, PROMPTS, noise_keys(7, 3, range(24)), [0], 10)
+        for temperature in (0.0, 1.0):
+            if remedy is None:
+                assert sample(temperature).sampler_logprobs.isfinite().all()
+            else:
+                with pytest.raises(InputError, match=f"in float16 the policy gives .* infinite; {remedy}"):
+                    sample(temperature)
+
+
+@pytest.mark.parametrize("size", [10, 64, 65])
+def test_logits_with_a_nan_give_valid_tokens_and_no_log_prob(size, monkeypatch):
+    """A GPU that reads behind a table takes the whole process down, before anything can be said."""
+    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
+    for bad in (torch.nan, torch.inf):
+        logits = torch.randn(4, size)
+        logits[0], logits[1, 0], logits[2, -1] = bad, bad, bad
+        for temperature in (0, 0.7, 1.0):
+            for u in (0.0, 0.5, 1 - 2**-53):
+                u = torch.full((4,), u, dtype=torch.float64)
+                tokens, logprobs = sample_tokens(logits, temperature, u)
+                assert ((tokens >= 0) & (tokens < size)).all()
+                assert logprobs.isfinite().tolist() == [False, False, False, True]
+
+
+def test_weights_beyond_fp16_are_named_before_anything_is_trained(files, tmp_path):
+    large = tiny_llama(10, layers=2)
+    large.model.layers[1].mlp.up_proj.weight.data[3, 4] = -7e4
+    large.save_pretrained(tmp_path / "large")
+    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
+    tokenizer.save_pretrained(tmp_path / "large")
+    name = r"model\.layers\.1\.mlp\.up_proj\.weight has numbers beyond 65504, the limit of fp16; use"
+    with pytest.raises(InputError, match=rf"--model \S+/large: {name} --dtype float32"):
+        make_run(files | {"model": str(tmp_path / "large")}, dtype="float16")
+    make_run(files | {"model": str(tmp_path / "large")}, dtype="bfloat16")
+
+
+def test_a_reward_model_that_overflows_is_one_line(tmp_path):
+    path = save_reward_dir(tmp_path, word_tokenizer(list("abcdefgh"), chat=True))
+    model = load_reward_model(path, torch.device("cpu"), dtype=FP16)
+    assert model([("a b", "c")]).isfinite().all()
+    model.model.model.norm.weight.data.fill_(6e4)
+    model.head.weight.data.fill_(6e4)
+    with pytest.raises(InputError, match=r"in float16 the --reward_model gives .* use --dtype float32"):
+        model([("a b", "c")])
+
+
+# ------------------------------------------------------------------------------------------- which type
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "expected"),
+    [
+        ((6, 0), False, FP16),  # P100
+        ((6, 1), False, torch.float32),  # GTX 10: slow in fp16
+        ((7, 0), False, FP16),  # V100
+        ((7, 5), False, FP16),  # T4, RTX 20
+        ((8, 0), True, torch.bfloat16),
+        ((9, 0), True, torch.bfloat16),
+    ],
+)
+def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(
+    monkeypatch, capability, bf16, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision(), matmul.allow_fp16_reduced_precision_reduction
+    try:
+        assert set_precision("auto", gpu) == expected
+        assert not matmul.allow_fp16_reduced_precision_reduction  # sums of products stay in fp32
+        assert fast_dtype("float32", gpu) == torch.float32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        matmul.allow_fp16_reduced_precision_reduction = before[1]
+
+
+def test_auto_never_takes_fp16_on_a_cpu(monkeypatch):
+    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert fast_dtype("auto", torch.device("cpu")) == torch.float32
