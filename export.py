@@ -61,15 +61,15 @@ def check_free(target):
 
 
 def read_figures(run):
-    """The table in the run's summary.md; '' without a run."""
+    """What the run's summary.md says, without its last line on files; '' without a run."""
     if not run:
         return ""
     path = Path(run) / "summary.md"
     if not path.is_file():
         raise InputError(
-            f"--run {run}: has no summary.md, which a run writes at its end; name a finished run"
+            f"--run {run}: has no summary.md, which a run writes when it ends; name a finished run"
         )
-    figures = path.read_text(encoding="utf-8", errors="replace").strip()
+    figures = path.read_text(encoding="utf-8", errors="replace").partition("\n\nFiles: ")[0].strip()
     if not figures:
         raise InputError(f"--run {run}: its summary.md is empty, it had no --eval_data_path; leave --run out")
     return figures
@@ -166,9 +166,7 @@ def card(model, tokenizer, name, reader, figures):
             'tokenizer.apply_chat_template([{"role": "user", "content": "Your question"}],\n'
             '    add_generation_prompt=True, return_dict=True, return_tensors="pt")'
         )
-    trained = (
-        f"\n## Training\n\nPPO. On held-out prompts, before and after:\n\n{figures}\n" if figures else ""
-    )
+    trained = f"\n## Training\n\n{figures}\n" if figures else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

@@ -160,12 +160,14 @@ def test_the_code_of_the_model_card_works(demo, tmp_path):
 def test_model_card(demo, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.md").write_text(
-        "| held-out | before | after |\n|---|---|---|\n| score | 1 | 2 |\n"
+        "- It rose.\n\n| held out | before | after |\n|---|---|---|\n| score | 1 | 2 |\n\nFiles: a.pth.\n"
     )
     run(demo, tmp_path / "exported", "--run", tmp_path / "run")
     card = (tmp_path / "exported" / "README.md").read_text()
     for line in ("| architecture | `LlamaForCausalLM` |", "| parameters | 804,608 |", "| score | 1 | 2 |"):
         assert line in card
+    assert "\n## Training\n\n- It rose.\n" in card
+    assert "Files: " not in card  # they are not in the directory
     assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == [
         "README.md",
         "chat_template.jinja",

@@ -153,7 +153,7 @@ def add_machine_flags(p, seed):
     add("--seed", default=42, at_least=0, at_most=2**63 - 1, help=seed)
 
 
-def add_output_flags(p, log_interval, save_interval, eval_interval):
+def add_output_flags(p, save_interval, eval_interval):
     """The flags of all three training scripts that say what is written; arguments: their defaults, in
     steps."""
     add = p.add_argument
@@ -161,7 +161,13 @@ def add_output_flags(p, log_interval, save_interval, eval_interval):
     add("--out_dir", default=str(ROOT / "out"), type=path, may_change=True, help="where all is written")
     add("--run_name", default="", type=path, may_change=True, help="folder of this run; default: numbered")
     add("--resume", default="", type=path, may_change=True, help="auto, or a run or checkpoint folder")
-    add("--log_interval", default=log_interval, at_least=1, may_change=True, help="steps per printed line")
+    add(
+        "--log_interval",
+        default=0,
+        at_least=0,
+        may_change=True,
+        help="steps per printed line; 0: 20 or more lines",
+    )
     add("--save_interval", default=save_interval, at_least=1, may_change=True, help="steps per checkpoint")
     add("--keep_checkpoints", default=2, at_least=1, may_change=True, help="how many of the newest are kept")
     add(

@@ -20,11 +20,13 @@ from model.saving import save_policy
 from trainer.compute.loss_scale import LossScale
 from trainer.generation.engine import Sampler
 from trainer.rewards.reward import Reward
+from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
+from trainer.rewards.rules import LENGTHS
 from trainer.runs import displays
 from trainer.runs.checkpoints import Progress
+from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
 from trainer.runs.fingerprints import short_hash, weights_hash
-from trainer.runs.resume import command_line
 
 
 @dataclass
@@ -98,6 +100,8 @@ class PpoRun:
         moe = "_moe" if is_moe(self.actor) else ""
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
+    result_path = pth_path
+
     def save_result(self):
         """Write the actor as a ``.pth`` and the folder beside it."""
         with writing(self.pth_path):
@@ -105,8 +109,7 @@ class PpoRun:
 
     def results(self):
         """Lines for the end of a run: where the result is, and how to talk to it."""
-        talk = command_line(["python", "chat.py", "--model", self.pth_path])
-        return f"model    {self.pth_path}\ntalk     {talk}"
+        return f"model    {self.pth_path}\ntalk     {command_line('chat.py', '--model', self.pth_path)}"
 
     def fingerprints(self):
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
@@ -138,14 +141,38 @@ class PpoRun:
         size = sum(p.numel() for p in self.ref.parameters()) / 1e6
         adapters = describe_adapters(self.actor)
         tested = f", {len(held_out)} held out" if held_out else ""
-        parts = [args.reasoning and "format + marks", *args.reward_model, args.reward_fn, args.reward_url]
+        warmup = args.critic_warmup_steps
+        steps = f"steps 1 to {warmup} train only" if warmup > 1 else "step 1 trains only"
         return (
             f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
             + (f"lora     {adapters}\n" if adapters else "")
-            + f"reward   {' + '.join(p for p in parts if p)}\n"
-            f"prompts  {prompts.describe()}{tested}"
-            + "".join(f"
-note     {data.note}" for data in (prompts, held_out) if data and data.note)
-            + "".join(f"
-{note}" for note in self.notes)
+            + f"reward   {describe_reward(args, self.reward)}\n"
+            + f"prompts  {prompts.describe()}{tested}"
+            + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
+            + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
+            + "".join(f"\n{note}" for note in self.notes)
         )
+
+
+def describe_reward(args, reward):
+    """Every part of the score as the metrics call it, its range or weight and its flag, a line each."""
+    parts, limit = {}, f"clipped to ±{SCORE_LIMIT:g}"
+    if args.normalize_reward:
+        limit = f"normalised and {limit} (--normalize_reward)"
+    if args.reasoning:
+        parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
+    for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
+        parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
+    if args.reward_fn:
+        parts["function"] = f"weight 1, as it is: {args.reward_fn}"
+    if args.reward_url:
+        parts["server"] = f"weight 1, {limit if args.normalize_reward else 'as it is'}: {args.reward_url}"
+    if largest := args.repetition_penalty:
+        parts["repetition"] = f"0 to -{largest:g} for repeated trigrams (--repetition_penalty)"
+    if size := args.length_reward:
+        few, many = LENGTHS
+        parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
+    if penalty := args.missing_eos_penalty:
+        parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
+    width = max(map(len, parts))
+    return "\n         ".join(["the sum of:", *(f"{name:<{width}}  {text}" for name, text in parts.items())])

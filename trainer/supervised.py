@@ -58,7 +58,7 @@ def add_flags(p):
     add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
     add_machine_flags(p, seed="of new weights and the order of records")
-    add_output_flags(p, log_interval=50, save_interval=200, eval_interval=200)
+    add_output_flags(p, save_interval=200, eval_interval=200)
     add("--hf_dir", default="", type=path, may_change=True, help="where the HF directory is written")
 
 

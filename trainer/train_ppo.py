@@ -122,7 +122,7 @@ def flag_parser():
     add("--critic_warmup_steps", type=int, at_least=0, help="first batches: only the critic trains [2]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
-    add_output_flags(p, log_interval=5, save_interval=20, eval_interval=20)
+    add_output_flags(p, save_interval=20, eval_interval=20)
     return p
 
 

@@ -50,8 +50,8 @@ from trainer.inputs import DEMO, check_policy, check_positions
 from trainer.reward_offset import make_reference, write_centred
 from trainer.rewards.reward_models import score_places
 from trainer.runs import displays
+from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import command_line
 
 DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
 DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
@@ -132,6 +132,7 @@ class RewardRun(supervised.SupervisedRun):
     """What runs on pairs and on rated answers share. See ``supervised.SupervisedRun``."""
 
     script, rate = "train_reward.py", "reward"
+    result_path = None  # the result is written at the end
 
     def __init__(self, args, world, tokenizer, modules, data, held_out, reference):
         super().__init__(args, flag_parser().flags, world, tokenizer, modules, data, held_out)
@@ -168,9 +169,10 @@ class RewardRun(supervised.SupervisedRun):
 
     def complete(self):
         self.centre = write_centred(self, self.hf_dir, self.reference)
+        self.result_path = self.hf_dir
 
     def results(self):
-        use = command_line(["python", "trainer/train_ppo.py", "--reward_model", self.hf_dir])
+        use = command_line("trainer/train_ppo.py", "--reward_model", self.hf_dir)
         line = f"model    {self.hf_dir}\nuse      {use}"
         if self.reference:
             (mean, spread), count = self.centre, len(self.reference.prompts)

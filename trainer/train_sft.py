@@ -44,8 +44,8 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.flags import MANY, ROOT, FlagParser, complete_output_flags, path
 from trainer.inputs import check_policy, check_positions
 from trainer.runs import displays
+from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import command_line
 
 DEMO_DATA, DEMO_TOKENIZER = ROOT / "dataset/demo/sft.jsonl", ROOT / "dataset/demo/tokenizer"
 HIDDEN_SIZE, LAYERS = 128, 4  # the default sizes of a new model
@@ -122,6 +122,8 @@ class SftRun(supervised.SupervisedRun):
         moe = "_moe" if is_moe(self.model) else ""
         return Path(self.args.out_dir) / f"full_sft_{self.model.config.hidden_size}{moe}.pth"
 
+    result_path = pth_path
+
     @property
     def hf_dir(self):
         return Path(self.args.hf_dir) if self.args.hf_dir else self.pth_path.with_suffix("")
@@ -163,7 +165,7 @@ class SftRun(supervised.SupervisedRun):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self):
-        talk = command_line(["python", "chat.py", "--model", self.pth_path])
+        talk = command_line("chat.py", "--model", self.pth_path)
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 

@@ -13,8 +13,11 @@ distributed.py      several processes or GPUs: sums of gradients, comparing weig
 heartbeat.py        ends a process if another one has died or hangs
 
 metrics.py          ``Metrics``: means over micro-batches and processes
-run_logger.py       log files, progress bar, printed lines, summary
+run_logger.py       log files, progress bar, printed lines
 displays.py         what each script shows: lines, curves, tables
 plots.py            curves.png
+summary.py          summary.md: a verdict in words, and tables
+notes.py            remarks on metrics that are far out of the usual
+commands.py         command lines to copy
 trackers.py         SwanLab, and how to add another tracker
 """

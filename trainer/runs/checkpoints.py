@@ -48,8 +48,6 @@ class Progress:
     step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
     bad_steps: int = 0  # optimizer steps left out in a row, because a loss or gradient was not finite
     skipped_steps: int = 0  # all optimizer steps left out for this reason
-    best_score: float | None = None  # the best evaluation so far
-    best_step: int = 0  # the step of that evaluation
 
 
 def save(folder, run, config, keep):
@@ -188,10 +186,8 @@ def load(path, run):
 def _progress_of(state, total_steps):
     """The content of state.json -> ``Progress``. Raises ValueError, TypeError or KeyError if it is wrong."""
     progress = Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
-    counts = [x for name, x in vars(progress).items() if name != "best_score"]
-    score = progress.best_score
-    if not all(type(n) is int and n >= 0 for n in counts) or not (score is None or type(score) is float):
-        raise ValueError("state.json: its counts are not whole numbers, or its best score is no number")
+    if not all(type(n) is int and n >= 0 for n in vars(progress).values()):
+        raise ValueError("state.json: its counts are not whole numbers")
     if progress.step > total_steps or not progress.token_budget:
         raise ValueError(f"state.json is at step {progress.step} of {total_steps}")
     return progress

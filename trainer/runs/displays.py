@@ -1,10 +1,13 @@
-"""How each script's runs are shown: printed line, progress bar, curves, evaluation line, table at the end.
+"""How each script's runs are shown: printed line, progress bar, curves, evaluation line, summary at the end.
 
-This file only names metrics (docs/metrics.md) and formats; run_logger.py prints and plots.py draws.
+This file only names metrics (docs/metrics.md) and formats; run_logger.py prints, plots.py draws, and
+summary.py makes the summary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+PARTS = "reward/*"  # stands for every part of the reward
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,35 @@ class Display:
     unit: str  # what a batch consists of, for the line ``run     20 steps of 32 pairs``
     line: tuple  # the line of a step: (metric, its format), …
     bar: tuple  # the progress bar shows the parts of that line that contain one of these words
-    panels: tuple  # the plots of curves.png: (title, ((metric, label), …)), three in a row
-    best: str  # the metric by which evaluations are compared
+    log_interval: int  # steps between printed lines where --log_interval is 0; fewer in a short run
+    panels: tuple  # the plots of curves.png: (title, ((metric or PARTS, label), …)), three in a row
+    best: str  # the metric that is compared: of the evaluations eval/<best>, of the steps <group>/<best>
+    followed: tuple  # the table of the steps: (metric or PARTS, "highest", "lowest" or '': which is best), …
     evaluation: Callable  # metrics of a step -> its evaluation as text, '' if there was none
-    table: Callable  # all records -> Markdown table of the first and the last evaluation
+    group: str = "train"
     lower_is_better: bool = False  # of ``best``
     samples: bool = False  # True if the run writes samples.jsonl
+    mark: Callable = lambda metrics: ""  # metrics of a step -> words at the beginning of its line
+
+
+def metric_names(pattern, records):
+    """A metric, or ``PARTS`` -> the names of the metrics in these records (list of dicts) that it stands for.
+
+    ``PARTS`` is without the sum of the parts and without the statistics of ``--normalize_reward``."""
+    logged = dict.fromkeys(name for record in records for name in record)
+    if pattern != PARTS:
+        return [pattern] if pattern in logged else []
+    no_part = ("/score", "_raw", "_mean", "_std")
+    return [name for name in logged if name.startswith("reward/") and not name.endswith(no_part)]
+
+
+def compared_name(metrics, usual):
+    """The name, without its group, by which the steps of a run are compared: ``usual``, or a raw score.
+
+    With ``--normalize_reward`` the scale of the score follows the running statistics, so a score of one step
+    cannot be compared with that of another. Then it is the raw score of the (first) part that is normalised.
+    """
+    return next((name.split("/")[1] for name in metrics if name.endswith("_raw")), usual)
 
 
 # ------------------------------------------------------------------------------------------ PPO
@@ -38,22 +64,40 @@ PPO_LINE = (  # (metric, its format in the line)
 )
 
 PPO_PANELS = (  # title, [(metric, label)]
-    ("reward (rollouts)", (("reward/score", "score"), ("reward/model", "reward model"))),
     (
-        "form (rollouts)",
-        (("reward/format", "format"), ("reward/marks", "marks"), ("rollout/finished", "ended")),
+        "score",
+        (
+            ("reward/score", "training"),
+            ("eval/score", "held out, sampled"),
+            ("eval/score_greedy", "held out, greedy"),
+        ),
     ),
+    ("parts of the reward (training)", ((PARTS, ""),)),
     (
-        "held-out problems, never rewarded",
-        (("eval/accuracy", "sampled accuracy"), ("eval/accuracy_greedy", "greedy accuracy")),
+        "shares: right (never rewarded), ended",
+        (
+            ("eval/accuracy", "right, sampled"),
+            ("eval/accuracy_greedy", "right, greedy"),
+            ("rollout/finished", "ended (training)"),
+        ),
     ),
     ("KL to the reference (nats a token)", (("kl/k1", "k1"), ("kl/k3", "k3"))),
-    ("response length (tokens)", (("rollout/length", "mean length"),)),
+    ("response length (tokens)", (("rollout/length", "training"), ("eval/length", "held out, sampled"))),
     (
         "update",
         (("policy/clip_fraction", "clip fraction"), ("value/explained_variance", "explained variance")),
     ),
 )
+
+
+def only_critic(metrics):
+    """True for the metrics of a step of critic warm-up, in which the actor did not train."""
+    return "value/loss" in metrics and "policy/loss" not in metrics
+
+
+def mark_ppo(metrics):
+    """Words at the beginning of a step's line."""
+    return "only the critic trains" if only_critic(metrics) else ""
 
 
 def describe_ppo(metrics):
@@ -68,33 +112,26 @@ def describe_ppo(metrics):
     return " | ".join(texts)
 
 
-def ppo_table(records):
-    """A Markdown table of the evaluation before training and the last one; '' without two evaluations."""
-    records = [r for r in records if "eval/score" in r]
-    if len(records) < 2:
-        return ""
-    before, after = records[0], records[-1]
-    rows = ["| held-out | sampled before | after | greedy before | after |", "|---|---|---|---|---|"]
-    raw = [name.removeprefix("eval/") for name in after if name.startswith("eval/") and name.endswith("_raw")]
-    for name in ("accuracy", "format_rate", "score", *raw, "length", "finished"):
-        keys = [f"eval/{name}", f"eval/{name}_greedy"]
-        if keys[0] in after:
-            cells = " | ".join(f"{before[key]:.3f} | **{after[key]:.3f}**" for key in keys)
-            rows.append(f"| {name.replace('_', ' ')} | {cells} |")
-    return "\n".join(rows)
-
-
 PPO = Display(
     title="ppo",
     folder="run",
     unit="prompts",
     line=PPO_LINE,
     bar=("score", "kl", "len", "samples"),
+    log_interval=5,
     panels=PPO_PANELS,
-    best="eval/score",
+    best="score",
+    group="reward",
+    followed=(
+        ("reward/score", "highest"),
+        (PARTS, "highest"),
+        ("rollout/length", ""),
+        ("rollout/finished", "highest"),
+        ("kl/k1", ""),
+    ),
     evaluation=describe_ppo,
-    table=ppo_table,
     samples=True,
+    mark=mark_ppo,
 )
 
 
@@ -105,21 +142,6 @@ def describe_supervised(metrics):
     """An evaluation's metrics -> ``loss 0.123 | perplexity 1.13``, '' if there are none."""
     found = ((name.removeprefix("eval/"), x) for name, x in metrics.items() if name.startswith("eval/"))
     return " | ".join(f"{name.replace('_', ' ')} {x:.4f}" for name, x in found)
-
-
-def supervised_table(records):
-    """A Markdown table of the evaluation before training and the last one; '' without two evaluations."""
-    records = [r for r in records if any(name.startswith("eval/") for name in r)]
-    if len(records) < 2:
-        return ""
-    before, after = records[0], records[-1]
-    rows = ["| held-out | before | after |", "|---|---|---|"]
-    for name, x in after.items():
-        if name.startswith("eval/"):
-            rows.append(
-                f"| {name.removeprefix('eval/').replace('_', ' ')} | {before[name]:.4f} | **{x:.4f}** |"
-            )
-    return "\n".join(rows)
 
 
 SFT = Display(
@@ -133,15 +155,16 @@ SFT = Display(
         ("perf/tokens_per_second", "{:.0f} tokens/s"),
     ),
     bar=("loss", "tokens"),
+    log_interval=50,
     panels=(
         ("loss (nats a token)", (("train/loss", "trained on"), ("eval/loss", "held out"))),
         ("gradient norm", (("train/grad_norm", "before clipping"),)),
         ("learning rate", (("train/learning_rate", "rate"),)),
     ),
-    best="eval/loss",
+    best="loss",
+    followed=(("train/loss", "lowest"),),
     lower_is_better=True,
     evaluation=describe_supervised,
-    table=supervised_table,
 )
 
 
@@ -157,14 +180,15 @@ PAIRS = Display(
         ("perf/samples_per_second", "{:.1f} pairs/s"),
     ),
     bar=("loss", "accuracy", "pairs"),
+    log_interval=50,
     panels=(
         ("pair loss (nats)", (("train/loss", "trained on"), ("eval/loss", "held out"))),
         ("chosen above rejected", (("train/accuracy", "trained on"), ("eval/accuracy", "held out"))),
         ("score chosen - rejected", (("train/distance", "trained on"), ("eval/distance", "held out"))),
     ),
-    best="eval/accuracy",
+    best="accuracy",
+    followed=(("train/accuracy", "highest"), ("train/loss", "lowest"), ("train/distance", "")),
     evaluation=describe_supervised,
-    table=supervised_table,
 )
 
 
@@ -178,13 +202,14 @@ RATINGS = Display(
         ("perf/samples_per_second", "{:.1f} answers/s"),
     ),
     bar=("loss", "answers"),
+    log_interval=50,
     panels=(
         ("squared error", (("train/loss", "trained on"), ("eval/loss", "held out"))),
         ("root of the mean squared error", (("eval/rmse", "held out"),)),
         ("correlation with the given scores", (("eval/correlation", "held out"),)),
     ),
-    best="eval/rmse",
+    best="loss",
+    followed=(("train/loss", "lowest"),),
     lower_is_better=True,
     evaluation=describe_supervised,
-    table=supervised_table,
 )

@@ -11,14 +11,7 @@ from trainer.runs import checkpoints
 
 
 def log_step(run, logger, step, metrics, rows=()):
-    """Log a step's metrics and sample rows, and keep in ``run.progress`` which evaluation was the best."""
-    score, progress, sign = (
-        metrics.get(run.display.best),
-        run.progress,
-        -1 if run.display.lower_is_better else 1,
-    )
-    if score is not None and (progress.best_score is None or sign * score > sign * progress.best_score):
-        progress.best_score, progress.best_step = score, step
+    """Log a step's metrics and sample rows."""
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
 
@@ -39,14 +32,14 @@ def save(run, logger):
 
 
 def run_to_the_end(run, logger, train):
-    """Call ``train(run, logger)`` and print the summary. If the run stops early, by bad input or a signal,
-    say how to go on. The log files are closed in any case."""
+    """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
+    say how to go on too. The log files are closed in any case."""
     try:
         with sleep_when_busy(run.world.device):
             train(run, logger)
         logger.summary(run)
     except (InputError, SystemExit):
-        logger.stopped()
+        logger.stopped(run)
         raise
     finally:
         logger.finish()

@@ -19,6 +19,7 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     states                  {name: object with state_dict and load_state_dict}: the same, in state.json
     fingerprints()          {flag: hash of what it names}: what resuming compares
     save_result()           writes the files that users load
+    result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
     about(), results()      lines of text: what the run is made of; where its files are
 """
 
@@ -26,8 +27,6 @@ import json
 import os
 import platform
 import secrets
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from atomic_files import write_whole, writing
 from errors import InputError
 from trainer.compute.cpu import kernels
 from trainer.runs import checkpoints, trackers
+from trainer.runs.commands import quoted
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.run_logger import NullLogger, RunLogger
 
@@ -162,13 +162,7 @@ def resume_command(argv, folder, script):
         nodes = int(os.environ["WORLD_SIZE"]) // int(local)
         launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
     path = Path(__file__).parents[1] / script
-    return command_line([*launcher, str(path), *kept, "--resume", str(folder)])
-
-
-def command_line(words):
-    """Words, paths among them -> the text to type for them, with quotes as this system wants them."""
-    words = [str(word) for word in words]
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    return quoted([*launcher, str(path), *kept, "--resume", str(folder)])
 
 
 def _read_json(path):

@@ -10,7 +10,7 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
-    curves.png summary.md                 written at the end
+    curves.png summary.md                 written when the run ends or is stopped
     swanlog/                              with --use_wandb (trackers.py)
     .lock                                 locked while a process uses the folder
 
@@ -18,6 +18,8 @@ PPO and stage 1 write their result with every checkpoint, stage 2 writes it at t
 run folder, but replaces the result of an earlier run with the same name.
 """
 
+import contextlib
+import json
 import re
 from pathlib import Path
 
@@ -47,6 +49,7 @@ class RunFolder:
             newest, step = max(_numbered(out_dir, kind), default=0), None
             number = newest if resume and newest else newest + 1
             self.path = Path(out_dir) / (run_name or f"{kind}_{number}")
+        self._found = self.path.exists()  # and not made by this run
         self._unlock = self._claim(out_dir, new=not run_name and not resume)
         if resume:
             self._find_checkpoint(step)
@@ -69,6 +72,7 @@ class RunFolder:
                 except FileExistsError:
                     number = max(_numbered(out_dir, self.kind)) + 1
                     self.path = Path(out_dir) / f"{self.kind}_{number}"
+            self._found = self._found and not new
             self.path.mkdir(exist_ok=True)
             try:
                 return lock(self.path / ".lock")
@@ -82,12 +86,35 @@ class RunFolder:
         """Find the checkpoint to resume from: that of the named step, or the newest undamaged one."""
         if step is None:
             self.checkpoint, self.notes = newest_intact(self.path)
+            if not self.checkpoint:
+                self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
             return
         self.checkpoint = self.path / "checkpoints" / f"step_{step}"
         if problem := damage(self.checkpoint):
             raise InputError(
                 f"--resume: {self.checkpoint} is damaged ({problem}); name the run folder instead"
             )
+
+    def remove_if_unused(self):
+        """Remove the folder of a run that has learned nothing -> True if it is gone, its number free again.
+
+        It stays if it was there before this run, or holds anything but what every run writes at its start:
+        an evaluation, a sample, a checkpoint, a file of a tracker or of the user.
+        """
+        written = ("config.json", "metrics.jsonl", "samples.jsonl", ".lock", ".lock.held")
+        with contextlib.suppress(OSError, ValueError):
+            if self._found or any(path.name not in written for path in self.path.iterdir()):
+                return False
+            lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            samples = self.path / "samples.jsonl"
+            if any(json.loads(line).keys() != {"step"} for line in lines):
+                return False
+            if samples.exists() and samples.stat().st_size:
+                return False
+            for name in written:
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+        return not self.path.exists()
 
     def close(self):
         self._unlock()

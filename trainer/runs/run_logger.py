@@ -20,7 +20,9 @@ from trainer.compute.cpu import kernels
 from trainer.compute.memory import peak_memory
 from trainer.runs import trackers
 from trainer.runs.checkpoints import list_checkpoints
+from trainer.runs.notes import Notes
 from trainer.runs.plots import plot_curves
+from trainer.runs.summary import summarise
 
 
 class NullLogger:
@@ -38,7 +40,7 @@ class NullLogger:
     def summary(self, run):
         pass
 
-    def stopped(self):
+    def stopped(self, run):
         pass
 
     def finish(self):
@@ -54,7 +56,9 @@ class RunLogger:
 
     def __init__(self, folder, run):
         self.folder, self.display, args, first_step = folder, run.display, run.args, run.progress.step
-        self.total_steps, self.log_interval = run.total_steps, args.log_interval
+        self.total_steps = run.total_steps
+        shortest = max(1, self.total_steps // 20)  # so that a run prints 20 lines or more, if it has 20 steps
+        self.log_interval = args.log_interval or min(self.display.log_interval, shortest)
         self.saved_step, self.saving_seconds = first_step, 0.0
         self._files = []
         for name in ("metrics.jsonl", *(["samples.jsonl"] if self.display.samples else [])):
@@ -64,6 +68,7 @@ class RunLogger:
                 self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
             if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
                 folder.notes.append(f"note: {path} does not have every step up to {first_step}")
+        self._notes = Notes(read_metrics(folder.path))  # of a resumed run, which has given some
         shown = {"desc": self.display.title, "unit": "step", "disable": None}
         self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
         self._trackers = trackers.start(args, folder)
@@ -73,6 +78,7 @@ class RunLogger:
         """Log one step's metrics {name: mean} and sample rows: to files, trackers and progress bar.
 
         Every --log_interval steps a line is printed, and every fourth time a sample; both at the last step.
+        Notes (notes.py) are printed at any step.
         """
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
@@ -87,7 +93,11 @@ class RunLogger:
         self._bar.update(step - self._bar.n)
         last = step == self.total_steps
         if step and (last or step % self.log_interval == 0):
-            self.say(f"step {step}/{self.total_steps} | {describe(metrics, self.display.line)}")
+            mark = self.display.mark(metrics)
+            line = describe(metrics, self.display.line)
+            self.say(f"step {step}/{self.total_steps} | {mark + ' | ' if mark else ''}{line}")
+        for text in self._notes.add(step, metrics):
+            self.say(f"note: step {step}: {text}")
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         if held_out := self.display.evaluation(metrics):
@@ -124,42 +134,66 @@ class RunLogger:
             with writing(file.name):
                 os.fsync(file.fileno())
 
-    def stopped(self):
-        """Print the command that resumes a run that stopped before its end."""
+    def stopped(self, run):
+        """Say where a run that stopped before its end can be seen, and the command that resumes it.
+
+        A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
         self._bar.close()
+        if not run.progress.step:
+            self._close_files()
+            if self.folder.remove_if_unused():
+                self.say(
+                    f"nothing was learned, so {self.folder.path} was removed: start again without --resume"
+                )
+            return
+        with contextlib.suppress(
+            ValueError
+        ):  # a full disk, or half a line: the error that ended the run says so
+            self._write_summary(run)
+            self.say(f"so far: {self.folder.path / 'summary.md'} and curves.png")
         if saved := list_checkpoints(self.folder.path):
             self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
 
     def summary(self, run):
-        """Write curves.png and summary.md; print evaluations before and after, time, memory, files."""
+        """Write curves.png and summary.md; print the latter, time, memory, files."""
         self._bar.close()
-        folder, progress = self.folder.path, run.progress
-        records = read_metrics(folder)
-        table = self.display.table(records)
-        with writing(folder):
-            plot_curves(records, self.display.panels, folder / "curves.png")
-            write_whole(folder / "summary.md", table + "\n")
+        text, folder = self._write_summary(run), self.folder.path
         seconds = time.perf_counter() - self._start
+        records = read_metrics(folder)
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
-        best = self.display.best.removeprefix("eval/")
         memory = f"{peak_memory() / 2**30:.1f} GiB of memory"
         if torch.cuda.is_available():
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
-            f"\n{table}\n\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
+            f"\n{text}\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
             f"{rates[len(rates) // 2] if rates else 0:.0f} samples/s, at most {memory}"
-            + (f"\nbest     {best} {progress.best_score:.3f} at step {progress.best_step}" if table else "")
-            + (f"\nskipped  {progress.skipped_steps} updates, not finite" if progress.skipped_steps else "")
-            + f"\ncurves   {folder / 'curves.png'}\n{run.results()}"
+            + (
+                f"\nskipped  {run.progress.skipped_steps} updates, not finite"
+                if run.progress.skipped_steps
+                else ""
+            )
+            + f"\nsummary  {folder / 'summary.md'}\ncurves   {folder / 'curves.png'}\n{run.results()}"
         )
+
+    def _write_summary(self, run):
+        """Write curves.png and summary.md -> the text of the latter."""
+        folder, records = self.folder.path, read_metrics(self.folder.path)
+        text = summarise(run, records, self.saved_step)
+        with writing(folder):
+            plot_curves(records, self.display.panels, folder / "curves.png")
+            write_whole(folder / "summary.md", text)
+        return text
+
+    def _close_files(self):
+        for file in self._files:
+            with contextlib.suppress(OSError):  # a full disk was reported already
+                file.close()
 
     def finish(self):
         self._bar.close()
         for tracker in self._trackers:
             tracker.finish()
-        for file in self._files:
-            with contextlib.suppress(OSError):  # a full disk was reported already
-                file.close()
+        self._close_files()
         self.folder.close()
 
 

@@ -1,0 +1,315 @@
+"""What a run says of itself: the verdict, the tables, the curves, its first lines, and what it leaves."""
+
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from tiny import ROOT, flags, read_jsonl, run_files
+
+from errors import InputError
+from trainer import train_ppo, train_reward, train_sft
+from trainer.runs import commands, displays, plots
+from trainer.runs.commands import command_line
+from trainer.runs.run_folder import RunFolder
+from trainer.runs.run_logger import RunLogger
+from trainer.runs.summary import evaluation_table, step_table, verdict
+
+DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "device": "cpu"}
+NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+def argv_of(files, out_dir, **more):
+    return flags(**{**SIZES, **files, "out_dir": out_dir, **more})
+
+
+def records_of(rise, before=None, after=None, name="reward/score"):
+    """40 noisy steps that rise by ``rise`` in the middle, and the evaluations before and after, if given."""
+    records = [{"step": n + 1, name: 1.0 + x + rise * (n >= 20)} for n, x in enumerate(NOISY)]
+    evaluated = "eval/" + name.split("/")[1]
+    if before is not None:
+        records = [{"step": 0, evaluated: before}, *records]
+        records[-1][evaluated] = after
+    return records
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+def test_the_verdict_tells_a_rise_from_chance():
+    """By hand: s = sqrt(pi) / 2 * 0.2 = 0.1772 (0.1901 with the jump of 0.5 in the middle)."""
+    (text, nothing_held_out) = verdict(records_of(0.5), displays.PPO, 8, 0)
+    assert text == "The score rose from 1.000 to 1.500 in training (first 4 steps and last 4 steps of 40)."
+    assert "--eval_data_path" in nothing_held_out
+    assert "fell from 1.000 to 0.500" in verdict(records_of(-0.5), displays.PPO, 8, 0)[0]
+    assert "The run made it worse." in verdict(records_of(-0.5), displays.PPO, 8, 0)[0]
+    # two standard errors of the difference of two means of 4 steps: 2 * 0.18 * sqrt(2 / 4) = 0.256
+    assert "did not clearly change" in verdict(records_of(0.24), displays.PPO, 8, 0)[0]
+    assert "rose" in verdict(records_of(0.29), displays.PPO, 8, 0)[0]
+
+
+def test_the_verdict_is_on_the_evaluation_where_there_is_one():
+    """Two standard errors of 32 held-out records with 8 a step: 2 * 0.1772 * sqrt(2 * 8 / 32) = 0.2506."""
+    (text,) = verdict(records_of(0.0, 1.0, 1.28), displays.PPO, 8, 32)
+    assert text == "The score rose from 1.000 to 1.280 on 32 held-out prompts."
+    (text,) = verdict(records_of(0.0, 1.0, 1.22), displays.PPO, 8, 32)
+    assert text.startswith("The score did not clearly change: from 1.000 to 1.220 on 32 held-out prompts")
+    assert "0.25 can be chance" in text
+
+
+def test_a_run_that_got_worse_names_its_best_evaluation():
+    records = records_of(0.0, -1.26, -1.98)
+    records[20] |= {"eval/score": -1.0}
+    text, best = verdict(records, displays.PPO, 8, 32)
+    assert text == "The score fell from -1.260 to -1.980 on 32 held-out prompts. The run made it worse."
+    assert best == "The best evaluation was at step 20: -1.000."
+
+
+def test_the_verdict_of_losses_and_of_accuracies():
+    text = verdict(records_of(0.0, 1.5, 1.0, "train/loss"), displays.SFT, 8, 32)[0]
+    assert text == "The loss fell from 1.500 to 1.000 on 32 held-out conversations. Lower is better."
+    text = verdict(records_of(0.0, 0.5, 0.0, "train/accuracy"), displays.PAIRS, 8, 32)[0]
+    assert text == "The accuracy fell from 0.500 to 0.000 on 32 held-out pairs. The run made it worse."
+    text = verdict(records_of(0.0, 1.0, 1.5, "train/loss"), displays.RATINGS, 8, 32)[0]
+    assert text.endswith("on 32 held-out rated answers. Lower is better. The run made it worse.")
+
+
+def test_greedy_and_accuracy_are_said_as_well():
+    records = records_of(0.0, 1.0, 1.0)
+    records[0] |= {"eval/score_greedy": 2.0, "eval/accuracy": 0.5}
+    records[-1] |= {"eval/score_greedy": 1.0, "eval/accuracy": 0.75}
+    words = verdict(records, displays.PPO, 8, 32)
+    assert words[1].startswith("The greedy score fell from 2.000 to 1.000")
+    assert words[2] == "The accuracy, which is never rewarded: 0.500 before, 0.750 after."
+
+
+def test_too_few_steps_are_said_to_be_too_few():
+    records = [{"step": 1, "reward/score": 1.0}, {"step": 2, "reward/score": 9.0}]
+    assert "too few steps" in verdict(records, displays.PPO, 8, 0)[0]
+    assert verdict([{"step": 0}], displays.PPO, 8, 0) == ["No step was trained."]
+    with_nan = [*records_of(0.5), {"step": 41, "reward/score": float("nan")}]
+    assert "rose from 1.000 to 1.500" in verdict(with_nan, displays.PPO, 8, 0)[0]
+
+
+def test_normalised_scores_are_not_compared_but_the_raw_ones():
+    """The scale of the score moves: here it falls, although the reward model's raw score rises."""
+    records = records_of(0.0, 3.0, 1.0)
+    for n, record in enumerate(records):
+        record |= {"reward/model_raw": 5.0 + NOISY[n % 2], "reward/model": 0.0}
+    records[0] |= {"eval/model_raw": 5.0}
+    records[-1] |= {"eval/model_raw": 6.0}
+    words = verdict(records, displays.PPO, 8, 32)
+    assert words[0] == "The raw score of model rose from 5.000 to 6.000 on 32 held-out prompts."
+    assert any("--normalize_reward" in text for text in words)
+
+
+def test_the_verdict_on_the_demo():
+    words = verdict(DEMO, displays.PPO, 128, 500)
+    assert words[0] == "The score rose from 1.392 to 2.846 on 500 held-out prompts."
+
+
+# ------------------------------------------------------------------------------------- tables, curves, lines
+
+
+def test_the_tables_have_first_last_and_best_and_nothing_in_bold():
+    records = [
+        {"step": n, "reward/score": float(n), "reward/format": 0.5, "kl/k1": 0.001 * n} for n in range(1, 21)
+    ]
+    records[11]["reward/score"] = 99.0
+    table = step_table(records, displays.PPO)
+    assert "| training | first 2 steps | last 2 steps | best step |" in table
+    assert "| reward/score | 1.500 | 19.500 | 99.000 (step 12) |" in table
+    assert "| reward/format | 0.500 | 0.500 | 0.500 (step 1) |" in table
+    assert "| kl/k1 | 0.0015 | 0.019 |  |" in table
+    loss = step_table([{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}], displays.SFT)
+    assert "| train/loss | 2.000 | 1.000 | 1.000 (step 2) |" in loss
+    before, after = ({"step": s, "eval/score": x, "eval/score_greedy": -x} for s, x in ((0, 1.0), (9, 2.0)))
+    assert "| score | 1.000 | 2.000 | -1.000 | -2.000 |" in evaluation_table([before, after])
+    assert evaluation_table([before]) == ""
+    assert "*" not in table + loss + evaluation_table([before, after])
+
+
+def drawn(records, display, tmp_path, monkeypatch):
+    """{title of a panel: its labels} of the curves of these records."""
+    from matplotlib.axes import Axes
+
+    labels, titles = [], []
+    plot, title = Axes.plot, Axes.set_title
+    monkeypatch.setattr(
+        Axes, "plot", lambda axis, *a, label, **k: (labels.append(label), plot(axis, *a, label=label, **k))[1]
+    )
+    monkeypatch.setattr(
+        Axes,
+        "set_title",
+        lambda axis, text, **k: (titles.append((text, labels[:])), labels.clear(), title(axis, text, **k))[2],
+    )
+    plots.plot_curves(records, display.panels, tmp_path / "curves.png")
+    monkeypatch.undo()
+    return dict(titles)
+
+
+def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_path, monkeypatch):
+    records = [{"step": 0, "eval/score": 1.0}]
+    parts = {"reward/function": 1.0, "reward/missing_eos": 0.0, "reward/model_mean": 0.0, "reward/score": 2.0}
+    records += [{"step": n, **parts, "rollout/finished": 1.0} for n in (1, 2)]
+    panels = drawn(records, displays.PPO, tmp_path, monkeypatch)
+    assert panels["score"] == ["training", "held out, sampled"]
+    assert panels["parts of the reward (training)"] == ["function", "missing_eos"]
+    assert panels["shares: right (never rewarded), ended"] == ["ended (training)"]
+
+
+def logger_of(total_steps, tmp_path, log_interval=0, display=displays.PPO):
+    """A RunLogger of a run of so many steps."""
+    folder = RunFolder(tmp_path, f"r{total_steps}_{log_interval}", "")
+    args = SimpleNamespace(log_interval=log_interval, use_wandb=False)
+    progress = SimpleNamespace(step=0)
+    run = SimpleNamespace(display=display, args=args, progress=progress, total_steps=total_steps)
+    return RunLogger(folder, run)
+
+
+def test_short_runs_print_every_step_and_long_ones_at_least_twenty(tmp_path, capsys):
+    for total, given, printed in ((4, 0, 4), (46, 0, 23), (300, 0, 60), (46, 20, 3), (46, 1, 46)):
+        logger = logger_of(total, tmp_path, given)
+        for step in range(1, total + 1):
+            logger.log(step, {"reward/score": 1.0})
+        logger.finish()
+        assert capsys.readouterr().out.count("step ") == printed, (total, given)
+
+
+def test_help_says_what_the_default_log_interval_does():
+    for script in (train_ppo, train_sft, train_reward):
+        assert "0: 20 or more lines" in script.flag_parser().format_help()
+
+
+def test_notes_are_printed_at_any_step_and_once(tmp_path, capsys):
+    logger = logger_of(100, tmp_path, log_interval=50)
+    for step in (1, 2, 3):
+        logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)})
+    logger.finish()
+    assert capsys.readouterr().out.count("note: step 2: the KL to the reference is 4.00") == 1
+
+
+# -------------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path, capsys):
+    more = {"repetition_penalty": 0.25, "normalize_reward": 1, "critic_warmup_steps": 2, "length_reward": 0.5}
+    out = tmp_path / "with a space"
+    train_ppo.main(argv_of(files, out, max_steps=4, run_name="r", **more))
+    said = capsys.readouterr().out
+    for line in (
+        "format         0 or 0.5 (--reasoning)",
+        "marks          0 to 1 (--reasoning)",
+        "model          weight 1, normalised and clipped to ±3 (--normalize_reward): "
+        + files["reward_model"],
+        f"function       weight 1, as it is: {files['reward_fn']}",
+        "repetition     0 to -0.25 for repeated trigrams (--repetition_penalty)",
+        "length_reward  0.5 for 20 to 800 characters, else -0.5 (--length_reward)",
+        "missing_eos    -1 for a response that does not end (--missing_eos_penalty)",
+        "warm-up  steps 1 to 2 train only the critic (--critic_warmup_steps 2)",
+    ):
+        assert f"{line}\n" in said
+    named = {line.split()[0] for line in said[said.index("the sum of:") :].splitlines()[1:8]}
+    metrics = read_jsonl(out / "r" / "metrics.jsonl")
+    parts = displays.metric_names(displays.PARTS, metrics)
+    assert named == {name.removeprefix("reward/") for name in parts}
+    marked = [line.split(" | ")[0] for line in said.splitlines() if "| only the critic trains |" in line]
+    assert marked == ["step 1/4", "step 2/4"]
+    summary = (out / "r" / "summary.md").read_text()
+    assert summary in said
+    assert "- Steps that trained only the critic (--critic_warmup_steps): 2 of 4." in summary
+    for name in (*parts, "reward/model_raw", "rollout/length", "rollout/finished", "kl/k1"):
+        assert f"| {name} | " in summary
+    assert "Files: ppo_actor_32.pth has the weights after step 4." in summary
+    assert f"--model '{out}/ppo_actor_32.pth'\n" in said
+
+
+def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert command_line("chat.py", "--model", "a b.pth") == "python chat.py --model 'a b.pth'"
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command_line("chat.py", "--model", tmp_path / "a b's.pth"))
+    assert words == ["python", str(ROOT / "chat.py"), "--model", str(tmp_path / "a b's.pth")]
+    monkeypatch.setattr(commands, "sys", SimpleNamespace(platform="win32"))
+    assert command_line("chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
+
+
+def test_a_stopped_run_has_curves_and_a_summary(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")  # SIGTERM, while the third batch is scored
+    monkeypatch.setenv("FAULT_AT", "3")
+    with pytest.raises(SystemExit) as end:
+        train_ppo.main(argv_of(files, tmp_path, run_name="r", max_steps=9))
+    assert end.value.code == 128 + 15
+    summary = (tmp_path / "r" / "summary.md").read_text()
+    assert "- The run stopped after step 3 of 9." in summary
+    assert "Files: ppo_actor_32.pth has the weights after step 3." in summary
+    assert (tmp_path / "r" / "curves.png").stat().st_size > 10_000
+    assert f"so far: {tmp_path / 'r' / 'summary.md'}" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------- a run that has learned nothing
+
+
+def fail_at_once(files, out_dir, monkeypatch, call=1, **more):
+    monkeypatch.setenv("FAULT", "raise ValueError('at once')")
+    monkeypatch.setenv("FAULT_AT", str(call))
+    with pytest.raises(InputError, match="at once"):
+        train_ppo.main(argv_of(files, out_dir, max_steps=4, **more))
+    monkeypatch.delenv("FAULT_AT")
+
+
+def test_a_failure_in_the_first_step_leaves_no_folder(files, tmp_path, monkeypatch, capsys):
+    fail_at_once(files, tmp_path, monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+    assert f"nothing was learned, so {tmp_path / 'run_1'} was removed" in capsys.readouterr().out
+    fail_at_once(files, tmp_path, monkeypatch, resume="auto")
+    assert list(tmp_path.iterdir()) == []
+    train_ppo.main(argv_of(files, tmp_path, max_steps=3, resume="auto"))
+    assert (tmp_path / "run_1" / "summary.md").exists()  # the number was free
+    out = capsys.readouterr().out
+    assert f"note: --resume: no checkpoint in {tmp_path / 'run_1'}, so it begins at step 1\n" in out
+
+
+def test_a_folder_that_was_there_or_holds_something_is_never_removed(files, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    fail_at_once(files, tmp_path, monkeypatch, run_name="mine")
+    assert (tmp_path / "mine" / "config.json").exists()
+    # an evaluation before the first step: two calls, the third is the first step
+    fail_at_once(files, tmp_path, monkeypatch, call=3, run_name="r", eval_data_path=files["data_path"])
+    assert "eval/score" in read_jsonl(tmp_path / "r" / "metrics.jsonl")[0]
+    folder = RunFolder(tmp_path, "own", "")
+    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (folder.path / "a file of the user").write_text("")
+    assert not folder.remove_if_unused()
+    (folder.path / "a file of the user").unlink()
+    (folder.path / "samples.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    assert not folder.remove_if_unused()
+    (folder.path / "samples.jsonl").write_text("")
+    assert folder.remove_if_unused()
+    assert not folder.path.exists()
+    folder.close()
+
+
+def test_a_failure_in_a_later_step_keeps_the_run(files, tmp_path, monkeypatch):
+    fail_at_once(files, tmp_path, monkeypatch, call=2, critic_warmup_steps=0)
+    assert (tmp_path / "run_1" / "checkpoints" / "step_1").exists()
+    assert "The run stopped after step 1 of 4." in (tmp_path / "run_1" / "summary.md").read_text()
+
+
+def test_stages_say_their_verdict_too(tmp_path, capsys):
+    records = [{"prompt": "a b", "chosen": "a", "rejected": f"b {'c' * (n % 3)}"} for n in range(12)]
+    files = run_files(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 4, "reference_samples": 4}
+    more = {"out_dir": tmp_path / "out", "max_gen_len": 4, "epochs": 9}
+    train_reward.main(flags(model=files["model"], data_path=tmp_path / "pairs.jsonl", **sizes, **more))
+    said = capsys.readouterr().out
+    assert "on 4 held-out pairs" in said
+    assert "Files: reward_32 has the weights after step 4." in said
+    assert f"python {ROOT / 'trainer/train_ppo.py'} --reward_model" in said or "python trainer/" in said

@@ -1,0 +1,171 @@
+"""summary.md: whether a run helped, in words and tables, for all three scripts.
+
+A verdict, the notes (notes.py), a table of the first and the last evaluation, a table of the training steps,
+and which step the saved weights have. It is written when a run ends, also when it was stopped.
+
+How the verdict tells a change from chance: s is how much the metric varies from one training step to the next
+(``spread_of_steps``). A mean of k steps then has the standard error s / sqrt(k). An evaluation of n records
+has s sqrt(b / n), b being the records of a step. Twice the standard error of the difference is the least
+difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious there.
+"""
+
+import math
+
+from trainer.runs.displays import compared_name, metric_names, only_critic
+from trainer.runs.notes import Notes, spread_of_steps
+
+
+def summarise(run, records, saved_step):
+    """The content of summary.md, Markdown.
+
+    records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none.
+    """
+    steps, held_out = [r for r in records if r["step"]], len(run.held_out or ())
+    words = verdict(records, run.display, run.args.batch_size * run.world.size, held_out)
+    words += about_the_steps(steps, run.total_steps)
+    words += [f"Note, step {step}: {text}." for step, text in Notes(records).given.values()]
+    if saved_step and run.result_path:
+        saved = f"{run.result_path.name} has the weights after step {saved_step}"
+    elif saved_step:
+        saved = f"the newest checkpoint has the weights after step {saved_step}; no result is written yet"
+    else:
+        saved = "no weights are saved"
+    parts = [
+        "\n".join(f"- {line}" for line in words),
+        evaluation_table([r for r in records if any(name.startswith("eval/") for name in r)]),
+        step_table(steps, run.display),
+        f"Files: {saved}. The curves are in curves.png, every step is in metrics.jsonl.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def about_the_steps(steps, total):
+    """Sentences on the number of steps, where there is something to say."""
+    words, critic = [], sum(map(only_critic, steps))
+    if steps and steps[-1]["step"] < total:
+        words.append(f"The run stopped after step {steps[-1]['step']} of {total}.")
+    if critic:
+        words.append(f"Steps that trained only the critic (--critic_warmup_steps): {critic} of {len(steps)}.")
+    return words
+
+
+def verdict(records, display, batch_size, held_out):
+    """Did the run help? -> sentences: the evaluations compared, or without two of them the training steps.
+
+    batch_size: records of a step, over all processes; held_out: records of an evaluation.
+    """
+    steps = [r for r in records if r["step"]]
+    short = compared_name({name: 0 for r in records for name in r}, display.best)
+    numbers = values_of(steps, f"{display.group}/{short}")
+    spread = spread_of_steps([x for _, x in numbers])
+    found = values_of(records, f"eval/{short}")
+    if len(found) >= 2:
+        before, after = found[0][1], found[-1][1]
+        least = 2 * spread * math.sqrt(2 * batch_size / max(held_out, 1))
+        where = f"on {held_out} held-out {display.unit}"
+    elif numbers:
+        count = share_of_steps(len(numbers))
+        before, after = mean(numbers[:count]), mean(numbers[-count:])
+        least = 2 * spread * math.sqrt(2 / count)
+        where = f"in training ({of_steps('first', count)} and {of_steps('last', count)} of {len(numbers)})"
+    else:
+        return ["No step was trained."]
+    sign = -1 if display.lower_is_better else 1
+    name = short if short == display.best else f"raw score of {short.removesuffix('_raw')}"
+    words = [compare(name, before, after, least, where, sign)]
+    greedy = values_of(records, f"eval/{short}_greedy")
+    if len(greedy) >= 2:
+        words.append(compare(f"greedy {name}", greedy[0][1], greedy[-1][1], least, where, sign))
+    best_step, best = max(found, key=lambda pair: sign * pair[1], default=(0, after))
+    if len(found) >= 2 and sign * (best - after) > least:
+        words.append(f"The best evaluation was at step {best_step}: {best:.3f}.")
+    if not held_out:
+        words.append("Nothing was held out; --eval_data_path tests on other data.")
+    elif len(found) < 2:
+        words.append("There are no two evaluations to compare yet.")
+    if short != display.best:
+        words.append("Not the score is compared, because --normalize_reward moves its scale.")
+    right = values_of(records, "eval/accuracy")
+    if display.best == "score" and len(right) >= 2:
+        before, after = right[0][1], right[-1][1]
+        words.append(f"The accuracy, which is never rewarded: {before:.3f} before, {after:.3f} after.")
+    return words
+
+
+def compare(name, before, after, least, where, sign):
+    """One sentence on two values of a metric. least: the least difference that counts, NaN if not known;
+    sign: -1 if lower is better, else 1."""
+    values = f"from {before:.3f} to {after:.3f} {where}"
+    if math.isnan(least):
+        return f"The {name} went {values}: too few steps to tell this from chance."
+    if not abs(after - before) > least:
+        return f"The {name} did not clearly change: {values}; up to {least:.2g} can be chance."
+    words = " Lower is better." if sign < 0 else ""
+    if sign * (after - before) < 0:
+        words += " The run made it worse."
+    return f"The {name} {'rose' if after > before else 'fell'} {values}.{words}"
+
+
+def evaluation_table(records):
+    """A table of the first and the last of these records, which have evaluations; '' if there is only one.
+
+    Metrics with a greedy twin (eval/<name>_greedy) get two more columns.
+    """
+    if len(records) < 2:
+        return ""
+    before, after = records[0], records[-1]
+    greedy = any(name.endswith("_greedy") for name in after)
+    title = "sampled before | after | greedy before | after" if greedy else "before | after"
+    rows = [f"| held out | {title} |", "|---|" + "---|" * (4 if greedy else 2)]
+    for name in after:
+        if name.startswith("eval/") and not name.endswith("_greedy") and name in before:
+            keys = [name, f"{name}_greedy"] if greedy else [name]
+            cells = " | ".join(shown(r.get(key, math.nan)) for key in keys for r in (before, after))
+            rows.append(f"| {name.removeprefix('eval/').replace('_', ' ')} | {cells} |")
+    return "\n".join(rows)
+
+
+def step_table(steps, display):
+    """A table of the metrics that a display follows: the first and the last steps, and the best one."""
+    if not steps:
+        return ""
+    count, rows = share_of_steps(len(steps)), []
+    names = [(name, best) for pattern, best in display.followed for name in metric_names(pattern, steps)]
+    raw = [(name, "highest") for name in dict.fromkeys(n for r in steps for n in r) if name.endswith("_raw")]
+    for name, best in names + [pair for pair in raw if pair[0].startswith("reward/")]:
+        numbers = values_of(steps, name)
+        if not numbers:
+            continue
+        cells = [shown(mean(numbers[:count])), shown(mean(numbers[-count:])), ""]
+        if best:
+            step, value = (max if best == "highest" else min)(numbers, key=lambda pair: pair[1])
+            cells[2] = f"{shown(value)} (step {step})"
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    title = f"| training | {of_steps('first', count)} | {of_steps('last', count)} | best step |"
+    return "\n".join([title, "|---|---|---|---|", *rows])
+
+
+def share_of_steps(count):
+    """How many steps at the start and at the end are averaged: a tenth, at least one."""
+    return max(1, count // 10)
+
+
+def of_steps(which, count):
+    """'first step', or 'first 4 steps'."""
+    return f"{which} step" if count == 1 else f"{which} {count} steps"
+
+
+def shown(x):
+    """A number with three decimals, or if it is small with two digits."""
+    return f"{x:.3f}" if not 0 < abs(x) < 0.01 else f"{x:.2g}"
+
+
+def values_of(records, name):
+    """[(step, value)] of a metric, where it was logged and is a number."""
+    found = ((r["step"], r[name]) for r in records if name in r)
+    return [(step, x) for step, x in found if math.isfinite(x)]
+
+
+def mean(numbers):
+    """The mean of the values of [(step, value)]."""
+    return sum(x for _, x in numbers) / len(numbers)
