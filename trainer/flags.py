@@ -2,9 +2,9 @@
 
     add("--batch_size", default=128, at_least=1, at_most=MANY, help="prompts per step and process")
 
-PPO's flags are declared in ``flag_parser`` of train_ppo.py; those of the two stages before it in their
-scripts and in supervised.py; here is the parser, and the flags that all scripts have. Checks of one flag
-against another: ``complete_flags`` in inputs.py. ``may_change``: a resumed run may have another value.
+A script's own flags are declared in its ``flag_parser``; here is the parser, and the flags that several
+scripts have. Checks of one flag against another: ``complete_flags`` in inputs.py. ``may_change``: a resumed
+run may have another value. Nothing here imports torch: --help and wrong flags are answered at once.
 
 The checks, ``--help``, the comparison on ``--resume`` and the fuzz test all read that line. The type is that
 of the default. Bad flags raise ``InputError`` in one line.
@@ -179,6 +179,29 @@ def add_output_flags(p, save_interval, eval_interval):
     )
     for tracker in TRACKERS:
         tracker.add_flags(add)
+
+
+def add_stage_flags(p):
+    """The flags that stages 1 and 2 have; each adds its own first."""
+    add = p.add_argument
+    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
+    add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
+    add("--system_prompt", default="", help="system message of every conversation that has none")
+    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
+    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
+    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
+    p.group("optimisation")
+    add("--epochs", default=3, at_least=1, at_most=MANY, help="passes over the records")
+    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
+    add("--batch_size", default=32, at_least=1, at_most=MANY, help="records per step and process")
+    add("--learning_rate", type=float, above=0, at_most=1, help="peak; default: by the model's size")
+    add("--warmup_ratio", default=0.05, at_least=0, at_most=1, help="share of the steps in which it rises")
+    add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
+    add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
+    add_machine_flags(p, seed="of new weights and the order of records")
+    add_output_flags(p, save_interval=200, eval_interval=200)
+    add("--hf_dir", default="", type=path, may_change=True, help="where the HF directory is written")
 
 
 def complete_output_flags(args):

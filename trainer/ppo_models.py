@@ -102,6 +102,23 @@ class PpoRun:
 
     result_path = pth_path
 
+    def step_metrics(self, batch, metrics, clock):
+        """All that a step logs -> {name: mean over all processes}.
+
+        batch: ``Batch`` of train_ppo.py; metrics: what scoring and updating have measured (``Metrics``);
+        clock: the times before scoring, before updating, and after it.
+        """
+        args, count = self.args, len(batch.prompts)
+        metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
+        metrics.add("rollout/length", batch.rollout.response_len.sum(), count)
+        metrics.add("rollout/finished", batch.rollout.finished.sum(), count)
+        means = metrics.means(self.world)
+        seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
+        means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+        means |= self.reward.running_metrics()
+        means["perf/samples_per_second"] = args.batch_size * self.world.size / sum(seconds.values())
+        return means
+
     def save_result(self):
         """Write the actor as a ``.pth`` and the folder beside it."""
         with writing(self.pth_path):

@@ -1,4 +1,4 @@
-"""What stages 1 and 2 (train_sft.py, train_reward.py) share: flags, training loop, evaluation, saving.
+"""What stages 1 and 2 (train_sft.py, train_reward.py) share: training loop, evaluation, saving.
 
     for each batch of records:                       the same records whatever the number of processes
         for each micro-batch, cut by tokens:         halved if memory runs out
@@ -25,7 +25,6 @@ from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.evaluation import share_of
-from trainer.flags import MANY, add_machine_flags, add_output_flags, path
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.fingerprints import short_hash, weights_hash
@@ -37,29 +36,6 @@ from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_fin
 from trainer.runs.resume import start_or_resume
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
-
-
-def add_flags(p):
-    """Add the flags that both stages have; each adds its own first."""
-    add = p.add_argument
-    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
-    add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
-    add("--system_prompt", default="", help="system message of every conversation that has none")
-    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
-    add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
-    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
-    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
-    p.group("optimisation")
-    add("--epochs", default=3, at_least=1, at_most=MANY, help="passes over the records")
-    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
-    add("--batch_size", default=32, at_least=1, at_most=MANY, help="records per step and process")
-    add("--learning_rate", type=float, above=0, at_most=1, help="peak; default: by the model's size")
-    add("--warmup_ratio", default=0.05, at_least=0, at_most=1, help="share of the steps in which it rises")
-    add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
-    add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
-    add_machine_flags(p, seed="of new weights and the order of records")
-    add_output_flags(p, save_interval=200, eval_interval=200)
-    add("--hf_dir", default="", type=path, may_change=True, help="where the HF directory is written")
 
 
 class SupervisedRun:

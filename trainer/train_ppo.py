@@ -28,42 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.compute.threads import set_up_threads
-
-set_up_threads()  # before torch is imported
-
-import torch
-from torch.optim import AdamW
-
-from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
 from errors import InputError, run_script
-from model.compatibility import eos_ids
-from model.critic import CriticModel
-from model.lora import add_adapters, frozen_copy, trained
-from trainer import ppo
-from trainer.compute.batching import micro_batches, tokens_per_pass
-from trainer.compute.loss_scale import LossScale
-from trainer.compute.memory import keep_freed_memory
-from trainer.compute.precision import check_range, round_frozen, set_precision
-from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
-from trainer.evaluation import EVAL_STEP, evaluate
+from trainer.compute.threads import set_up_threads
 from trainer.flags import MANY, FlagParser, add_machine_flags, add_output_flags, path
-from trainer.generation.engine import Sampler, response_texts
-from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs
-from trainer.memory_plan import check_memory
-from trainer.ppo_models import PpoRun
-from trainer.rewards.reward import load_reward
-from trainer.rewards.reward_models import critic_start
-from trainer.runs.checkpoints import Progress
-from trainer.runs.distributed import init_world
-from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import log_step, run_to_the_end, save
-from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, forget_gradients, gradients_that_fit, step_if_finite
-from trainer.runs.resume import start_or_resume
-from trainer.runs.run_logger import sample_rows
 
 
 def flag_parser():
@@ -124,6 +91,42 @@ def flag_parser():
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
     add_output_flags(p, save_interval=20, eval_interval=20)
     return p
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
+    set_up_threads()  # OpenMP reads the environment when torch is imported
+    run_script(flag_parser().parse_args)
+
+import torch
+from torch.optim import AdamW
+
+from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
+from model.compatibility import eos_ids
+from model.critic import CriticModel
+from model.lora import add_adapters, frozen_copy, trained
+from trainer import ppo
+from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.loss_scale import LossScale
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.precision import check_range, round_frozen, set_precision
+from trainer.compute.rollout_data import Rollout
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
+from trainer.evaluation import EVAL_STEP, evaluate
+from trainer.generation.engine import Sampler, response_texts
+from trainer.generation.sampling_noise import noise_keys
+from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs
+from trainer.memory_plan import check_memory
+from trainer.ppo_models import PpoRun
+from trainer.rewards.reward import load_reward
+from trainer.rewards.reward_models import critic_start
+from trainer.runs.checkpoints import Progress
+from trainer.runs.distributed import init_world
+from trainer.runs.interrupts import StopRequest
+from trainer.runs.log_and_save import log_step, run_to_the_end, save
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import Learner, forget_gradients, gradients_that_fit, step_if_finite
+from trainer.runs.resume import start_or_resume
+from trainer.runs.run_logger import sample_rows
 
 
 def parse_args(argv=None):
@@ -345,16 +348,7 @@ def learn(run, step, batch):
     if (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
-
-    count = len(batch.prompts)
-    metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
-    metrics.add("rollout/length", rollout.response_len.sum(), count)
-    metrics.add("rollout/finished", rollout.finished.sum(), count)
-    means = metrics.means(run.world)
-    seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
-    means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
-    means |= run.reward.running_metrics()
-    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
+    means = run.step_metrics(batch, metrics, clock)
     return means, sample_rows(batch.prompts, batch.texts, batch.scores)
 
 

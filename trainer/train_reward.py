@@ -26,39 +26,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.compute.threads import set_up_threads
-
-set_up_threads()  # before torch is imported
-
-import torch
-import torch.nn.functional as F
-
-from dataset.keys import Keys
-from dataset.lm_dataset import reward_dataset
-from dataset.prompt_template import set_template
 from errors import InputError, run_script
-from model.classifier import reward_from
-from model.loading import load_policy, load_tokenizer, tokenizer_source
-from trainer import supervised
-from trainer.compute.balance_loss import BalanceLoss
-from trainer.compute.batching import pad_right
-from trainer.compute.logprobs import token_logprobs
-from trainer.compute.packing import packed_states, take_rows
-from trainer.compute.precision import autocast
-from trainer.flags import MANY, ROOT, FlagParser, complete_output_flags, path
-from trainer.inputs import DEMO, check_policy, check_positions
-from trainer.reward_offset import make_reference, write_centred
-from trainer.rewards.reward_models import score_places
-from trainer.runs import displays
-from trainer.runs.commands import command_line
-from trainer.runs.metrics import Metrics
-
-DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
-DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
+from trainer.compute.threads import set_up_threads
+from trainer.flags import MANY, FlagParser, add_stage_flags, complete_output_flags, path
 
 
 def flag_parser():
-    """All flags: this stage's here, those of stages 1 and 2 in supervised.py, those of all in flags.py."""
+    """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
     add = p.add_argument
     p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
@@ -82,8 +56,37 @@ def flag_parser():
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out records of the same kind")
     add("--chosen_key", default="", help="key of the better answer of a pair; default: chosen")
     add("--rejected_key", default="", help="key of the worse answer; default: rejected")
-    supervised.add_flags(p)
+    add_stage_flags(p)
     return p
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
+    set_up_threads()  # OpenMP reads the environment when torch is imported
+    run_script(flag_parser().parse_args)
+
+import torch
+import torch.nn.functional as F
+
+from dataset.keys import Keys
+from dataset.lm_dataset import reward_dataset
+from dataset.prompt_template import set_template
+from model.classifier import reward_from
+from model.loading import load_policy, load_tokenizer, tokenizer_source
+from trainer import supervised
+from trainer.compute.balance_loss import BalanceLoss
+from trainer.compute.batching import pad_right
+from trainer.compute.logprobs import token_logprobs
+from trainer.compute.packing import packed_states, take_rows
+from trainer.compute.precision import autocast
+from trainer.inputs import DEMO, check_policy, check_positions
+from trainer.reward_offset import make_reference, write_centred
+from trainer.rewards.reward_models import score_places
+from trainer.runs import displays
+from trainer.runs.commands import command_line
+from trainer.runs.metrics import Metrics
+
+DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
+DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
 
 
 def parse_args(argv=None):

@@ -23,36 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.compute.threads import set_up_threads
-
-set_up_threads()  # before torch is imported
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from atomic_files import writing
-from dataset.keys import Keys
-from dataset.lm_dataset import SFTDataset
-from dataset.prompt_template import set_template
 from errors import InputError, run_script
-from model.compatibility import eos_ids, is_moe
-from model.loading import load_policy, load_tokenizer, tokenizer_source
-from model.saving import save_directory, save_policy
-from trainer import supervised
-from trainer.compute.batching import pad_right
-from trainer.compute.scoring import PolicyScorer
-from trainer.flags import MANY, ROOT, FlagParser, complete_output_flags, path
-from trainer.inputs import check_policy, check_positions
-from trainer.runs import displays
-from trainer.runs.commands import command_line
-from trainer.runs.metrics import Metrics
+from trainer.compute.threads import set_up_threads
+from trainer.flags import MANY, FlagParser, add_stage_flags, complete_output_flags, path
 
-DEMO_DATA, DEMO_TOKENIZER = ROOT / "dataset/demo/sft.jsonl", ROOT / "dataset/demo/tokenizer"
 HIDDEN_SIZE, LAYERS = 128, 4  # the default sizes of a new model
 
 
 def flag_parser():
-    """All flags: this stage's here, those of stages 1 and 2 in supervised.py, those of all in flags.py."""
+    """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
     add = p.add_argument
     p.group("model (without --model: random weights of these sizes)")
@@ -65,8 +44,33 @@ def flag_parser():
     p.group("data")
     add("--data_path", default="", type=path, may_change=True, help="demonstrations: a file or a hub name")
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out demonstrations")
-    supervised.add_flags(p)
+    add_stage_flags(p)
     return p
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
+    set_up_threads()  # OpenMP reads the environment when torch is imported
+    run_script(flag_parser().parse_args)
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from atomic_files import writing
+from dataset.keys import Keys
+from dataset.lm_dataset import SFTDataset
+from dataset.prompt_template import set_template
+from model.compatibility import eos_ids, is_moe
+from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.saving import save_directory, save_policy
+from trainer import supervised
+from trainer.compute.batching import pad_right
+from trainer.compute.scoring import PolicyScorer
+from trainer.inputs import check_policy, check_positions
+from trainer.runs import displays
+from trainer.runs.commands import command_line
+from trainer.runs.metrics import Metrics
+
+DEMO_DATA, DEMO_TOKENIZER = ROOT / "dataset/demo/sft.jsonl", ROOT / "dataset/demo/tokenizer"
 
 
 def parse_args(argv=None):
