@@ -28,7 +28,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from dataset.prompt_template import set_system_prompt
 from dataset.tokenization import encode, for_tokenizer, render
+from dataset.turns import add_system
 from errors import InputError, run_script
 from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
@@ -53,6 +55,7 @@ def parse_args(argv=None):
     add("--trust_remote_code", action="store_true", help="run code that a model brings along")
     p.group("answers")
     add("--prompt", help="answer this and exit")
+    add("--system_prompt", type=str, help="system message; default: the one of its training; '': none")
     add("--history", default=0, at_least=0, help="turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", default=512, at_least=1, at_most=MANY, help="longest answer in tokens")
     add("--temperature", default=0.0, at_least=0, help="0: always the likeliest token")
@@ -117,6 +120,7 @@ class Speaker:
         self.tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(path), args.trust_remote_code)
         self.model = load_policy(path, args.trust_remote_code).to(device).eval()
         check_tokenizer(self.tokenizer, self.model)
+        self.system_prompt = set_system_prompt(self.tokenizer, args.system_prompt)
         self.positions = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
         self.eos = eos_ids(self.tokenizer, self.model)
         settings = {"eos_token_id": self.eos, "pad_token_id": self.eos[0], "do_sample": args.temperature > 0}
@@ -132,7 +136,8 @@ class Speaker:
         """
         turn = {"role": "user", "content": prompt}
         for start in range(0, len(self.history) + 1, 2):
-            asked = for_tokenizer(self.tokenizer, [*self.history[start:], turn])
+            messages = add_system([*self.history[start:], turn], self.system_prompt)
+            asked = for_tokenizer(self.tokenizer, messages)
             text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
             ids = encode(self.tokenizer, [text])[0]
             if len(ids) + min(max_gen_len, self.positions // 2) <= self.positions:
@@ -240,6 +245,8 @@ def main(argv=None):
         for speaker in speakers:
             note = "" if speaker.tokenizer.chat_template else ", no chat template: it continues your text"
             say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}{note}")
+            if speaker.system_prompt:
+                say(f"system message: {speaker.system_prompt}")
         say(f"it remembers {args.history} turns (--history); /clear forgets, Ctrl-C stops, /exit leaves")
         talk(speakers, args, interactive=True)
 

@@ -24,7 +24,7 @@ from errors import InputError, run_script
 from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
 from model.minimind_conversion import as_minimind, as_plain
-from model.saving import check_finite, save_policy
+from model.saving import check_finite, for_older_readers, save_policy
 from trainer.flags import FlagParser
 
 
@@ -93,8 +93,7 @@ def write_directory(model, tokenizer, target, dtype, figures=""):
             model.save_pretrained(folder)
             generation.to_json_file(folder / "generation_config.json")
             tokenizer.save_pretrained(folder)
-            edit(folder / "config.json", for_older_readers)
-            edit(folder / "tokenizer_config.json", name_tokenizer_class)
+            for_older_readers(folder)
             reader = tokenizer_reader(folder, tokenizer)
             text = card(model, tokenizer, target.name, reader, figures)
             (folder / "README.md").write_text(text, encoding="utf-8")
@@ -122,26 +121,6 @@ def tokenizer_reader(folder, tokenizer):
         file=sys.stderr,
     )
     return "PreTrainedTokenizerFast"
-
-
-def edit(path, change):
-    """Call ``change(fields)`` with the content of a JSON file, and write the changed fields back."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    change(fields)
-    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def for_older_readers(config):
-    """Add ``rope_theta``: transformers 4 reads the rotary base there, and silently takes 10000 without it."""
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "default":
-        config["rope_theta"] = rope["rope_theta"]
-
-
-def name_tokenizer_class(settings):
-    """Write the older name of the class: transformers 4 does not know the one that transformers 5 writes."""
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
 
 
 def card(model, tokenizer, name, reader, figures):

@@ -1,7 +1,7 @@
-"""``--prompt_template``: gives a tokenizer a chat template, or replaces the one that it has.
+"""``--prompt_template`` gives a tokenizer a chat template, ``--system_prompt`` a system message.
 
-The template becomes the tokenizer's own. So all stages, the rewards and chat.py use it, and so does every
-program that loads the tokenizer saved with the model.
+Both become the tokenizer's own and are saved with the model. So the next stage and chat.py use them too.
+Every other program that loads the tokenizer uses the template, but has to add the system message itself.
 """
 
 import json
@@ -20,6 +20,22 @@ TURNS = (
     "{{%- endif %}}"
     "{{%- endfor %}}"
 )
+
+
+SYSTEM_PROMPT = "system_prompt"  # its name in tokenizer_config.json
+
+
+def set_system_prompt(tokenizer, text):
+    """Give the tokenizer a system message, to be saved with it -> the message, '' if there is none.
+
+    text: the message; '' for none; None for the one that the tokenizer was saved with. Raises InputError for
+    a tokenizer without a chat template.
+    """
+    text = tokenizer.init_kwargs.get(SYSTEM_PROMPT, "") if text is None else text
+    if text and tokenizer.chat_template is None:
+        raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
+    tokenizer.init_kwargs[SYSTEM_PROMPT] = text
+    return text
 
 
 def set_template(tokenizer, template):

@@ -57,6 +57,7 @@ def conversation_text(tokenizer, prompt, response):
     return render(tokenizer, [*asked, {"role": "assistant", "content": response}])
 
 
-def conversation_ids(tokenizer, prompt, response):
-    """(messages or text, response text) -> the token ids that a reward model reads, in stage 2 and in PPO."""
-    return encode(tokenizer, [conversation_text(tokenizer, prompt, response)])[0]
+def conversation_ids(tokenizer, conversations):
+    """Pairs (messages or text, response text) -> the token ids that a reward model reads, in stage 2 and in
+    PPO: a list for each pair, all from one call of the tokenizer."""
+    return encode(tokenizer, [conversation_text(tokenizer, *pair) for pair in conversations])

@@ -4,6 +4,7 @@ The files of this folder:
 
     loading.py              a .pth, directory or hub name -> language model (fp32, no dropout) and tokenizer
     pretrained.py           ``from_pretrained`` that leaves no buffer uninitialised
+    half_precision.py       frozen weights kept in 16 bits, for reward models; score heads in fp32
     minimind_pth.py         how a MiniMind .pth is recognised: keys and shapes of a state-dict -> its config
     model_minimind.py       MiniMind 2 and 3, dense or with experts, as transformers models
     minimind_conversion.py  a MiniMind -> the Llama, Qwen3 or Qwen3-MoE that computes the same, and back

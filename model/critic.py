@@ -5,8 +5,8 @@ the backbone has read the prompt and the response tokens before t, but not token
 the state in which token t is chosen. ``ValueScorer`` in trainer/compute/scoring.py does it: it takes the last
 hidden states at these positions (``states_at``) and applies ``CriticModel.read`` to them.
 
-Its first weights: ``--critic_init auto`` (the default) takes the first ``--reward_model`` that is a
-classifier with the policy's vocabulary, else the actor (``critic_start`` in
+Its first weights: ``--critic_init auto`` (the default) takes a ``--reward_model`` that is a classifier with
+the policy's vocabulary, with its weight and sign, else the actor (``critic_start`` in
 trainer/rewards/reward_models.py).
 """
 
@@ -15,6 +15,7 @@ import copy
 import torch
 from torch import nn
 
+from model.half_precision import make_fp32
 from model.loading import disable_dropout
 from model.lora import frozen_copy
 
@@ -36,17 +37,19 @@ class CriticModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
-    def from_model(cls, model, share=False):
+    def from_model(cls, model, share=False, weight=1.0):
         """A trainable fp32 critic on a copy of ``model``'s backbone, on its device, with dropout off.
 
-        ``model`` is a causal language model or a sequence classifier (a reward model) of transformers. It is
-        not changed. ``share=True`` is for LoRA: frozen weights of the backbone are shared, not copied, and
-        nothing in the backbone trains until adapters are added.
+        ``model`` is a causal language model or a sequence classifier (a reward model) of transformers. Its
+        results do not change. ``share=True`` is for LoRA: frozen weights of the backbone are shared, not
+        copied, and become fp32 in both; nothing in the backbone trains until adapters are added.
+        ``weight``: of the reward model. The critic's first values are weight * (score - reward_offset).
         """
         if share:
             backbone = frozen_copy(model.base_model)
         else:
-            backbone = copy.deepcopy(model.base_model).float().requires_grad_(True)
+            backbone = copy.deepcopy(model.base_model).requires_grad_(True)
+        make_fp32(backbone)
         disable_dropout(backbone)
         # Not config.hidden_size: OPT-350m has projections between embeddings and layers, so the two widths
         # differ, and last_hidden_state has the width of the embeddings.
@@ -54,8 +57,10 @@ class CriticModel(nn.Module):
         critic = cls(backbone, width).to(model.device)
         score = dict(model.named_children()).get("score")  # the head of transformers' decoder classifiers
         if isinstance(score, nn.Linear) and score.weight.shape == critic.value_head.weight.shape:
-            critic.value_head.weight.data.copy_(score.weight)
-            critic.value_head.bias.data.fill_(-model.config.to_dict().get("reward_offset", 0.0))
+            bias = 0.0 if score.bias is None else score.bias.item()
+            offset = model.config.to_dict().get("reward_offset", 0.0)
+            critic.value_head.weight.data.copy_(weight * score.weight)
+            critic.value_head.bias.data.fill_(weight * (bias - offset))
         return critic
 
     def forward(self, tokens):

@@ -20,7 +20,6 @@ import torch
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -31,7 +30,7 @@ from transformers.utils import logging as hf_logging
 from errors import InputError
 from model.hub_connection import check_hub
 from model.minimind_pth import minimind_config_of
-from model.pretrained import check_report, few, load_pretrained, parameters_without_memory
+from model.pretrained import check_report, few, load_config, load_pretrained, parameters_without_memory
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
@@ -105,7 +104,7 @@ def _check_size(folder, trust_remote_code):
     """Raise ``InputError`` if the config of a folder describes far more weights than its files can hold.
     transformers would fill the missing ones with random numbers until the memory is full."""
     with quiet(), as_input_error(f"no causal language model could be loaded from {folder}"):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = load_config(folder, trust_remote_code)
         model = _outline(config, trust_remote_code)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     size = sum(file.stat().st_size for file in Path(folder).iterdir() if file.suffix != ".json")
@@ -133,7 +132,7 @@ def _load_pth(path, trust_remote_code):
     if (sidecar / "config.json").is_file():
         what = f"{sidecar}/config.json does not describe a causal language model"
         with quiet(), as_input_error(what):
-            config = AutoConfig.from_pretrained(str(sidecar), trust_remote_code=trust_remote_code)
+            config = load_config(sidecar, trust_remote_code)
             if (sidecar / "generation_config.json").is_file():
                 generation_config = GenerationConfig.from_pretrained(str(sidecar))
     else:

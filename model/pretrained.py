@@ -8,30 +8,61 @@ not, and then gives wrong numbers, or NaN, without an error.
 
 So a second model is built from the config, with real buffers but parameters without memory. Code from outside
 takes its buffers from that one. The buffers of transformers' own classes are compared with it.
+
+Code from outside also gets ``config.rope_scaling`` as its config.json has it (``load_config``).
 """
 
 import contextlib
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from errors import InputError
 
 
-def load_pretrained(auto_class, path, trust_remote_code):
-    """``auto_class.from_pretrained`` in fp32, on the CPU -> (model, transformers' report on missing and
-    mismatched weights). Raises InputError for a buffer of transformers' own class that is not what
-    ``__init__`` computes."""
+def load_config(path, trust_remote_code):
+    """``AutoConfig.from_pretrained``, where code from outside reads the ``rope_scaling`` that is in its file.
+
+    In transformers 5 it is another name of ``rope_parameters``, and never None. Code that was written for
+    transformers 4 takes None for rotary positions without scaling, and fails otherwise.
+    """
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    if is_from_outside(config):
+        written = config.get_config_dict(str(path))[0]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "rope_scaling" in written or rope.get("rope_type") == "default":
+            type(config).rope_scaling = None  # an ordinary attribute from now on, not that other name
+            config.rope_scaling = written.get("rope_scaling")
+    return config
+
+
+def is_from_outside(thing):
+    """Whether the class of this model or config is code that a model brought along."""
+    return type(thing).__module__.startswith("transformers_modules")
+
+
+def load_pretrained(auto_class, path, trust_remote_code, dtype=torch.float32, **settings):
+    """``auto_class.from_pretrained`` on the CPU -> (model, transformers' report on missing and mismatched
+    weights).
+
+    dtype: of the weights; "auto" is that of the checkpoint. The weights never take more memory than they have
+    in this dtype. settings: values of the config that are set before the model is built. Raises InputError
+    for a buffer of transformers' own class that is not what ``__init__`` computes.
+    """
+    config = load_config(path, trust_remote_code)
+    for name, value in settings.items():
+        setattr(config, name, value)
     with _built_with_real_buffers() if trust_remote_code else contextlib.nullcontext():
         model, report = auto_class.from_pretrained(
             str(path),
-            dtype=torch.float32,
+            config=config,
+            dtype=dtype,
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # reported, in one line
             output_loading_info=True,
         )
-    fill_buffers(model, fill=type(model).__module__.startswith("transformers_modules"))
+    fill_buffers(model, fill=is_from_outside(model))
     return model, report
 
 
@@ -53,16 +84,21 @@ def few(names, limit=3):
 
 
 @torch.no_grad()
-def fill_buffers(model, fill):
+def fill_buffers(model, fill, dtype=None):
     """Compare all buffers that no checkpoint holds with those of a newly built model; ``fill``: take these
-    over.
+    over. The new one is built in ``dtype``, by default that of the model's first weight.
 
     Raises InputError that names a buffer which differs, if they are only compared.
     """
     if not any(True for _ in model.named_non_persistent_buffers()):
         return
-    with parameters_without_memory():
-        fresh = dict(type(model)(model.config).named_buffers())
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or model.dtype)
+    try:
+        with parameters_without_memory():
+            fresh = dict(type(model)(model.config).named_buffers())
+    finally:
+        torch.set_default_dtype(usual)
     for name, buffer in list(model.named_non_persistent_buffers()):
         expected = fresh[name].to(buffer.device)
         if fill:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
         if generation:
             generation.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
+        for_older_readers(folder)
         for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
             shutil.copymode(folder / "config.json", file)
 
@@ -79,9 +81,38 @@ def _write_files(folder, model, tokenizer, state, name):
     model.config.to_json_file(folder / "config.json")
     model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
+    for_older_readers(folder)
     buffer = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
     torch.save(state, buffer)
     (folder / name).write_bytes(buffer.getbuffer())
+
+
+def for_older_readers(folder):
+    """Change the config and the tokenizer in a folder so that transformers 4 reads them right too.
+
+    It takes the rotary base from ``rope_theta``, and other kinds of rotary positions from ``rope_scaling``;
+    without these it silently takes 10000 and no scaling. It does not know the class of tokenizers that
+    transformers 5 writes.
+    """
+    config = _read_json(folder / "config.json")
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:  # not where every kind of layer has its own
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {name: x for name, x in rope.items() if name != "rope_theta"}
+        _write_json(folder / "config.json", config)
+    settings = _read_json(folder / "tokenizer_config.json")
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write_json(path, fields):
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_finite(name, tensor, path):

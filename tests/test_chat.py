@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import chat
+from dataset.prompt_template import set_system_prompt
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
@@ -283,6 +284,29 @@ def test_how_many_turns_are_remembered(turns, kept, out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")
     converse([one], ["w1", "w2", "w3"], monkeypatch, history=turns)
     assert [turn["content"] for turn in one.history[::2]] == kept
+
+
+def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
+    """PPO saves it with the tokenizer; --system_prompt replaces it, and '' leaves it out."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    assert set_system_prompt(tokenizer, "w5 w6") == "w5 w6"
+    path = tmp_path / "ppo_actor_32.pth"
+    save_policy(talker(tokenizer, seed=1), tokenizer, path)
+    expected = {
+        text: trainers_answer(path, [*([{"role": "system", "content": text}] if text else []), user("w1 w2")])
+        for text in ("w5 w6", "w7", "")
+    }
+    assert len(set(expected.values())) == 3
+    for given, used in ((None, "w5 w6"), ("w7", "w7"), ("", "")):
+        converse([speaker(path, system_prompt=given)], ["w1 w2"], monkeypatch)
+        assert capsys.readouterr().out.strip() == expected[used]
+
+
+def test_a_system_message_needs_a_template(tmp_path):
+    tokenizer = word_tokenizer(WORDS)
+    save_policy(talker(tokenizer, seed=1), tokenizer, tmp_path / "x.pth")
+    with pytest.raises(InputError, match="--system_prompt: the tokenizer has no chat template"):
+        speaker(tmp_path / "x.pth", system_prompt="w1")
 
 
 def test_lines_from_a_pipe_have_no_history(out, monkeypatch, capsys):

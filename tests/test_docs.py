@@ -85,7 +85,7 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
         "length_reward": 0.5,
         "repetition_penalty": 0.5,
     }
-    train(**files, **sizes, **more, out_dir=tmp_path / "out", run_name="r")
+    train(**files, reasoning=1, **sizes, **more, out_dir=tmp_path / "out", run_name="r")
     logged = {name for line in read_jsonl(tmp_path / "out/r/metrics.jsonl") for name in line} - {"step"}
     assert len(logged) > 40
     for name in logged:

@@ -379,7 +379,7 @@ SET_BELOW = {"epochs", "max_steps", "num_workers", "eval_interval"}  # by the te
 
 def values_of(flag):
     """Values for a number flag, in its range and out of it, with which a tiny run stays tiny."""
-    return NUMBERS if isinstance(flag.default, float) else [*SMALL, "9" * 30]
+    return NUMBERS if flag.kind is float else [*SMALL, "9" * 30]
 
 
 BOUNDED = {  # every number that the script declares, so that no new flag is left out

@@ -18,8 +18,8 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import peak_memory
+from trainer.runs.commands import quoted
 from trainer.runs.distributed import init_world
-from trainer.runs.resume import command_line
 from trainer.runs.run_folder import RunFolder
 
 HIDDEN = Path(__file__).parent / "without_unix"
@@ -108,9 +108,9 @@ def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monke
 
 def test_commands_to_copy_are_quoted(monkeypatch):
     words = ["python", Path("my models") / "a.pth", "--data_path", "it's.jsonl"]
-    assert shlex.split(command_line(words)) == [str(word) for word in words]
+    assert shlex.split(quoted(words)) == [str(word) for word in words]
     monkeypatch.setattr(os, "name", "nt")  # where single quotes are letters
-    assert command_line(words) == 'python "my models/a.pth" --data_path it\'s.jsonl'
+    assert quoted(words) == 'python "my models/a.pth" --data_path it\'s.jsonl'
 
 
 # -------------------------------------------------------------------------------- files without Unix's locks

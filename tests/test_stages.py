@@ -322,7 +322,7 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
     reward_model = load_reward_model(str(folder), ALONE.device)
     records = read_jsonl(files["pairs"])
     pairs = [(record["prompt"], record["chosen"]) for record in records]
-    rows = [conversation_ids(tokenizer, *pair) for pair in pairs]
+    rows = conversation_ids(tokenizer, pairs)
     offset = plain.config.reward_offset
     assert offset != 0
     assert torch.allclose(scores_of(plain, rows) - offset, reward_model(pairs), atol=1e-5)
@@ -343,14 +343,13 @@ def test_a_critic_that_starts_from_it_starts_centred(files, whole):
     from model.critic import CriticModel
 
     reward_model = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
-    critic = CriticModel.from_model(
-        critic_start("reward", {"model": (reward_model, 1.0)}, load_tokenizer(files["model"]))
-    )
+    start, weight = critic_start("reward", {"model": (reward_model, -2.5)}, load_tokenizer(files["model"]))
+    critic = CriticModel.from_model(start, weight=weight)
     pair = ("a b", "c d e")
-    ids = conversation_ids(reward_model.tokenizer, *pair)
+    ids = conversation_ids(reward_model.tokenizer, [pair])[0]
     place = max(i for i, token in enumerate(ids) if token != 0)  # the last token that is not the pad token
     assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(
-        reward_model([pair]).item(), abs=1e-5
+        -2.5 * reward_model([pair]).item(), abs=1e-5
     )
 
 

@@ -24,6 +24,7 @@ from trainer.runs.trackers import TRACKERS
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
 LARGE = 1e6  # of weights and limits
 
 
@@ -32,6 +33,7 @@ class Flag:
     """What is known of a flag besides its help."""
 
     default: object
+    kind: type | None  # of its values; None for a flag without a value
     may_change: bool  # when a run is resumed: it changes what one sees or where it runs, or it names a file
     at_least: float | None = None
     above: float | None = None
@@ -84,13 +86,14 @@ class FlagParser(argparse.ArgumentParser):
                 at_most = LARGE
             if not (isinstance(default, str) or ranged or "choices" in options):
                 raise ValueError(f"--{name} needs a range or choices")
+        kind = options.get("type")
         if names[0].startswith("--") and "choices" not in options and not isinstance(default, bool):
             kinds = {int: "N", float: "X", path: "PATH"}
-            options["metavar"] = kinds.get(options.get("type"), "TEXT")
+            options["metavar"] = kinds.get(kind, "TEXT")
         if not isinstance(default, bool) and default not in ("", None, []):
             options["help"] += f" [{default}]".replace("%", "%%")
-        self.flags[name] = Flag(default, may_change, at_least, above, at_most)
-        if options.get("type") is path:
+        self.flags[name] = Flag(default, kind, may_change, at_least, above, at_most)
+        if kind is path:
             self._paths.append(name)
         return self._place.add_argument(*names, **options)
 
@@ -146,8 +149,7 @@ def add_machine_flags(p, seed):
     add = p.add_argument
     p.group("machine")
     add("--device", default="", may_change=True, help="cpu, cuda, cuda:1; default: a GPU where there is one")
-    dtypes = ["auto", "float32", "bfloat16", "float16"]
-    add("--dtype", default="auto", choices=dtypes, help="of mixed precision; float16: for GPUs without bf16")
+    add("--dtype", default="auto", choices=DTYPES, help="of mixed precision; float16: for GPUs without bf16")
     add("--ddp", action="store_true", may_change=True, help="insist on having been started by torchrun")
     add("--gradient_checkpointing", default=0, choices=[0, 1], may_change=True, help="1: less memory, slower")
     add("--seed", default=42, at_least=0, at_most=2**63 - 1, help=seed)
@@ -186,7 +188,7 @@ def add_stage_flags(p):
     add = p.add_argument
     add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
     add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
-    add("--system_prompt", default="", help="system message of every conversation that has none")
+    add("--system_prompt", type=str, help="system message of records that have none; default: model's own")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")

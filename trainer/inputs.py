@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dataset.keys import Keys
 from dataset.lm_dataset import RLAIFDataset
-from dataset.prompt_template import set_template
+from dataset.prompt_template import set_system_prompt, set_template
 from errors import InputError
 from model.compatibility import check_output_head, check_tokenizer, is_moe, most_positions, not_finite
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
@@ -184,6 +184,7 @@ def load_inputs(args):
     """
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     actor = load_policy(args.model, args.trust_remote_code)
     check_policy(args, actor, tokenizer)
     check_sampling(actor)

@@ -92,7 +92,9 @@ class PpoRun:
     @property
     def states(self):
         """{name in state.json: what else a checkpoint keeps}"""
-        return {"raw_scores": self.reward, "loss_scale": self.loss_scale}
+        models = {name: model for name, (model, _) in self.reward.models.items()}
+        kept = {f"reward_{name}": model for name, model in models.items() if hasattr(model, "state_dict")}
+        return {"raw_scores": self.reward, "loss_scale": self.loss_scale, **kept}
 
     @property
     def pth_path(self):
@@ -115,7 +117,7 @@ class PpoRun:
         means = metrics.means(self.world)
         seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
         means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
-        means |= self.reward.running_metrics()
+        means |= self.reward.metrics()
         means["perf/samples_per_second"] = args.batch_size * self.world.size / sum(seconds.values())
         return means
 
@@ -167,6 +169,7 @@ class PpoRun:
             + f"prompts  {prompts.describe()}{tested}"
             + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
             + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
+            + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
             + "".join(f"\n{note}" for note in self.notes)
         )
 

@@ -118,6 +118,7 @@ class SupervisedRun:
             f"data     {self.args.data_path}: {self.data.dataset.describe()}"
             + (f", {held_out}held out" if held_out else "")
             + "".join(f"\nnote     {data.note}" for data in files if data.note)
+            + (f"\nsystem   {self.args.system_prompt}" if self.args.system_prompt else "")
             + self.note
         )
 

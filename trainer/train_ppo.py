@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import MANY, FlagParser, add_machine_flags, add_output_flags, path
+from trainer.flags import DTYPES, MANY, FlagParser, add_machine_flags, add_output_flags, path
 
 
 def flag_parser():
@@ -50,13 +50,14 @@ def flag_parser():
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out prompts")
     add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
     add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
-    add("--system_prompt", default="", help="system message of every prompt that has none")
+    add("--system_prompt", type=str, help="system message of prompts that have none; default: model's own")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
     p.group("reward: the sum of what is given")
     add("--reasoning", type=int, choices=[0, 1], help="1: reward <think> and <answer>; default: if used")
     add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
+    add("--reward_dtype", default="auto", choices=DTYPES, help="of its weights; auto: as the checkpoint's")
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
     add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
     add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
@@ -142,9 +143,9 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     check_range(actor, dtype, f"--model {args.model}: ")
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
-    start = critic_start(args.critic_init, reward.models, tokenizer) or actor
+    start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
     notes = [*notes, choose_rates(args, actor, start), check_memory(args, actor, start, device, dtype)]
-    critic = CriticModel.from_model(start, share=args.lora_r > 0).to(device).eval()
+    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
     sampler = Sampler(actor, dtype)  # a copy of its own
     for backbone in (actor.base_model, critic.backbone):
         prepare_training(backbone, args.gradient_checkpointing)

@@ -69,7 +69,7 @@ import torch.nn.functional as F
 
 from dataset.keys import Keys
 from dataset.lm_dataset import reward_dataset
-from dataset.prompt_template import set_template
+from dataset.prompt_template import set_system_prompt, set_template
 from model.classifier import reward_from
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer import supervised
@@ -289,6 +289,7 @@ def build(args, world):
     policy = load_policy(args.model, code)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
     set_template(tokenizer, args.prompt_template)
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
     keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)

@@ -58,7 +58,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from atomic_files import writing
 from dataset.keys import Keys
 from dataset.lm_dataset import SFTDataset
-from dataset.prompt_template import set_template
+from dataset.prompt_template import set_system_prompt, set_template
 from model.compatibility import eos_ids, is_moe
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from model.saving import save_directory, save_policy
@@ -179,6 +179,7 @@ def build(args, world):
     source = args.tokenizer or (tokenizer_source(args.model) if args.model else str(DEMO_TOKENIZER))
     tokenizer = load_tokenizer(source, args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     if model is None:
         torch.manual_seed(args.seed)
         model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)

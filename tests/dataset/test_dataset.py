@@ -243,7 +243,7 @@ def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
     for ids, response in zip(pairs[0], "56", strict=True):
         text = chat.apply_chat_template([user, {"role": "assistant", "content": response}], tokenize=False)
         assert ids == chat(text, add_special_tokens=False)["input_ids"]
-        assert ids == conversation_ids(chat, [user], response) == conversation_ids(chat, "hi", response)
+        assert [ids, ids] == conversation_ids(chat, [([user], response), ("hi", response)])
     assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
     with pytest.raises(InputError, match="--max_seq_len"):
         PreferenceDataset(path, chat, 4)

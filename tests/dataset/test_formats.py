@@ -292,7 +292,9 @@ def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
     assert len(pairs) == 4 and all(pair == pairs[0] for pair in pairs)
     assert pairs[0][2] == 0.0 and isinstance(pairs, PreferenceDataset)
     rated = reward_dataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
-    assert isinstance(rated, RatedDataset) and list(rated) == [(conversation_ids(chat, "hi", "5"), 2.0)]
+    assert isinstance(rated, RatedDataset) and list(rated) == [
+        (conversation_ids(chat, [("hi", "5")])[0], 2.0)
+    ]
 
 
 def test_a_text_is_learned_whole(chat, plain, jsonl):  # noqa: F811
@@ -313,8 +315,9 @@ def test_system_prompt(chat, plain, jsonl):  # noqa: F811
     )
     assert two.prompt[0]["content"] == "own"
     path = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
-    assert PreferenceDataset(path, chat, 100, "be short")[0][0] == conversation_ids(
-        chat, [system, user("hi")], "5"
+    assert (
+        PreferenceDataset(path, chat, 100, "be short")[0][0]
+        == conversation_ids(chat, [([system, user("hi")], "5")])[0]
     )
     with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
         RLAIFDataset(path, plain, 100, "be short")

@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import tiny
 import torch
 import transformers
 from huggingface_hub import constants
@@ -34,7 +35,7 @@ from model.compatibility import check_output_head, check_tokenizer, eos_ids
 from model.critic import CriticModel
 from model.loading import disable_dropout, load_policy, load_tokenizer, tokenizer_source
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification
-from model.saving import save_policy
+from model.saving import save_directory, save_policy
 from trainer.rewards.reward_models import load_reward_model
 
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
@@ -296,6 +297,32 @@ def test_save_policy_of_any_family(tmp_path, make):
     assert load_tokenizer(tokenizer_source(path)).get_vocab() == tiny_tokenizer().get_vocab()
     tokens = random_tokens(2, 6)
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["default", "llama3", "linear"])
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind):
+    """transformers 5 reads rope_parameters and warns of nothing; 4 reads rope_theta and rope_scaling (tried
+    by hand with 4.57.1: the same logits)."""
+    more = {"factor": 4.0} if kind != "default" else {}
+    if kind == "llama3":
+        more |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "rope_theta": 5e5, **more}
+    model = tiny.tiny_llama(10, rope_parameters=rope)
+    tokenizer = tiny.word_tokenizer(list("abcdefgh"), chat=True)
+    save_policy(model, tokenizer, tmp_path / "x.pth")
+    save_directory(model, tokenizer, tmp_path / "folder", dtype=torch.float32)
+    for folder in (tmp_path / "x", tmp_path / "folder"):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["rope_parameters"] == rope
+        assert config["rope_theta"] == 5e5
+        assert config.get("rope_scaling") == ({"rope_type": kind, **more} if more else None)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    tokens = torch.arange(8)[None]
+    again = load_policy(str(tmp_path / "folder"))
+    assert again(tokens).logits.equal(model(tokens).logits)
+    assert load_policy(str(tmp_path / "x.pth")).config.rope_parameters == rope
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e6])

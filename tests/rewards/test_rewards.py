@@ -196,7 +196,7 @@ def test_several_reward_models_are_weighted_and_logged_on_their_own(tmp_path):
     helpful = save_reward_dir(tmp_path / "helpful", tokenizer, seed=1)
     harmless = save_reward_dir(tmp_path / "harmless", tokenizer, seed=2)
     models = load_reward_models(
-        [f"{helpful}=2.0", f"{harmless}=-0.5"], torch.device("cpu"), False, torch.float32
+        [f"{helpful}=2.0", f"{harmless}=-0.5"], torch.device("cpu"), False, torch.float32, "auto"
     )
     reward = Reward(models, reasoning=False)
     prompts, responses = ["one", "two three"], ["four", "five five"]

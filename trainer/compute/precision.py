@@ -6,6 +6,8 @@ softmax of the logits, log-probs, entropy,
 values, advantages, losses                       fp32 (in fp16 multiplied by a scale: loss_scale.py)
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
+reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
+score heads of reward models                     fp32
 the result, ppo_actor_*.pth                      fp16
 """
 
@@ -13,7 +15,9 @@ import torch
 from torch import nn
 
 from errors import InputError
+from model.half_precision import HalfLinear
 
+LINEAR = (nn.Linear, HalfLinear)
 PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
 
 
@@ -69,15 +73,18 @@ def autocast(device, dtype):
 
 def round_linears(model, dtype):
     """Convert the weights of a frozen model's linear layers to ``dtype``, in place. ``autocast`` would do so
-    at every call, so results stay the same. Embeddings, and a head tied to them, stay as they are."""
+    at every call, so results stay the same. Embeddings, a head tied to them, and heads of reward models stay
+    as they are; with fp32 everything does."""
+    if dtype == torch.float32:
+        return
     elsewhere = {
         id(p)
         for module in model.modules()
-        if type(module) is not nn.Linear
+        if type(module) not in LINEAR
         for p in module.parameters(recurse=False)
     }
     for module in model.modules():
-        for p in module.parameters(recurse=False) if type(module) is nn.Linear else ():
+        for p in module.parameters(recurse=False) if type(module) in LINEAR else ():
             if id(p) not in elsewhere:
                 p.data = p.data.to(dtype)
 

@@ -13,6 +13,7 @@ Where to add a reward of one's own:
 """
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -64,6 +65,7 @@ class Reward:
         # Only these parts are normalised: the user chooses the scale of every other part.
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
+        self.judging_seconds = 0.0  # how long the reward models took for the last batch
 
     def __call__(self, prompts, responses, answers, finished, records=None):
         return self.combine(self.raw_scores(prompts, responses, answers, finished, records))
@@ -81,8 +83,10 @@ class Reward:
         if self.reasoning:
             parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
             parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
+        start = time.perf_counter()
         for name, (model, _) in self.models.items():
             self._score_with_model(name, model, prompts, responses, raw)
+        self.judging_seconds = time.perf_counter() - start
         if self.function:
             batch = prompts, responses, answers, records or [{}] * len(responses)
             scores = call_reward_function(self.function, *batch, self.timeout)
@@ -132,13 +136,15 @@ class Reward:
         parts["score"] = torch.stack(list(parts.values())).sum(0)
         return parts | {f"{name}_raw": x for name, x in raw.parts.items() if name in self.normalized}
 
-    def running_metrics(self):
-        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far."""
-        return {
+    def metrics(self):
+        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
+        the reward models took for the last batch."""
+        running = {
             f"reward/{part}_{what}": getattr(stats, what)
             for part, stats in self.running.items()
             for what in ("mean", "std")
         }
+        return running | ({"perf/reward_model_seconds": self.judging_seconds} if self.models else {})
 
     def state_dict(self):
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}."""
@@ -166,7 +172,9 @@ def load_reward(args, device, dtype, tokenizer, *datasets):
         if data:
             check_columns(function, data.columns, data.path)
     return Reward(
-        models=load_reward_models(args.reward_model, device, args.trust_remote_code, dtype),
+        models=load_reward_models(
+            args.reward_model, device, args.trust_remote_code, dtype, args.reward_dtype
+        ),
         function=function,
         server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,
         reasoning=args.reasoning,

@@ -1,7 +1,8 @@
 """Reward models: loading, scoring, the clip to ±3, and the choice of the model that the critic starts from.
 
 Two kinds are supported: a sequence classifier with one label, and a model whose own code has ``get_score``.
-Each uses its own tokenizer and chat template, and gets messages as messages.
+Each uses its own tokenizer and chat template, and gets messages as messages. get_score_models.py has the
+second kind.
 
 ``clip_scores`` clips every score to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
 on. If a response has an answer block, the whole response and the block are scored and clipped separately and
@@ -13,20 +14,21 @@ import math
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from dataset.tokenization import conversation_ids
-from dataset.turns import to_messages
 from errors import InputError
 from model.compatibility import check_tokenizer
+from model.half_precision import keep_in_half, make_score_heads
 from model.hub_connection import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
-from model.pretrained import check_report, load_pretrained
+from model.pretrained import check_report, fill_buffers, is_from_outside, load_config, load_pretrained
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
+from trainer.rewards.get_score_models import RemoteRewardModel, run_as_outside_code
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 
@@ -34,15 +36,26 @@ SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 class ClassifierRewardModel:
     """A reward model that is an ``AutoModelForSequenceClassification`` with one label.
 
-    Raises InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit,
-    its ``reward_offset`` is not a number, or a weight or a score is too large for fp16.
+    Its linear layers and embeddings are kept in the dtype ``weights`` and compute as all models do, under
+    autocast in ``dtype``; the score head computes in fp32. Code from outside runs without autocast. Raises
+    InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit, or its
+    ``reward_offset`` is not a number, or a weight or a score is too large for fp16.
     """
 
-    def __init__(self, path, device, trust_remote_code, dtype):
-        self.dtype = dtype  # the type of mixed precision
+    def __init__(self, path, device, trust_remote_code, dtype, weights):
         self.tokenizer = load_tokenizer(path, trust_remote_code)
-        self.model = load_whole(AutoModelForSequenceClassification, path, trust_remote_code)
-        self.model.to(device).eval().requires_grad_(False)
+        auto_class = AutoModelForSequenceClassification
+        self.model, report = load_pretrained(auto_class, path, trust_remote_code, weights)
+        check_report(report)
+        if is_from_outside(self.model):
+            self.dtype = torch.float32  # of mixed precision: none
+            run_as_outside_code(self.model, device, weights)
+        else:
+            self.dtype = dtype
+            keep_in_half(self.model)
+            fill_buffers(self.model, fill=True, dtype=torch.float32)
+            self.model.to(device).eval().requires_grad_(False)
+            make_score_heads(self.model)
         # Several labels, or ids without an embedding, mean that this is the wrong model.
         if self.model.config.num_labels != 1:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
@@ -64,16 +77,19 @@ class ClassifierRewardModel:
         Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
         its beginning, because the score is read at the end.
         """
-        ids = [conversation_ids(self.tokenizer, *pair)[-self.max_length :] for pair in conversations]
-        scores = torch.empty(len(ids))
+        ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
+        score = self._packed_scores if self.packs else self._padded_scores
+        found, places, scores = [], [], torch.empty(len(ids))
 
-        def fill(index):
+        def score_some(index):
             tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
-            score = self._packed_scores if self.packs else self._padded_scores
             with autocast(self.model.device, self.dtype):
-                scores[index] = score(tokens, lengths).float().cpu()
+                found.append(score(tokens, lengths).float())
+            places.extend(index)
 
-        each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), fill)
+        each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), score_some)
+        if found:
+            scores[places] = torch.cat(found).cpu()  # one copy from the device
         if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
             check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
@@ -122,49 +138,25 @@ def reward_offset(config):
     return float(offset)
 
 
-def load_whole(auto_class, path, trust_remote_code):
-    """A model with all of its weights and buffers, fp32. InputError if some are not in its files."""
-    model, report = load_pretrained(auto_class, path, trust_remote_code)
-    check_report(report)
-    return model
-
-
-class RemoteRewardModel:
-    """A reward model whose own code has ``get_score(tokenizer, messages)``, as internlm2-reward does."""
-
-    def __init__(self, path, device):
-        self.tokenizer = load_tokenizer(path, trust_remote_code=True)
-        self.model = load_whole(AutoModel, path, trust_remote_code=True)
-        self.model.to(device).eval().requires_grad_(False)
-        if not callable(getattr(self.model, "get_score", None)):
-            raise InputError("its code has no get_score(tokenizer, messages)")
-
-    @torch.no_grad()
-    def __call__(self, conversations):
-        """N pairs (prompt, response) -> scores [N] on the CPU, one at a time: get_score takes no batch."""
-        return torch.tensor([self._score(*pair) for pair in conversations], dtype=torch.float32)
-
-    def _score(self, prompt, response):
-        messages = [*to_messages(prompt), {"role": "assistant", "content": response}]
-        with as_input_error("--reward_model: its get_score failed"):
-            return float(self.model.get_score(self.tokenizer, messages))
-
-
-def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32):
+def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto"):
     """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
 
-    Raises InputError if it cannot be loaded or is not a reward model.
+    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. Raises
+    InputError if it cannot be loaded or is not a reward model.
     """
     with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
         check_hub(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = load_config(path, trust_remote_code)
         architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):
-            return ClassifierRewardModel(path, device, trust_remote_code, dtype)
+            if weights == "auto" and (device.type, dtype) == ("cpu", torch.float32):
+                # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
+                weights = "auto" if is_from_outside(config) else torch.float32
+            return ClassifierRewardModel(path, device, trust_remote_code, dtype, weights)
         if "AutoModel" in config.to_dict().get("auto_map", {}):
             if not trust_remote_code:
                 raise InputError("it brings its own code; add --trust_remote_code to run it")
-            return RemoteRewardModel(path, device)
+            return RemoteRewardModel(path, device, weights)
         raise InputError(
             f"{', '.join(architectures) or 'it'} is not a reward model; give a sequence classifier with one "
             "label, or a model whose code has get_score"
@@ -188,14 +180,15 @@ def mix_with_answer(whole, answer, with_answer):
 
 
 def critic_start(critic_init, models, tokenizer):
-    """The classifier that the critic starts from, or None if the critic starts from the actor.
+    """(the classifier that the critic starts from, its weight), or None if the critic starts from the actor.
 
-    critic_init "auto" or "reward": the first classifier with the policy's vocabulary; without one, "auto"
-    means the actor and "reward" raises InputError. models: {name: (reward model, weight)}.
+    critic_init "auto" or "reward": of the classifiers with the policy's vocabulary the one with the largest
+    weight, whatever its sign, and the first of equals; without one, "auto" means the actor and "reward"
+    raises InputError. models: {name: (reward model, weight)}.
     """
     readers = [
-        model.model
-        for model, _ in models.values()
+        (model.model, weight)
+        for model, weight in models.values()
         if isinstance(model, ClassifierRewardModel) and model.tokenizer.get_vocab() == tokenizer.get_vocab()
     ]
     if critic_init == "reward" and not readers:
@@ -203,7 +196,7 @@ def critic_start(critic_init, models, tokenizer):
             "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
             "own tokenizer; leave the flag out"
         )
-    return readers[0] if readers and critic_init != "actor" else None
+    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else None
 
 
 def parse_spec(text):
@@ -220,16 +213,17 @@ def parse_spec(text):
     return path, weight
 
 
-def load_reward_models(specs, device, trust_remote_code, dtype):
+def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype):
     """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
 
-    A single model is the part "model"; several are named after their folders, "model_<folder>".
+    A single model is the part "model"; several are named after their folders, "model_<folder>". dtype: of
+    mixed precision; reward_dtype: the flag.
     """
-    loaded = {}
+    loaded, weights = {}, "auto" if reward_dtype == "auto" else getattr(torch, reward_dtype)
     for spec in specs:
         path, weight = parse_spec(spec)
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
         while name in loaded:
             name += "_"
-        loaded[name] = load_reward_model(path, device, trust_remote_code, dtype), weight
+        loaded[name] = load_reward_model(path, device, trust_remote_code, dtype, weights), weight
     return loaded
