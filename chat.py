@@ -24,19 +24,8 @@ import unicodedata
 from itertools import count, zip_longest
 from pathlib import Path
 
-import torch
-from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
-
-from dataset.prompt_template import set_system_prompt
-from dataset.tokenization import encode, for_tokenizer, render
-from dataset.turns import add_system
 from errors import InputError, run_script
-from model.compatibility import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer, tokenizer_source
 from trainer.flags import MANY, FlagParser, path
-from trainer.runs.distributed import init_world
-from trainer.runs.interrupts import StopRequest
 
 ROOT = Path(__file__).resolve().parent
 
@@ -65,6 +54,22 @@ def parse_args(argv=None):
     if args.model and (args.weight or args.hidden_size or args.use_moe):
         raise InputError("--model and --weight (--hidden_size, --use_moe) both name a model: give one")
     return args
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
+    run_script(parse_args)
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from dataset.prompt_template import set_system_prompt
+from dataset.tokenization import encode, for_tokenizer, render
+from dataset.turns import add_system
+from model.compatibility import check_tokenizer, eos_ids
+from model.loading import load_policy, load_tokenizer, tokenizer_source
+from trainer.runs.distributed import init_world
+from trainer.runs.interrupts import StopRequest
 
 
 def model_path(args):

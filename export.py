@@ -16,15 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-from atomic_files import writing
 from errors import InputError, run_script
-from model.compatibility import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
-from model.minimind_conversion import as_minimind, as_plain
-from model.saving import check_finite, for_older_readers, save_policy
 from trainer.flags import FlagParser
 
 
@@ -47,6 +39,19 @@ def parse_args(argv=None):
     if to_pth and args.run:
         raise InputError(f"--run {args.run}: goes into the model card of a directory, a .pth has none")
     return args
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
+    run_script(parse_args)
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from atomic_files import writing
+from model.compatibility import check_tokenizer, eos_ids
+from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
+from model.minimind_conversion import as_minimind, as_plain
+from model.saving import check_finite, for_older_readers, save_policy
 
 
 def check_free(target):

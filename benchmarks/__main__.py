@@ -4,8 +4,8 @@
     python benchmarks generation update          # only these
 
 In each case this program and the peer run alternately in one process, several times. The tables have medians
-with the least and the most. Scripts that are run by themselves: chaos.py, demo.py, large_files.py,
-preferences.py.
+with the least and the most. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
+preferences.py, recipes.py.
 """
 
 import sys

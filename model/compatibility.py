@@ -11,9 +11,12 @@ import torch
 
 from errors import InputError
 
+FEWEST_IDS, USUAL_IDS = 0.5, 0.95  # of a model's embeddings: models have a few that no id uses
+
 
 def check_tokenizer(tokenizer, model):
-    """Raise ``InputError`` if the tokenizer has no ids, or an id for which the model has no embedding."""
+    """Raise ``InputError`` if the tokenizer cannot be this model's: it has no ids, an id for which the model
+    has no embedding, or ids for less than half of the embeddings."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < 0:
         raise InputError(f"--tokenizer {tokenizer.name_or_path}: its vocabulary is empty")
@@ -23,6 +26,21 @@ def check_tokenizer(tokenizer, model):
             f"--tokenizer {tokenizer.name_or_path}: its largest id is {largest}, but the model has {rows} "
             "embeddings: it is not this model's tokenizer"
         )
+    if (count := len(tokenizer.get_vocab())) < FEWEST_IDS * rows:
+        raise InputError(
+            f"--tokenizer {tokenizer.name_or_path}: it has {count} ids, but the model has {rows} embeddings: "
+            "it is not this model's tokenizer"
+        )
+
+
+def tokenizer_note(tokenizer, model):
+    """A line for a tokenizer with clearly fewer ids than the model has embeddings, else None."""
+    rows, count = model.get_input_embeddings().weight.shape[0], len(tokenizer.get_vocab())
+    if count >= USUAL_IDS * rows:
+        return None
+    return (
+        f"note     the tokenizer has {count} ids, the model {rows} embeddings: is it this model's tokenizer?"
+    )
 
 
 def not_finite(module):

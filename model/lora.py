@@ -35,18 +35,7 @@ def add_adapters(backbone, rank, seed):
     adapter. seed: of the A matrices; the global random state is not changed. Raises InputError, naming
     --lora_r, if there is no such matrix, if ``rank`` is above the rank of all of them, or without ``peft``.
     """
-    targets = _targets(backbone)
-    if not targets:
-        raise InputError(
-            f"--lora_r {rank}: models of type {backbone.config.model_type} have no linear layers to put "
-            "adapters on; leave the flag out"
-        )
-    highest = max(min(layer.weight.shape) for layer in targets.values())
-    if rank > highest:
-        raise InputError(
-            f"--lora_r {rank}: no matrix of this model has a rank above {highest}; give at most that, "
-            "usually 4 to 64"
-        )
+    targets = _checked_targets(backbone, rank)
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # it is not there, or too old for this transformers
@@ -65,6 +54,27 @@ def add_adapters(backbone, rank, seed):
         layer.cast_input_dtype_enabled = False  # peft would cast to fp32, and autocast straight back
 
 
+def adapter_size(backbone, rank):
+    """How many numbers ``add_adapters`` would add. Raises InputError as it does for what has no adapters."""
+    return sum(rank * sum(layer.weight.shape) for layer in _checked_targets(backbone, rank).values())
+
+
+def _checked_targets(backbone, rank):
+    targets = _targets(backbone)
+    if not targets:
+        raise InputError(
+            f"--lora_r {rank}: models of type {backbone.config.model_type} have no linear layers to put "
+            "adapters on; leave the flag out"
+        )
+    highest = max(min(layer.weight.shape) for layer in targets.values())
+    if rank > highest:
+        raise InputError(
+            f"--lora_r {rank}: no matrix of this model has a rank above {highest}; give at most that, "
+            "usually 4 to 64"
+        )
+    return targets
+
+
 def _targets(backbone):
     """The linear layers (GPT-2's are called Conv1D) in the backbone's numbered layers, by name."""
     return {
@@ -74,11 +84,6 @@ def _targets(backbone):
         and re.search(r"(^|\.)\d+\.", name)
         and not ROUTER.search(name)
     }
-
-
-def adapter_size(backbone, rank):
-    """How many numbers ``add_adapters`` would add."""
-    return sum(rank * sum(layer.weight.shape) for layer in _targets(backbone).values())
 
 
 def adapted_layers(model):

@@ -1,5 +1,6 @@
 """The documents name code, tests, commands and figures that are really there."""
 
+import importlib
 import json
 import re
 
@@ -95,6 +96,21 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
             script = re.search(rf"^\| `{name}` \| (.*)$", page, re.MULTILINE)[1]
             only_elsewhere = "PPO" not in script and ("SFT" in script or "reward model" in script)
             assert only_elsewhere or any(patterns[name].match(n) for n in logged), f"{name} is never logged"
+
+
+def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):
+    """benchmarks/recipes.py reads the commands of the page; the table of the page must be its table."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recipes = importlib.import_module("recipes")
+    page = text_of(ROOT / "docs" / "recipes.md")
+    rows = [recipes.row_of(section) for section in recipes.RECIPES]
+    assert recipes.table(rows) in page
+    for row in rows:
+        assert f"\n## {row['recipe']}\n" in page
+        if row["of the card"]:
+            assert int(row["of the card"].split("%")[0]) <= 85, row
+    commands_of_recipes = page.split("\n## From nothing to a reward\n")[1]
+    assert len(re.findall(r"^python trainer/train_ppo", commands_of_recipes, re.MULTILINE)) == len(rows)
 
 
 # ----------------------------------------------------------------------------------------------------- README

@@ -97,6 +97,22 @@ def test_help_shows_groups_and_defaults(script):
     assert "at 0x" not in out
 
 
+@pytest.mark.parametrize(
+    "script",
+    ["trainer/train_ppo.py", "trainer/train_sft.py", "trainer/train_reward.py", "chat.py", "export.py"],
+)
+def test_wrong_flags_are_answered_before_torch_is_imported(script):
+    """Importing torch and transformers takes seconds."""
+    files = ["from", "to"] if script == "export.py" else []
+    command = [sys.executable, "-X", "importtime", str(ROOT / script), "--elephant", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    *imports, line = done.stderr.strip().splitlines()
+    assert (done.returncode, line) == (2, "error: --elephant: no such flag; --help lists all flags")
+    names = {name.rsplit("|", 1)[-1].strip() for name in imports}
+    assert "argparse" in names
+    assert not names & {"torch", "transformers", "numpy"}
+
+
 def configuration(**values):
     """What config.json holds for a run that has only these flags."""
     return {

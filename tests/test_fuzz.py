@@ -637,7 +637,7 @@ def test_everything_that_a_run_loads(changes, file, model_folder, folder):
         counted("run: loading"),
         one_line_or_fine(),
     ):
-        actor, tokenizer, _, _ = load_inputs(train_ppo.parse_args(argv))
+        actor, tokenizer, *_ = load_inputs(train_ppo.parse_args(argv))
         eos_ids(tokenizer, actor)
         COUNT["run: loading: read"] += 1
 

@@ -34,7 +34,7 @@ def make_run(files, **values):
         "dtype": "float32",  # the invariants are exact, or to 1e-6
     }
     args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
-    actor, tokenizer, prompts, _ = load_inputs(args)
+    actor, tokenizer, prompts, *_ = load_inputs(args)
     return train_ppo.build_run(args, ALONE, actor, tokenizer, prompts), prompts
 
 

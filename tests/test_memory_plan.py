@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
-from tiny import ROOT, tiny_llama
+from tiny import ROOT, run_files, tiny_llama, train
 
 from errors import InputError
 from trainer import memory_plan, train_ppo
 from trainer.memory_plan import check_memory
 
 CPU = torch.device("cpu")
+TINY = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1, "critic_warmup_steps": 0}
 
 
 def arguments(*argv):
@@ -31,6 +32,30 @@ def test_weights_and_optimizers_by_hand():
     assert plan["KV cache"] == 8 * 16 * (2 * 1 * 16 * 2)  # 8 slots of 16 tokens, one head of 16 numbers, bf16
     adapters = memory_plan.memory_plan(arguments("--lora_r", "2"), model, model, CPU, torch.bfloat16)
     assert adapters["optimizers"] == 12 * 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+
+
+def test_held_out_prompts_and_accumulation_by_hand():
+    model = tiny_llama(10)
+    sequence = 16 * 2 * 16 * 2  # 16 tokens, keys and values, one head of 16 numbers, bf16
+
+    def plan(held_out=0, *argv):
+        args = arguments("--mini_batch_size", "4", *argv)
+        return memory_plan.memory_plan(args, model, model, CPU, torch.bfloat16, held_out)
+
+    caches = [plan(n)["KV cache"] / sequence for n in (0, 5, 20, 1000)]
+    assert caches == [8, 8, 20, 256]  # --batch_size, then the evaluation, at most 256 at a time
+    copies = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)  # the linear layers' weights in bf16
+    one, four = (plan(0, "--accumulation_steps", n)["micro-batch"] - copies for n in ("1", "4"))
+    assert one == pytest.approx(4 * four)
+
+
+def test_a_run_counts_its_held_out_prompts(monkeypatch, tmp_path):
+    counted = []
+    monkeypatch.setattr(train_ppo, "check_memory", lambda *given: counted.append(given[-1]))
+    files = run_files(tmp_path, count=8)
+    train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
+    train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
+    assert counted == [8, 0]
 
 
 def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):

@@ -1,7 +1,6 @@
 """Windows and macOS: the scripts without what only Linux or Unix has, and paths with all kinds of letters."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import peak_memory
-from trainer.runs.commands import quoted
 from trainer.runs.distributed import init_world
 from trainer.runs.run_folder import RunFolder
 
@@ -104,13 +102,6 @@ def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monke
     monkeypatch.setattr(kernels, "library", lambda: None)
     train_ppo.main(flags(**{**files, "num_workers": 0}, out_dir=tmp_path))
     same_run(folder / "out" / "r", tmp_path / "r", step=3)
-
-
-def test_commands_to_copy_are_quoted(monkeypatch):
-    words = ["python", Path("my models") / "a.pth", "--data_path", "it's.jsonl"]
-    assert shlex.split(quoted(words)) == [str(word) for word in words]
-    monkeypatch.setattr(os, "name", "nt")  # where single quotes are letters
-    assert quoted(words) == 'python "my models/a.pth" --data_path it\'s.jsonl'
 
 
 # -------------------------------------------------------------------------------- files without Unix's locks

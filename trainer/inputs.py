@@ -12,7 +12,14 @@ from dataset.keys import Keys
 from dataset.lm_dataset import RLAIFDataset
 from dataset.prompt_template import set_system_prompt, set_template
 from errors import InputError
-from model.compatibility import check_output_head, check_tokenizer, is_moe, most_positions, not_finite
+from model.compatibility import (
+    check_output_head,
+    check_tokenizer,
+    is_moe,
+    most_positions,
+    not_finite,
+    tokenizer_note,
+)
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
 from trainer.compute.scoring import PolicyScorer
 from trainer.flags import ROOT, complete_output_flags
@@ -177,14 +184,20 @@ def check_positions(args, model):
         raise InputError(f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it")
 
 
+def load_trained_tokenizer(args, source):
+    """The tokenizer at ``source`` with the chat template and the system message of the flags or its own."""
+    tokenizer = load_tokenizer(source, args.trust_remote_code)
+    set_template(tokenizer, args.prompt_template)
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    return tokenizer
+
+
 def load_inputs(args):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None, lines that say what was chosen).
 
     All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
     """
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
-    set_template(tokenizer, args.prompt_template)
-    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
     actor = load_policy(args.model, args.trust_remote_code)
     check_policy(args, actor, tokenizer)
     check_sampling(actor)
@@ -200,4 +213,5 @@ def load_inputs(args):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    return actor, tokenizer, prompts, held_out, [choose_reasoning(args, tokenizer, prompts)]
+    notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
+    return actor, tokenizer, prompts, held_out, notes

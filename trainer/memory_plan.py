@@ -28,15 +28,16 @@ GB = 1e9
 KEPT = {"fp32": 2, "hidden": 6, "intermediate": 4}
 
 
-def memory_plan(args, actor, critic_source, device, dtype):
+def memory_plan(args, actor, critic_source, device, dtype, held_out=0):
     """The bytes that a run needs besides the actor and its reward models, which are loaded already.
 
-    actor: the policy; critic_source: the model that the critic will start from; dtype: of mixed precision.
+    actor: the policy; critic_source: the model that the critic will start from; dtype: of mixed precision;
+    held_out: the number of prompts that the evaluation samples. Its KV cache stays for the whole run.
     -> {"weights", "optimizers", "KV cache", "micro-batch"}
     """
     policy, critic = (sum(p.numel() for p in model.parameters()) for model in (actor, critic_source))
     small = dtype.itemsize
-    linear = sum(m.weight.numel() for m in actor.base_model.modules() if type(m) is nn.Linear)
+    linear = _linear_weights(actor)
     frozen = linear * small + (policy - linear) * 4  # a copy that does not train (compute/precision.py)
     sampler = policy * small + (linear * small if device.type == "cpu" else 0)  # laid out a second time
     if args.lora_r:
@@ -46,20 +47,28 @@ def memory_plan(args, actor, critic_source, device, dtype):
         trained = policy + critic
         weights = sampler + 2 * frozen + 4 * critic
     width = args.max_seq_len + args.max_gen_len
-    slots = min(SLOTS, args.batch_size)
+    slots = min(SLOTS, max(args.batch_size, held_out))
     cache = min(CACHE_BYTES, slots * width * bytes_per_token(actor.config, small))
     return {
         "weights": weights,
         "optimizers": 12 * trained,
         "KV cache": cache,
-        "micro-batch": max(_kept(args, x.config, width, device, small) for x in (actor, critic_source)),
+        "micro-batch": max(_kept(args, x, width, device, dtype) for x in (actor, critic_source)),
     }
 
 
-def _kept(args, config, width, device, small):
-    """The bytes that a micro-batch's forward keeps for its backward, its logits included."""
-    tokens = min(tokens_per_pass(device), args.mini_batch_size * width)
-    hidden, intermediate = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+def _linear_weights(model):
+    return sum(m.weight.numel() for m in model.base_model.modules() if type(m) is nn.Linear)
+
+
+def _kept(args, model, width, device, dtype):
+    """The bytes that a micro-batch's forward keeps for its backward, its logits included. In mixed precision
+    that has copies of the linear layers' weights in ``dtype``."""
+    config, small = model.config, dtype.itemsize
+    copies = 0 if dtype == torch.float32 else small * _linear_weights(model)
+    tokens = min(tokens_per_pass(device), -(-args.mini_batch_size * width // args.accumulation_steps))
+    hidden = config.hidden_size
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 4 * KEPT["fp32"] * hidden + small * (
         KEPT["hidden"] * hidden + KEPT["intermediate"] * intermediate
     )
@@ -69,7 +78,7 @@ def _kept(args, config, width, device, small):
         layers = layer * config.num_hidden_layers
     logits = tokens * config.vocab_size
     chunk = min(logits, max(CHUNK[device.type], MIN_CHUNK_TOKENS * config.vocab_size))
-    return tokens * layers + 4 * (min(logits, MAX_KEPT) + 2 * chunk)
+    return copies + tokens * layers + 4 * (min(logits, MAX_KEPT) + 2 * chunk)
 
 
 def free_memory(device):
@@ -79,9 +88,10 @@ def free_memory(device):
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def check_memory(args, actor, critic_source, device, dtype):
+def check_memory(args, actor, critic_source, device, dtype, held_out=0):
     """-> a line that says what the run needs and what is free. InputError where its models cannot fit."""
-    plan, free = memory_plan(args, actor, critic_source, device, dtype), free_memory(device)
+    plan = memory_plan(args, actor, critic_source, device, dtype, held_out)
+    free = free_memory(device)
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in plan.items())
     text = f"about {sum(plan.values()) / GB:.1f} GB ({parts}); {free / GB:.1f} GB are free on {device}"
     if plan["weights"] + plan["optimizers"] > free:

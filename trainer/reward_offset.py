@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from atomic_files import writing
+from dataset.prompt_template import set_template
 from dataset.tokenization import encode, for_tokenizer, render
 from errors import InputError
 from model.compatibility import check_tokenizer, eos_ids, most_positions
+from model.loading import load_policy, load_tokenizer, tokenizer_source
 from model.saving import save_directory
 from trainer.evaluation import BATCH, EVAL_STEP, share_of
 from trainer.generation.engine import Sampler, response_texts
@@ -49,6 +51,16 @@ class Reference:
             found += zip(prompts, response_texts(rollout, self.tokenizer), strict=True)
         self.model.to("cpu")
         return found
+
+
+def load_reference(args):
+    """--reference -> its policy and tokenizer, with the template of the flags. Raises InputError."""
+    beside = args.tokenizer and args.reference.endswith(".pth")
+    source = args.tokenizer if beside else tokenizer_source(args.reference)
+    policy = load_policy(args.reference, args.trust_remote_code)
+    tokenizer = load_tokenizer(source, args.trust_remote_code)
+    set_template(tokenizer, args.prompt_template)
+    return policy, tokenizer
 
 
 def make_reference(model, tokenizer, records, count, max_gen_len):

@@ -144,7 +144,8 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    notes = [*notes, choose_rates(args, actor, start), check_memory(args, actor, start, device, dtype)]
+    memory = check_memory(args, actor, start, device, dtype, len(held_out or ()))
+    notes = [*notes, choose_rates(args, actor, start), memory]
     critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
     sampler = Sampler(actor, dtype)  # a copy of its own
     for backbone in (actor.base_model, critic.backbone):

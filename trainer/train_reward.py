@@ -69,24 +69,22 @@ import torch.nn.functional as F
 
 from dataset.keys import Keys
 from dataset.lm_dataset import reward_dataset
-from dataset.prompt_template import set_system_prompt, set_template
 from model.classifier import reward_from
-from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.loading import load_policy, tokenizer_source
 from trainer import supervised
 from trainer.compute.balance_loss import BalanceLoss
 from trainer.compute.batching import pad_right
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.packing import packed_states, take_rows
 from trainer.compute.precision import autocast
-from trainer.inputs import DEMO, check_policy, check_positions
-from trainer.reward_offset import make_reference, write_centred
+from trainer.inputs import DEMO, check_policy, check_positions, load_trained_tokenizer
+from trainer.reward_offset import load_reference, make_reference, write_centred
 from trainer.rewards.reward_models import score_places
 from trainer.runs import displays
 from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
 
-DEMO_DATA = ROOT / "dataset/demo/preferences.jsonl"
-DEMO_HELD_OUT = ROOT / "dataset/demo/preferences_eval.jsonl"
+DEMO_DATA, DEMO_HELD_OUT = (ROOT / f"dataset/demo/preferences{end}.jsonl" for end in ("", "_eval"))
 
 
 def parse_args(argv=None):
@@ -142,9 +140,7 @@ class RewardRun(supervised.SupervisedRun):
         self.reference, self.balance = reference, BalanceLoss(self.model)
         self.hf_dir = Path(args.hf_dir or Path(args.out_dir) / f"reward_{self.model.config.hidden_size}")
         if self.hf_dir.resolve() == Path(args.model).resolve():
-            raise InputError(
-                f"--model {args.model}: this run would write its result there; copy it elsewhere"
-            )
+            raise InputError(f"--model {args.model}: the result would be written there; copy it elsewhere")
 
     def fingerprints(self):
         found = super().fingerprints()
@@ -285,11 +281,8 @@ class RatingRun(RewardRun):
 
 def build(args, world):
     """Flags -> the run, with all inputs checked. Raises InputError."""
-    code = args.trust_remote_code
-    policy = load_policy(args.model, code)
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), code)
-    set_template(tokenizer, args.prompt_template)
-    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    policy = load_policy(args.model, args.trust_remote_code)
+    tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
     check_policy(args, policy, tokenizer)
     check_positions(args, policy)
     keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
@@ -312,12 +305,7 @@ def build(args, world):
             head.weight = modules["model"].get_input_embeddings().weight
     reference = None
     if args.reference_samples:
-        speaker = policy, tokenizer
-        if args.reference:
-            beside = args.tokenizer and args.reference.endswith(".pth")
-            source = args.tokenizer if beside else tokenizer_source(args.reference)
-            speaker = load_policy(args.reference, code), load_tokenizer(source, code)
-            set_template(speaker[1], args.prompt_template)
+        speaker = load_reference(args) if args.reference else (policy, tokenizer)
         reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
     kind = PairRun if pairs else RatingRun
     return kind(args, world, tokenizer, modules, data, held_out, reference)

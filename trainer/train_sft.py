@@ -58,14 +58,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from atomic_files import writing
 from dataset.keys import Keys
 from dataset.lm_dataset import SFTDataset
-from dataset.prompt_template import set_system_prompt, set_template
 from model.compatibility import eos_ids, is_moe
-from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.loading import load_policy, tokenizer_source
 from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.batching import pad_right
 from trainer.compute.scoring import PolicyScorer
-from trainer.inputs import check_policy, check_positions
+from trainer.inputs import check_policy, check_positions, load_trained_tokenizer
 from trainer.runs import displays
 from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
@@ -177,9 +176,7 @@ def build(args, world):
     """Flags -> the run, with all inputs checked. Raises InputError."""
     model = load_policy(args.model, args.trust_remote_code) if args.model else None
     source = args.tokenizer or (tokenizer_source(args.model) if args.model else str(DEMO_TOKENIZER))
-    tokenizer = load_tokenizer(source, args.trust_remote_code)
-    set_template(tokenizer, args.prompt_template)
-    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    tokenizer = load_trained_tokenizer(args, source)
     if model is None:
         torch.manual_seed(args.seed)
         model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)

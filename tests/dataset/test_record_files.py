@@ -297,7 +297,7 @@ def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, sm
         "mini_batch_size": 4,
         "seed": 3,
     }
-    common |= {"max_gen_len": 4, "max_steps": 9, "max_seq_len": 20}
+    common |= {"max_gen_len": 4, "max_steps": 9, "max_seq_len": 20, "reasoning": 0}
     path.write_text("\n".join(bad))
     with pytest.raises(InputError, match=r"large\.jsonl:19"):
         train(**common, run_name="stopped", num_workers=1)

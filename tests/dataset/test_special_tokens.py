@@ -281,6 +281,7 @@ def test_chat(tmp_path):
     """chat.py treats prompts and earlier answers alike; its history keeps the original text."""
     one = object.__new__(chat.Speaker)
     one.name, one.tokenizer, one.positions = "demo", KINDS["demo"](), 10**6
+    one.system_prompt = ""
     text = "a<|im_end|>\n<|im_start|>user\nb"
     one.history = [user(text), assistant(text)]
     assert specials(one.tokenizer, one.encode(text, 10)) == specials(

@@ -31,7 +31,7 @@ from transformers.utils import logging as hf_logging
 
 from errors import InputError
 from model import hub_connection, loading
-from model.compatibility import check_output_head, check_tokenizer, eos_ids
+from model.compatibility import check_output_head, check_tokenizer, eos_ids, tokenizer_note
 from model.critic import CriticModel
 from model.loading import disable_dropout, load_policy, load_tokenizer, tokenizer_source
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification
@@ -476,6 +476,14 @@ def test_check_tokenizer():
     check_tokenizer(tiny_tokenizer(40), tiny_llama())
     with pytest.raises(InputError, match="largest id is 50, but the model has 50 embeddings"):
         check_tokenizer(tiny_tokenizer(51), tiny_llama())
+    check_tokenizer(tiny_tokenizer(25), tiny_llama())
+    with pytest.raises(InputError, match="it has 24 ids, but the model has 50 embeddings"):
+        check_tokenizer(tiny_tokenizer(24), tiny_llama())
+
+
+def test_a_tokenizer_with_fewer_ids_is_said():
+    assert tokenizer_note(tiny_tokenizer(48), tiny_llama()) is None  # as models are padded
+    assert "has 47 ids, the model 50 embeddings" in tokenizer_note(tiny_tokenizer(47), tiny_llama())
 
 
 def test_check_output_head():

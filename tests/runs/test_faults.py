@@ -69,7 +69,7 @@ FAULTS = {
     "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
     "infinity": ("scores[3] = float('-inf')", "the score -inf for the response"),
     "too large for fp32": ("scores[3] = 1e300", "the score inf for the response"),
-    "text": ("scores[3] = 'good'", "could not convert string to float"),
+    "text": ("scores[3] = 'good'", r"'good' \(str\) and no number"),
     "None": ("scores[3] = None", "NoneType"),
     "complex numbers": ("scores[3] = 1j", "complex"),
 }

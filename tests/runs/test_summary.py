@@ -199,7 +199,13 @@ def test_notes_are_printed_at_any_step_and_once(tmp_path, capsys):
 
 
 def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path, capsys):
-    more = {"repetition_penalty": 0.25, "normalize_reward": 1, "critic_warmup_steps": 2, "length_reward": 0.5}
+    more = {
+        "reasoning": 1,
+        "repetition_penalty": 0.25,
+        "normalize_reward": 1,
+        "critic_warmup_steps": 2,
+        "length_reward": 0.5,
+    }
     out = tmp_path / "with a space"
     train_ppo.main(argv_of(files, out, max_steps=4, run_name="r", **more))
     said = capsys.readouterr().out

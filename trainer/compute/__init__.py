@@ -11,5 +11,6 @@ balance_loss.py  the load-balancing loss of a mixture of experts
 precision.py     fp32, bf16, fp16 and TF32: which dtype a device computes in
 loss_scale.py    the scale of the loss in fp16, so that small gradients do not become 0
 memory.py        what happens when memory runs out; freed memory is kept for reuse
+threads.py       CPU threads: how many there are, and how they wait on a machine that others use too
 cpu/             the same operations in C, compiled for this machine's CPU
 """

@@ -14,9 +14,10 @@ def command_line(script, *words):
     script: its path in the repository; words: flags and values, as text or Path.
     """
     place = script if Path.cwd() == ROOT else ROOT / script
-    return quoted(["python", str(place), *map(str, words)])
+    return quoted(["python", place, *words])
 
 
 def quoted(words):
-    """Words -> one line that this system's shell reads as these words."""
+    """Words, text or Path -> one line that this system's shell reads as these words."""
+    words = [str(word) for word in words]
     return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)

@@ -8,6 +8,7 @@ import time
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
+from trainer.runs.interrupts import StopRequest
 
 
 def log_step(run, logger, step, metrics, rows=()):
@@ -39,7 +40,8 @@ def run_to_the_end(run, logger, train):
             train(run, logger)
         logger.summary(run)
     except (InputError, SystemExit):
-        logger.stopped(run)
+        with StopRequest():  # torchrun ends the other processes of a run when one has died
+            logger.stopped(run)
         raise
     finally:
         logger.finish()

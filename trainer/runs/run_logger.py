@@ -146,13 +146,12 @@ class RunLogger:
                     f"nothing was learned, so {self.folder.path} was removed: start again without --resume"
                 )
             return
-        with contextlib.suppress(
-            ValueError
-        ):  # a full disk, or half a line: the error that ended the run says so
+        if saved := list_checkpoints(self.folder.path):  # first: torchrun may end this process while it plots
+            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
+        # A full disk, or half a line: the error that ended the run says so.
+        with contextlib.suppress(ValueError):
             self._write_summary(run)
             self.say(f"so far: {self.folder.path / 'summary.md'} and curves.png")
-        if saved := list_checkpoints(self.folder.path):
-            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
 
     def summary(self, run):
         """Write curves.png and summary.md; print the latter, time, memory, files."""

@@ -1,0 +1,83 @@
+"""The table of docs/recipes.md: the memory that each of its commands needs, and the learning rates it gets.
+
+    python benchmarks/recipes.py
+
+Nothing is run: the models have their sizes and no weights (torch's meta device), and the memory is that of
+trainer/memory_plan.py. The commands and their flags are read from the page. The reward model, if a command
+has one, is a classifier with the policy's sizes, saved in fp16 as train_reward.py does, and the critic starts
+from it. The evaluation, if there is one, has 256 prompts or more. GB are 10^9 bytes.
+"""
+
+import re
+import shlex
+
+import torch
+from common import ROOT, read, table
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
+
+from model.model_minimind import MiniMindConfig
+from trainer.evaluation import BATCH
+from trainer.inputs import complete_sizes
+from trainer.memory_plan import GB, memory_plan
+from trainer.runs.learning_rate import suited_rate
+from trainer.train_ppo import flag_parser
+
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+# A section of the page: (the policy's config, GB of the GPU or None for a CPU, what --dtype auto is there).
+RECIPES = {
+    "MiniMind 26M": (MiniMindConfig(), 6, torch.bfloat16),
+    "MiniMind 104M": (MiniMindConfig(hidden_size=768, num_hidden_layers=16), 12, torch.bfloat16),
+    "SmolLM2-135M": (
+        LlamaConfig(**SMOLLM2, intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True),
+        16,
+        torch.bfloat16,
+    ),
+    "Qwen2.5-0.5B, all weights": (
+        Qwen2Config(**QWEN, intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True),
+        25.7,  # sold as 24 GB, which are 24 times 2^30 bytes
+        torch.bfloat16,
+    ),
+}
+RECIPES["Qwen2.5-0.5B, LoRA"] = RECIPES["Qwen2.5-0.5B, all weights"]
+RECIPES["Qwen2.5-0.5B on a T4"] = (RECIPES["Qwen2.5-0.5B, LoRA"][0], 16, torch.float16)
+RECIPES["MiniMind 26M on a laptop"] = (RECIPES["MiniMind 26M"][0], None, torch.float32)
+
+
+def flags_of(section):
+    """The flags of the train_ppo.py command in this section of the page, sizes completed."""
+    text = read(ROOT / "docs/recipes.md").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    command = re.search(r"^python trainer/train_ppo\.py (.*)$", text, re.MULTILINE)[1]
+    args = flag_parser().parse_args(shlex.split(command))
+    complete_sizes(args)
+    return args
+
+
+def row_of(section):
+    """-> {column: text} of one recipe."""
+    config, card, dtype = RECIPES[section]
+    args, device = flags_of(section), torch.device("cuda" if card else "cpu")
+    with torch.device("meta"):
+        actor = AutoModelForCausalLM.from_config(config)
+        config.num_labels = 1
+        critic = AutoModelForSequenceClassification.from_config(config) if args.reward_model else actor
+    parts = memory_plan(args, actor, critic, device, dtype, BATCH if args.eval_data_path else 0)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (actor, critic)]
+    models = parts.pop("weights") + 4 * sizes[0]
+    if args.reward_model and not args.lora_r:  # with adapters it shares the critic's weights
+        models += sizes[1] * (4 if device.type == "cpu" and dtype == torch.float32 else 2)
+    total = models + sum(parts.values())
+    kinds = ("actor", "critic")
+    rates = [suited_rate(kind, size, args.lora_r > 0) for kind, size in zip(kinds, sizes, strict=True)]
+    columns = {"all": total, "models": models, **parts}
+    return {
+        "recipe": section,
+        "parameters": f"{sizes[0] / 1e6:.0f}M",
+        **{name: f"{size / GB:.1f}" for name, size in columns.items()},
+        "of the card": f"{total / GB / card:.0%} of {card}" if card else "",
+        "rates, actor and critic": " ".join(f"{rate:g}" for rate in rates),
+    }
+
+
+if __name__ == "__main__":
+    print(table([row_of(section) for section in RECIPES]))
