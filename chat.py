@@ -201,6 +201,8 @@ def ask(speakers, prompt, number, args):
     if columns:
         print(side_by_side([s.name for s in speakers], [a.text for a in answers], width), flush=True)
     for speaker, answer in zip(speakers, answers, strict=True):
+        if answer.finished and not answer.text.strip():
+            say(f"({speaker.name}: the answer is empty: it ended at once)")
         if not answer.finished:
             say(f"({speaker.name}: cut after {len(answer.ids)} tokens)")
         if speaker.tokenizer.chat_template is not None:
@@ -240,6 +242,9 @@ def main(argv=None):
     args = parse_args(argv)
     device = init_world(args.device).device
     speakers = [Speaker(path, args, device) for path in (model_path(args), args.compare) if path]
+    for speaker in speakers:
+        if speaker.system_prompt:
+            say(f"{speaker.name}: system message: {speaker.system_prompt[:200]}")
     if args.prompt is not None:
         ask(speakers, args.prompt, 0, args)
     elif not sys.stdin.isatty():
@@ -250,8 +255,6 @@ def main(argv=None):
         for speaker in speakers:
             note = "" if speaker.tokenizer.chat_template else ", no chat template: it continues your text"
             say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}{note}")
-            if speaker.system_prompt:
-                say(f"system message: {speaker.system_prompt}")
         say(f"it remembers {args.history} turns (--history); /clear forgets, Ctrl-C stops, /exit leaves")
         talk(speakers, args, interactive=True)
 

@@ -152,6 +152,11 @@ def _prompt_and_answer(record, keys):
         prompt, answer = (
             _without_placeholder(*split_transcript(text)) if is_transcript(text) else (text, None)
         )
+    elif half := [name for name in ("instruction", "question") if record.get(name) is not None]:
+        raise InputError(
+            f'no answer beside "{half[0]}" ("output" beside "instruction", "answer" beside "question"); '
+            f"{keys_found(record)}: for prompts without answers add --prompt_key {half[0]}"
+        )
     else:
         raise InputError(
             f"no prompt; {keys_found(record)}: name the prompt with --prompt_key and the answer with "

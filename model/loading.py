@@ -130,18 +130,19 @@ def _load_pth(path, trust_remote_code):
     sidecar = path.with_suffix("")
     generation_config = None
     if (sidecar / "config.json").is_file():
+        beside = f" (as {sidecar}/config.json says; move that folder if it is not this file's)"
         what = f"{sidecar}/config.json does not describe a causal language model"
         with quiet(), as_input_error(what):
             config = load_config(sidecar, trust_remote_code)
             if (sidecar / "generation_config.json").is_file():
                 generation_config = GenerationConfig.from_pretrained(str(sidecar))
     else:
-        what = f"{path} is not a MiniMind checkpoint"
+        what, beside = f"{path} is not a MiniMind checkpoint", ""
         config = minimind_config_of(state, path)
 
     with quiet(), as_input_error(what):
         outline = _outline(config, trust_remote_code)
-    _check_fit(outline, state, path)
+    _check_fit(outline, state, path, beside)
     with quiet(), as_input_error(what):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -151,22 +152,24 @@ def _load_pth(path, trust_remote_code):
     return model.eval()
 
 
-def _check_fit(model, state, path):
-    """Raise ``InputError`` unless ``state`` has exactly the keys and shapes of ``model``. Tied weights that
-    ``state`` lacks are filled in first."""
+def _check_fit(model, state, path, beside):
+    """Raise ``InputError``, which ends with ``beside``, unless ``state`` has exactly the keys and shapes of
+    ``model``. Tied weights that ``state`` lacks are filled in first."""
     for name, source in model.all_tied_weights_keys.items():
         if source in state and not torch.equal(state.setdefault(name, state[source]), state[source]):
             raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
     expected = model.state_dict()
     if missing := expected.keys() - state.keys():
-        raise InputError(f"{path} lacks {few(missing)}: it is not a checkpoint of {type(model).__name__}")
+        raise InputError(
+            f"{path} lacks {few(missing)}: it is not a checkpoint of {type(model).__name__}{beside}"
+        )
     if unexpected := state.keys() - expected.keys():
-        raise InputError(f"{path} has {few(unexpected)}, which {type(model).__name__} does not")
+        raise InputError(f"{path} has {few(unexpected)}, which {type(model).__name__} does not{beside}")
     for name, tensor in expected.items():
         if state[name].shape != tensor.shape:
             raise InputError(
                 f"{path}: {name} has shape {list(state[name].shape)}, {type(model).__name__} needs "
-                f"{list(tensor.shape)}"
+                f"{list(tensor.shape)}{beside}"
             )
 
 

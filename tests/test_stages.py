@@ -689,6 +689,16 @@ def test_a_result_never_replaces_its_own_start(files, tmp_path):
         train_sft.main(argv_of(files, "sft", tmp_path, model=start))
 
 
+def test_a_new_model_never_replaces_a_file_that_is_there(files, tmp_path):
+    """--hidden_size names a start in train_ppo.py, a new model in train_sft.py: easily confused."""
+    (tmp_path / "full_sft_32.pth").write_bytes(b"mine")
+    argv = ["--hidden_size", "32", "--tokenizer", files["model"], "--data_path", files["sft"]]
+    with pytest.raises(InputError, match=r"--hidden_size 32: makes a new model, .*full_sft_32.pth"):
+        train_sft.main([*argv, "--out_dir", str(tmp_path), "--device", "cpu", "--num_hidden_layers", "1"])
+    assert (tmp_path / "full_sft_32.pth").read_bytes() == b"mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["full_sft_32.pth"]
+
+
 def test_a_script_exits_with_2_and_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         run_script(lambda: train_reward.main(["--model", "/nowhere.pth", "--data_path", "x"]))

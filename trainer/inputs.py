@@ -25,7 +25,7 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.flags import ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
-from trainer.runs.learning_rate import suited_rate
+from trainer.runs.learning_rate import rate_note, suited_rate
 
 THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
 
@@ -79,7 +79,7 @@ def fill_paths(args):
             hint = (
                 f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}" if other.is_file() else ""
             )
-            raise InputError(f"{args.model}: no such file{hint}")
+            raise InputError(f"{args.model}: no such file{hint}; --model names a file in another place")
     args.reward_model = [path for path in args.reward_model if path]
     if not args.model:
         for name, path in DEMO.items():
@@ -135,12 +135,16 @@ def choose_rates(args, actor, critic_start):
     """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None."""
     sizes, said = [sum(p.numel() for p in model.parameters()) for model in (actor, critic_start)], []
     names = ("learning_rate", "critic_learning_rate")
+    notes = []
     for name, kind, size in zip(names, ("actor", "critic"), sizes, strict=True):
+        suited = suited_rate(kind, size, args.lora_r > 0)
         if getattr(args, name) is None:
-            setattr(args, name, suited_rate(kind, size, args.lora_r > 0))
-            said.append(f"{kind} {getattr(args, name):g} ({size / 1e6:.1f}M parameters, --{name})")
+            setattr(args, name, suited)
+            said.append(f"{kind} {suited:g} ({size / 1e6:.1f}M parameters, --{name})")
+        notes.append(rate_note(name, getattr(args, name), suited))
     how = "with adapters, by size" if args.lora_r else "by size"
-    return f"rates    {how}: {', '.join(said)}" if said else None
+    lines = [f"rates    {how}: {', '.join(said)}" if said else None, *notes]
+    return "\n".join(filter(None, lines)) or None
 
 
 def check_sampling(policy):

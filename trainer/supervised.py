@@ -29,7 +29,7 @@ from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.learning_rate import suited_rate
+from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_finite
@@ -85,10 +85,12 @@ class SupervisedRun:
 
     def _choose_rate(self, parameters):
         """Set --learning_rate where it is not given -> a line that says so, '' if it is given."""
-        if self.args.learning_rate is not None:
-            return ""
         size = sum(p.numel() for p in parameters)
-        self.args.learning_rate = suited_rate(self.rate, size)
+        suited = suited_rate(self.rate, size)
+        if self.args.learning_rate is not None:
+            note = rate_note("learning_rate", self.args.learning_rate, suited)
+            return f"\n{note}" if note else ""
+        self.args.learning_rate = suited
         return (
             f"\nrate     by size: {self.args.learning_rate:g} ({size / 1e6:.1f}M parameters, --learning_rate)"
         )

@@ -171,7 +171,7 @@ class RewardRun(supervised.SupervisedRun):
         self.result_path = self.hf_dir
 
     def results(self):
-        use = command_line("trainer/train_ppo.py", "--reward_model", self.hf_dir)
+        use = command_line("trainer/train_ppo.py", "--model", self.args.model, "--reward_model", self.hf_dir)
         line = f"model    {self.hf_dir}\nuse      {use}"
         if self.reference:
             (mean, spread), count = self.centre, len(self.reference.prompts)

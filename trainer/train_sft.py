@@ -37,7 +37,7 @@ def flag_parser():
     p.group("model (without --model: random weights of these sizes)")
     add("--model", default="", type=path, may_change=True, help="a .pth, a directory or a hub name")
     add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
-    add("--hidden_size", default=0, at_least=0, at_most=MANY, help=f"of a new model; 0: {HIDDEN_SIZE}")
+    add("--hidden_size", default=0, at_least=0, at_most=MANY, help=f"of a NEW model; 0: {HIDDEN_SIZE}")
     add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, help=f"of a new model; 0: {LAYERS}")
     add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: insist on a mixture of experts")
     add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
@@ -118,6 +118,11 @@ class SftRun(supervised.SupervisedRun):
         if args.model and Path(args.model).resolve() in (self.pth_path.resolve(), self.hf_dir.resolve()):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
+            )
+        if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
+            raise InputError(
+                f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.pth_path}; "
+                "to train that file, move it and name it with --model, else move it or name another --out_dir"
             )
 
     @property

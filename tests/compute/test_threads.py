@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import LINUX, ROOT
 
-from trainer.compute.threads import BUSY, QUIET, SpareTeams, cpu_quota, cpu_seconds, cpus_taken
+from trainer.compute.threads import BUSY, QUIET, SpareTeams, cpu_quota, cpu_seconds, cpus_taken, should_sleep
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
 
@@ -51,6 +51,14 @@ def test_cpus_taken_by_hand():
     before, now = (100.0, 10.0, 50.0), (102.0, 13.0, 54.5)  # in two seconds 3 CPU seconds are ours of 4.5
     assert cpus_taken(before, now, cpus=2, threads=2) == pytest.approx(0.75)
     assert cpus_taken(before, now, cpus=3, threads=2) == pytest.approx(-0.25)  # a third CPU is free for it
+
+
+@pytest.mark.parametrize(
+    ("sleeping", "taken", "sleep"),
+    [(False, 0.1, False), (False, 0.2, False), (False, 0.4, True), (True, 0.2, True), (True, 0.1, False)],
+)
+def test_when_threads_sleep(sleeping, taken, sleep):
+    assert should_sleep(sleeping, taken) == sleep
 
 
 def test_a_busy_program_is_seen_and_our_own_work_is_not():
@@ -100,9 +108,9 @@ print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"], quiet, spare.
 """
 
 
-def run_code(**environment):
+def run_code(code=CODE, **environment):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    command = [sys.executable, "-c", CODE]
+    command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=True
     )
@@ -116,6 +124,37 @@ def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer():
     assert int(busy) == int(quiet) + 2 * int(count)
     assert int(after) == int(quiet)
     assert same == "True"
+
+
+WHOLE = """
+import time
+from trainer.compute.threads import set_up_threads
+set_up_threads()
+import os, subprocess, sys, torch
+from pathlib import Path
+from trainer.compute.threads import sleep_when_busy
+
+torch.set_num_threads(2)
+(torch.ones(1 << 20) * 3).sum()
+tasks = lambda: len(list(Path("/proc/self/task").iterdir()))
+quiet, most = tasks(), 0
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+with sleep_when_busy(torch.device("cpu")):
+    end = time.monotonic() + 20
+    while most < quiet + 3 and time.monotonic() < end:  # the watcher, and a holder with its worker
+        most = max(most, tasks())
+        time.sleep(0.05)
+for other in others:
+    other.kill()
+while tasks() > quiet and time.monotonic() < end:
+    time.sleep(0.05)
+print(most - quiet >= 3, tasks() - quiet)
+"""
+
+
+def test_a_busy_machine_is_noticed_and_nothing_is_left():
+    """On every CPU another program computes."""
+    assert run_code(WHOLE) == ["True", "0"]
 
 
 def test_what_the_user_has_set_stays():

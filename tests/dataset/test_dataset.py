@@ -92,7 +92,7 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     [
         ('{"prompt": "a"', "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question": "a"}', "no prompt"),
+        ('{"question": "a"}', 'no answer beside "question"'),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": 3}', "must be a list"),
         ('{"prompt": "a", "answer": 3}', '"answer" must be text'),

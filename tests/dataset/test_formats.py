@@ -226,7 +226,11 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
 @pytest.mark.parametrize(
     ("form", "record", "says"),
     [
-        (to_prompt, {"question": "hi"}, 'no prompt; keys found: "question": .*--prompt_key .*--answer_key'),
+        (
+            to_prompt,
+            {"question": "hi"},
+            'no answer beside "question".*keys found: "question": .*--prompt_key question',
+        ),
         (to_prompt, {"instruction": "hi", "response": "5"}, 'keys found: "instruction", "response"'),
         (to_prompt, {"question": "hi", "answer": 5}, '"answer" must be text'),
         (to_prompt, {"instruction": "hi", "output": ["5"]}, '"output" must be text'),

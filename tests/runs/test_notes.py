@@ -52,6 +52,14 @@ def test_responses_that_no_longer_end():
     assert notes_of({"rollout/finished": 0.1}, *[{"rollout/finished": 0.0}] * 5) == {}
 
 
+def test_answers_that_became_empty():
+    start = {"rollout/length": 9.0}
+    assert notes_of(start, {"rollout/length": 1.6}) == {}
+    assert notes_of(start, {"rollout/length": 1.4}) == {"empty_answers": 2}
+    assert notes_of(start, {"rollout/length": 4.0, "eval/length_greedy": 1.0}) == {"empty_answers": 2}
+    assert notes_of({"rollout/length": 2.0}, {"rollout/length": 1.0}) == {}  # short from the start
+
+
 def test_a_score_that_stays_below_its_start():
     start = [{"reward/score": 1.0 + 0.1 * (n % 2)} for n in range(WINDOW)]
     spread = spread_of_steps([m["reward/score"] for m in start])

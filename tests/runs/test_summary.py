@@ -63,6 +63,17 @@ def test_the_verdict_is_on_the_evaluation_where_there_is_one():
     assert "0.25 can be chance" in text
 
 
+def test_where_a_change_of_the_score_comes_from():
+    """The score rises by what the missing EOS gives; the reward model's part falls."""
+    ends = [{"step": 0, "eval/score": -0.831, "eval/model": 0.169, "eval/missing_eos": -1.0}]
+    ends += [{"step": 9, "eval/score": 0.039, "eval/model": 0.089, "eval/missing_eos": -0.05}]
+    steps = [
+        {"step": n, "reward/model": 0.1, "reward/missing_eos": -0.5, "reward/score": 0.0} for n in (1, 2)
+    ]
+    text = "Change of each part: missing_eos +0.950, model -0.080."
+    assert text in verdict([ends[0], *steps, ends[1]], displays.PPO, 8, 32)
+
+
 def test_a_run_that_got_worse_names_its_best_evaluation():
     records = records_of(0.0, -1.26, -1.98)
     records[20] |= {"eval/score": -1.0}

@@ -88,13 +88,17 @@ def _watch(threads, end):
     spare, before = SpareTeams(threads, len(cpus)), cpu_seconds(cpus)
     while not end.wait(PERIOD):
         now = cpu_seconds(cpus)
-        taken = cpus_taken(before, now, len(cpus), threads)
-        if taken >= BUSY:
+        if should_sleep(bool(spare.holders), cpus_taken(before, now, len(cpus), threads)):
             spare.start()
-        elif taken < QUIET:
+        else:
             spare.end()
         before = now
     spare.end()
+
+
+def should_sleep(sleeping, taken):
+    """Whether threads should sleep while they wait, from whether they do now and from ``cpus_taken``."""
+    return taken >= (QUIET if sleeping else BUSY)
 
 
 def cpu_seconds(cpus):

@@ -54,6 +54,8 @@ def load_reward_function(spec):
     """``path.py:function`` -> the function. Raises InputError if it does not exist, if importing it fails, or
     if it cannot be called with prompts, responses and answers."""
     path, _, name = spec.rpartition(":")
+    if Path(spec).is_file():
+        raise InputError(f"--reward_fn {spec}: names no function; write it as {spec}:function")
     if not path.endswith(".py") or not Path(path).is_file():
         raise InputError(f"--reward_fn {spec}: no such file; write it as path.py:function")
     # The prefix keeps a file called json.py from replacing Python's own module json.

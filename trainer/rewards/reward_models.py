@@ -144,7 +144,8 @@ def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32
     dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. Raises
     InputError if it cannot be loaded or is not a reward model.
     """
-    with quiet(), as_input_error(f"--reward_model {path}: cannot be loaded"):
+    where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
+    with quiet(), as_input_error(f"--reward_model {path}: {where}"):
         check_hub(path)
         config = load_config(path, trust_remote_code)
         architectures = config.architectures or []

@@ -29,6 +29,18 @@ SUITED = {
 LORA_FACTOR = 4  # measured on the demo: 2 to 6 times the rate of all weights works, 10 times is too much
 
 
+FAR_ABOVE = 10  # times the suited rate: such a rate is remarked on
+
+
+def rate_note(flag, rate, suited):
+    """A line for a given rate that is far above the one that suits the model's size, else None."""
+    if rate <= FAR_ABOVE * suited:
+        return None
+    return (
+        f"note     --{flag} {rate:g} is {rate / suited:.0f} times what suits this size of model ({suited:g})"
+    )
+
+
 def suited_rate(kind, parameters, lora=False):
     """The peak learning rate for a model of so many ``parameters``, of two digits.
 

@@ -19,6 +19,7 @@ WINDOW = 10  # steps at the start and at the end of the run so far that are comp
 KL_LIMIT = 1.0  # nats a token
 CLIP_LIMIT = 0.4  # share of tokens
 FINISHED_STEPS = 3  # that the share of finished responses must be low in a row
+EMPTY = 1.5  # tokens, of which one is the EOS
 FINISHED_LEAST = 0.2  # a smaller share at the start cannot fall far
 
 
@@ -81,6 +82,19 @@ def no_more_ends(first, latest, overlap):
     )
 
 
+def empty_answers(first, latest, overlap):
+    """The model has learned to end at once. A response's only token is then its EOS."""
+    lengths = [latest[-1].get(name, math.inf) for name in ("rollout/length", "eval/length_greedy")]
+    start = first[0].get("rollout/length", 0.0)
+    if not (min(lengths) < EMPTY and start > 2 * EMPTY):
+        return ""
+    return (
+        f"answers have {min(lengths):.1f} tokens, at the start {start:.1f}: most are empty. Ending at once "
+        "pays more than answering: lower --missing_eos_penalty, raise --kl_coef, or look at the rewards of "
+        "empty answers in samples.jsonl"
+    )
+
+
 def score_below_start(first, latest, overlap):
     """The score has been below its start for ``WINDOW`` steps, by more than it varies from step to step."""
     name = "reward/" + compared_name(first[0], "score")
@@ -97,7 +111,7 @@ def score_below_start(first, latest, overlap):
     )
 
 
-ROWS = (high_kl, high_clip_fraction, no_more_ends, score_below_start)
+ROWS = (high_kl, high_clip_fraction, no_more_ends, empty_answers, score_below_start)
 
 
 def spread_of_steps(values):

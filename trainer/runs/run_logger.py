@@ -122,9 +122,12 @@ class RunLogger:
             self.say(
                 "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
             )
+        size = getattr(run.args, "mini_batch_size", 0) * world.size
+        minibatches = f" in minibatches of {size}" if size else ""
         self.say(
             f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
-            f"{self.display.unit}, {world.size} x {world.device.type} in {dtype}, in {self.folder.path}"
+            f"{self.display.unit}{minibatches}, {world.size} x {world.device.type} in {dtype}, "
+            f"in {self.folder.path}"
             + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
         )
 

@@ -21,9 +21,9 @@ def summarise(run, records, saved_step):
     records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none.
     """
     steps, held_out = [r for r in records if r["step"]], len(run.held_out or ())
-    words = verdict(records, run.display, run.args.batch_size * run.world.size, held_out)
+    words = [f"Note, step {step}: {text}." for step, text in Notes(records).given.values()]
+    words += verdict(records, run.display, run.args.batch_size * run.world.size, held_out)
     words += about_the_steps(steps, run.total_steps)
-    words += [f"Note, step {step}: {text}." for step, text in Notes(records).given.values()]
     if saved_step and run.result_path:
         saved = f"{run.result_path.name} has the weights after step {saved_step}"
     elif saved_step:
@@ -85,11 +85,28 @@ def verdict(records, display, batch_size, held_out):
         words.append("There are no two evaluations to compare yet.")
     if short != display.best:
         words.append("Not the score is compared, because --normalize_reward moves its scale.")
+    words += parts_of_the_change(records, steps)
     right = values_of(records, "eval/accuracy")
     if display.best == "score" and len(right) >= 2:
         before, after = right[0][1], right[-1][1]
         words.append(f"The accuracy, which is never rewarded: {before:.3f} before, {after:.3f} after.")
     return words
+
+
+def parts_of_the_change(records, steps):
+    """Where a change of PPO's score comes from: a sentence with every part's change on held-out prompts."""
+    parts = {name.removeprefix("reward/") for r in steps for name in r if name.startswith("reward/")}
+    changes = {}
+    for part in parts - {"score"}:
+        found = values_of(records, f"eval/{part}")
+        if len(found) >= 2 and not part.endswith(("_raw", "_mean", "_std")):
+            changes[part] = found[-1][1] - found[0][1]
+    if len(changes) < 2:
+        return []
+    largest_first = sorted(changes, key=lambda part: -abs(changes[part]))
+    return [
+        "Change of each part: " + ", ".join(f"{part} {changes[part]:+.3f}" for part in largest_first) + "."
+    ]
 
 
 def compare(name, before, after, least, where, sign):
