@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
 from dataset.keys import BY_FORM
+from dataset.prompt_template import check_system_prompt
 from dataset.record_files import located, open_records
 from dataset.special_tokens import mark_special
 from dataset.tokenization import conversation_text, encode, for_tokenizer, render
@@ -46,8 +47,7 @@ class RecordDataset(Dataset):
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, records=None):
         self.path, self.tokenizer, self.max_length, self.keys = str(path), tokenizer, max_length, keys
-        if system_prompt and tokenizer.chat_template is None:
-            raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
+        check_system_prompt(tokenizer, system_prompt)
         self.system_prompt, self.records = system_prompt, records or open_records(path)
         n = len(self.records)
         self.whole = n <= READ_WHOLE

@@ -32,10 +32,15 @@ def set_system_prompt(tokenizer, text):
     a tokenizer without a chat template.
     """
     text = tokenizer.init_kwargs.get(SYSTEM_PROMPT, "") if text is None else text
-    if text and tokenizer.chat_template is None:
-        raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
+    check_system_prompt(tokenizer, text)
     tokenizer.init_kwargs[SYSTEM_PROMPT] = text
     return text
+
+
+def check_system_prompt(tokenizer, text):
+    """Raise InputError for a system message (not '') where the tokenizer has no chat template to hold it."""
+    if text and tokenizer.chat_template is None:
+        raise InputError("--system_prompt: the tokenizer has no chat template; add --prompt_template")
 
 
 def set_template(tokenizer, template):

@@ -16,7 +16,8 @@ Steps that are left out (an early stop by --target_kl, a loss that is not finite
 """
 
 import math
-from itertools import pairwise
+
+import numpy as np
 
 # (trained parameters, peak learning rate). Between two points the line is straight in logarithms of both,
 # beyond the ends it is level. Where the numbers come from: docs/ppo.md, "Learning rates".
@@ -46,13 +47,9 @@ def suited_rate(kind, parameters, lora=False):
 
     kind: "actor", "critic", "sft" or "reward"; lora: only adapters beside these parameters train.
     """
-    points = [(math.log(size), math.log(rate)) for size, rate in SUITED[kind]]
-    x = min(max(math.log(max(parameters, 1)), points[0][0]), points[-1][0])
-    for (left, low), (right, high) in pairwise(points):
-        if x <= right:
-            rate = math.exp(low + (high - low) * (x - left) / (right - left))
-            return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
-    raise AssertionError("x is between the first and the last point")
+    sizes, rates = np.log(SUITED[kind]).T
+    rate = math.exp(np.interp(math.log(max(parameters, 1)), sizes, rates))
+    return float(f"{rate * (LORA_FACTOR if lora else 1):.1e}")
 
 
 def cosine_lr(peak, step, total, warmup=0):

@@ -11,7 +11,7 @@ difference that is called a rise or a fall. Evaluations share their sampling noi
 
 import math
 
-from trainer.runs.displays import compared_name, metric_names, only_critic
+from trainer.runs.displays import PARTS, compared_name, metric_names, only_critic
 from trainer.runs.notes import Notes, spread_of_steps
 
 
@@ -95,11 +95,10 @@ def verdict(records, display, batch_size, held_out):
 
 def parts_of_the_change(records, steps):
     """Where a change of PPO's score comes from: a sentence with every part's change on held-out prompts."""
-    parts = {name.removeprefix("reward/") for r in steps for name in r if name.startswith("reward/")}
     changes = {}
-    for part in parts - {"score"}:
+    for part in (name.removeprefix("reward/") for name in metric_names(PARTS, steps)):
         found = values_of(records, f"eval/{part}")
-        if len(found) >= 2 and not part.endswith(("_raw", "_mean", "_std")):
+        if len(found) >= 2:
             changes[part] = found[-1][1] - found[0][1]
     if len(changes) < 2:
         return []
