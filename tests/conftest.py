@@ -7,6 +7,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests sta
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run in Triton's interpreter, on CPU tensors
 torch.set_num_threads(1)
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.compute.attention import attention, rotated_attention
-from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_for
 from trainer.compute.precision import compute_dtype
 
 
@@ -58,7 +58,7 @@ class _AddNorm(torch.autograd.Function):
 
 def _normed(x, delta, weight, eps, dtype):
     """-> (y in ``dtype``, x + delta or None, r [rows] in fp32)"""
-    if kernels.ready(x, delta, weight, result=dtype):
+    if (kernels := kernels_for(x, delta, weight, result=dtype)) is not None:
         return kernels.rms_norm(x, weight, eps, dtype, delta)
     total = None if delta is None else x + delta
     wide = (x if delta is None else total).float()
@@ -72,7 +72,7 @@ def _norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
     """-> gradients of x, of delta in its dtype, and of the weight. grad_x: a further gradient of x, added."""
     grad = grad.contiguous()
     grad_x = None if grad_x is None else grad_x.contiguous()
-    if kernels.ready(x, weight, grad, grad_x):
+    if (kernels := kernels_for(x, weight, grad, grad_x)) is not None:
         return kernels.rms_norm_backward(x, weight, r, grad, grad_x, delta_dtype)
     grad, width, r = grad.float(), x.shape[-1], r.view(*x.shape[:-1], 1)
     # LayerNorm's gradient with mean 0 and 1/std = r is ours minus a mean, which is added again below.
@@ -123,7 +123,8 @@ def rotate(x, cos, sin):
 
 def _rotate(x, cos, sin, back=False):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are the halves of a head."""
-    if kernels.ready(x, cos, sin) and cos.shape == (*x.shape[:2], 1, x.shape[3]):
+    kernels = kernels_for(x, cos, sin) if cos.shape == (*x.shape[:2], 1, x.shape[3]) else None
+    if kernels is not None:
         return kernels.rotate(x, cos, sin, back)
     half, cos, sin = x.shape[-1] // 2, cos.to(x.dtype), sin[..., : x.shape[-1] // 2].to(x.dtype)
     out = x * cos
@@ -138,12 +139,13 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return kernels.silu_mul(gate, up)
+        return kernels_for(gate, up).silu_mul(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return kernels.silu_mul_backward(*ctx.saved_tensors, grad.contiguous())
+        gate, up = ctx.saved_tensors
+        return kernels_for(gate, up).silu_mul_backward(gate, up, grad.contiguous())
 
 
 def mlp_forward(mlp, x):
@@ -151,9 +153,10 @@ def mlp_forward(mlp, x):
     if hasattr(mlp, "gate_up"):  # the sampler's copy has the two in one
         joint = mlp.gate_up(x)
         gate, up = joint.chunk(2, -1)
-        return mlp.down_proj(kernels.silu_mul(gate, up) if kernels.ready(joint) else F.silu(gate) * up)
+        kernels = kernels_for(joint)
+        return mlp.down_proj(F.silu(gate) * up if kernels is None else kernels.silu_mul(gate, up))
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return mlp.down_proj(_SiluMul.apply(gate, up) if kernels.ready(gate, up) else F.silu(gate) * up)
+    return mlp.down_proj(F.silu(gate) * up if kernels_for(gate, up) is None else _SiluMul.apply(gate, up))
 
 
 def attention_forward(

@@ -9,7 +9,7 @@ are computed again, chunk by chunk.
 import torch
 import torch.nn.functional as F
 
-from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_for
 from trainer.compute.precision import compute_dtype, rows_to_add
 
 # Logits in one chunk [tokens, vocabulary]: 8 MiB in fp32 fit a CPU's cache, 256 MiB keep a GPU busy
@@ -67,7 +67,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _logprobs(logits, targets, temperature, p=None):
     """logits [n, V], overwritten -> log-probs of targets [n], entropy [n]. Probabilities go into p [n, V]."""
-    if kernels.ready(logits):
+    if (kernels := kernels_for(logits)) is not None:
         return kernels.token_logprobs(logits, targets, temperature, p)
     z = logits.float()
     if temperature != 1:
@@ -81,7 +81,7 @@ def _logprobs(logits, targets, temperature, p=None):
 
 def _grad_logits(p, targets, grad, dtype):
     """-> grad (onehot - p) [n, V] in ``dtype``; p may be overwritten"""
-    if kernels.ready(p, grad, result=dtype):
+    if (kernels := kernels_for(p, grad, result=dtype)) is not None:
         return kernels.token_logprobs_backward(p, targets, grad, dtype)
     return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
 

@@ -7,7 +7,7 @@ scored. The random number behind each token comes from sampling_noise.py.
 import torch
 import torch.nn.functional as F
 
-from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_for
 
 BLOCK = 64  # tokens in one block of the CDF's coarse level
 
@@ -20,7 +20,7 @@ def sample_tokens(logits, temperature, u):
     over the whole vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
     Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
-    if kernels.ready(logits):
+    if (kernels := kernels_for(logits)) is not None:
         return kernels.sample_tokens(logits, temperature, u)
     if temperature not in (0, 1):
         logits = logits.float() / temperature

@@ -35,7 +35,7 @@ from transformers import __version__ as transformers_version
 
 from atomic_files import write_whole, writing
 from errors import InputError
-from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints, trackers
 from trainer.runs.commands import quoted
 from trainer.runs.run_folder import RunFolder
@@ -89,7 +89,7 @@ def write_config(run, folder, argv):
 def configuration(run):
     """The content of ``config.json``: every flag, and what else influences the result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions["kernels"] = "compiled" if kernels.available(run.world.device) else "torch's"
+    versions["kernels"] = "torch's" if kernels_of(run.world.device.type) is None else "compiled"
     return {
         **vars(run.args),
         "script": run.script,

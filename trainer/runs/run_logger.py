@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from atomic_files import write_whole, writing
-from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs import trackers
 from trainer.runs.checkpoints import list_checkpoints
@@ -118,7 +118,7 @@ class RunLogger:
         for note in self.folder.notes:
             self.say(note)
         world, dtype = run.world, str(run.dtype).removeprefix("torch.")
-        if world.device.type == "cpu" and not kernels.available(world.device):
+        if world.device.type == "cpu" and kernels_of("cpu") is None:
             self.say(
                 "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
             )
