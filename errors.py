@@ -20,8 +20,9 @@ class SaidElsewhere(InputError):
 
 def run_script(main):
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
-    out-of-memory error exit with code 1, on Ctrl-C with 130. A character that the output cannot show is
-    printed as a question mark."""
+    out-of-memory error exit with code 1, on Ctrl-C with 130; on an operation that has no form for
+    ``--deterministic 1`` say which, and exit with code 2. A character that the output cannot show is printed
+    as a question mark."""
     if sys.stdout:  # None if it is closed; stderr never fails on a character
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -31,9 +32,13 @@ def run_script(main):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        if "use_deterministic_algorithms" in reason:  # an operation that has no such form
+            print(f"error: --deterministic 1: {reason[:160]}; leave the flag out", file=sys.stderr)
+            sys.exit(2)
         if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
             raise
-        print(f"error: {str(error).splitlines()[0]} Lower the sizes, or --device cpu", file=sys.stderr)
+        print(f"error: {reason} Lower the sizes, or --device cpu", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

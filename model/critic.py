@@ -12,10 +12,9 @@ trainer/rewards/reward_models.py).
 
 import copy
 
-import torch
 from torch import nn
 
-from model.half_precision import make_fp32
+from model.half_precision import fp32_head, make_fp32
 from model.loading import disable_dropout
 from model.lora import frozen_copy
 
@@ -69,5 +68,4 @@ class CriticModel(nn.Module):
 
     def read(self, hidden):
         """Final hidden states [..., hidden] -> values [...] in fp32."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float()).squeeze(-1)
+        return fp32_head(self.value_head, hidden).squeeze(-1)

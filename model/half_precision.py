@@ -34,8 +34,21 @@ class ScoreHead(nn.Linear):
 
     def forward(self, x):
         """States [..., hidden] -> fp32 [..., 1]"""
-        with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.float())
+        return fp32_head(self, x)
+
+
+def fp32_head(head, x):
+    """A linear layer with one output, computed in real fp32: without autocast, and on a GPU without TF32,
+    forward and backward. States [..., hidden] -> fp32 [..., 1]"""
+    with torch.autocast(x.device.type, enabled=False):
+        product = sum_of_products if x.device.type == "cuda" else F.linear
+        return product(x.float(), head.weight, head.bias)
+
+
+def sum_of_products(x, weight, bias=None):
+    """``F.linear`` for one output, but no matrix product, so that a GPU never computes it in TF32."""
+    y = (x * weight[0]).sum(-1, keepdim=True)
+    return y if bias is None else y + bias
 
 
 HALF = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}

@@ -151,6 +151,12 @@ def add_machine_flags(p, seed):
     add("--device", default="", may_change=True, help="cpu, cuda, cuda:1; default: a GPU where there is one")
     add("--dtype", default="auto", choices=DTYPES, help="of mixed precision; float16: for GPUs without bf16")
     add("--ddp", action="store_true", may_change=True, help="insist on having been started by torchrun")
+    add(
+        "--deterministic",
+        default=0,
+        choices=[0, 1],
+        help="1: the same bits in each run on a GPU; slower",
+    )
     add("--gradient_checkpointing", default=0, choices=[0, 1], may_change=True, help="1: less memory, slower")
     add("--seed", default=42, at_least=0, at_most=2**63 - 1, help=seed)
 

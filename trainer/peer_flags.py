@@ -99,6 +99,8 @@ PEER_FLAGS = {
     "ds.param_dtype": "dtype",
     "actor.gradient_checkpointing_enable": "gradient_checkpointing",  # 1
     "train.seed": "seed",
+    "full_determinism": "deterministic",  # 1
+    "train.full_determinism_enable": "deterministic",  # 1
     "data.dataloader_num_workers": "num_workers",
     "save_path": "out_dir",
     "ckpt.output_dir": "out_dir",

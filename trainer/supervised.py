@@ -60,7 +60,7 @@ class SupervisedRun:
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
         self.modules, self.model = modules, modules["model"]
         self.data, self.held_out = data, held_out
-        self.dtype = set_precision(args.dtype, world.device)
+        self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         check_range(self.model, self.dtype, f"--model {args.model}: ")
         self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO

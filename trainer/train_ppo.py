@@ -138,7 +138,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
     policy, the critic as its backbone or as a reward model's (``critic_start``). No model has dropout: the
     training forward is the scoring forward."""
-    device, dtype = world.device, set_precision(args.dtype, world.device)
+    device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
     keep_freed_memory()
     check_range(actor, dtype, f"--model {args.model}: ")
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
@@ -326,8 +326,7 @@ def update(run, rollout, step, metrics):
             lengths = minibatches[k].lengths.tolist()
             sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
             metrics.merge(sums)
-            totals = torch.tensor([sums.total(name) for name in watched], dtype=torch.float64)
-            totals = world.sum(totals.to(world.device)) / token_counts[k]
+            totals = world.sum(sums.totals(watched, world.device)) / token_counts[k]
             means = dict(zip(watched, totals.tolist(), strict=True))
             approx_kl = means.pop("policy/approx_kl", 0.0)
             stop = 0 < args.target_kl < approx_kl

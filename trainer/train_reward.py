@@ -70,10 +70,12 @@ import torch.nn.functional as F
 from dataset.keys import Keys
 from dataset.lm_dataset import reward_dataset
 from model.classifier import reward_from
+from model.half_precision import fp32_head
 from model.loading import load_policy, tokenizer_source
 from trainer import supervised
 from trainer.compute.balance_loss import BalanceLoss
-from trainer.compute.batching import pad_right
+from trainer.compute.batching import pad_right, send
+from trainer.compute.layout import Layout
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.packing import packed_states, take_rows
 from trainer.compute.precision import autocast
@@ -125,7 +127,7 @@ class Outputs(NamedTuple):
 
     scores: torch.Tensor  # [B] fp32
     states: torch.Tensor  # [N, H] the last hidden states
-    starts: torch.Tensor  # [B] the place of each conversation's first token among the N
+    starts: list  # of B + 1 ints: each conversation's first place among the N, and the end
     balance: torch.Tensor  # the balance loss of a mixture of experts
 
 
@@ -149,19 +151,19 @@ class RewardRun(supervised.SupervisedRun):
     def outputs(self, conversations):
         """B lists of ids -> ``Outputs``."""
         tokens, lengths = pad_right(conversations, self.world.device)
+        layout = Layout(map(len, conversations))
         with autocast(tokens.device, self.dtype):
-            output = packed_states(self.model.base_model, tokens, lengths, **self.balance.extra)
-        places = score_places(tokens, lengths, self.model.config.pad_token_id)
-        scores = self.head(output.last_hidden_state[places])
-        starts = lengths.cumsum(0) - lengths
-        return Outputs(scores, output.last_hidden_state, starts, self.balance(output, lengths))
+            output = packed_states(self.model.base_model, tokens, layout, **self.balance.extra)
+        states = output.last_hidden_state
+        scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
+        return Outputs(scores, states, layout.starts.tolist(), self.balance(output, lengths))
 
     def head(self, states):
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
-        return self.model.score(states.float()).squeeze(-1)
+        return fp32_head(self.model.score, states).squeeze(-1)
 
     def numbers(self, values, dtype=torch.float32):
-        return torch.tensor(values, dtype=dtype, device=self.world.device)
+        return send(torch.tensor(values, dtype=dtype), self.world.device)
 
     def save_result(self):
         """Do nothing: the result is written at the end, because its zero is not known before."""
@@ -214,9 +216,8 @@ class PairRun(RewardRun):
             metrics.add("train/balance_loss", outputs.balance, 2 * len(items))
         total = (loss + args.score_penalty * outputs.scores.square().sum() + outputs.balance / 2) / pairs
         if args.parting_coef:  # points at the first difference; the score at the end would have to find it
-            places = self.numbers([first_difference(*x[:2]) for x in items], torch.int64)
-            places = places.repeat(2) + outputs.starts
-            part = pair_loss(*self.head(outputs.states[places]).chunk(2), 0.0)
+            places = [a + first_difference(*x[:2]) for a, x in zip(outputs.starts, items * 2, strict=False)]
+            part = pair_loss(*self.head(outputs.states[self.numbers(places, torch.int64)]).chunk(2), 0.0)
             metrics.add("train/parting_loss", part, len(items))
             total = total + args.parting_coef * part / pairs
         if args.lm_coef and language_tokens:
@@ -228,8 +229,7 @@ class PairRun(RewardRun):
     def language_nll(self, items, outputs):
         """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
         places, targets = [], []
-        starts = outputs.starts.tolist()
-        for (chosen, start), first in zip(self.from_first_difference(items), starts, strict=False):
+        for (chosen, start), first in zip(self.from_first_difference(items), outputs.starts, strict=False):
             places += range(first + start - 1, first + len(chosen) - 1)
             targets += chosen[start:]
         places, targets = (self.numbers(x, torch.int64) for x in (places, targets))

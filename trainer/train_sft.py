@@ -52,6 +52,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,6 +64,7 @@ from model.loading import load_policy, tokenizer_source
 from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.batching import pad_right
+from trainer.compute.layout import Layout, ragged
 from trainer.compute.scoring import PolicyScorer
 from trainer.inputs import check_policy, check_positions, load_trained_tokenizer
 from trainer.runs import displays
@@ -145,9 +147,11 @@ class SftRun(supervised.SupervisedRun):
 
     def nll(self, items):
         """-> (minus the log-probs of the N learned tokens [N], the balance loss of a mixture of experts)."""
-        tokens, lengths = pad_right([ids for ids, _ in items], self.world.device)
-        learned, _ = pad_right([[0, *mask[1:]] for _, mask in items], self.world.device)
-        logprobs, _, balance = self.scorer.at(tokens, lengths, *learned.nonzero(as_tuple=True))
+        tokens, _ = pad_right([ids for ids, _ in items], self.world.device)
+        learned = [np.flatnonzero([0, *mask[1:]]) for _, mask in items]
+        row, _ = ragged([len(positions) for positions in learned])
+        layout = Layout([len(ids) for ids, _ in items], (row, np.concatenate(learned)))
+        logprobs, _, balance = self.scorer.at(tokens, layout)
         return -logprobs, balance
 
     def loss(self, items, totals):

@@ -16,6 +16,7 @@ from model.loading import load_policy
 from model.lora import adapted_layers, add_adapters, describe, frozen_copy, merged, trained
 from model.saving import save_directory
 from trainer import train_ppo
+from trainer.compute.layout import Layout
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
 from trainer.runs.metrics import Metrics
 
@@ -107,9 +108,9 @@ def test_gradients_are_those_of_the_merged_matrix(family):
     full.load_state_dict(dict(merged(model)))
     prepare_training(full.base_model, False)
     tokens = torch.randint(len(WORDS), (5, 20), generator=torch.Generator().manual_seed(2))
-    prompt_len, response_len = torch.tensor([3, 5, 2, 7, 4]), torch.tensor([9, 15, 6, 4, 16])
+    prompt_len, response_len = [3, 5, 2, 7, 4], [9, 15, 6, 4, 16]
     for policy in (model, full):
-        logprobs, _, _ = PolicyScorer(policy)(tokens, prompt_len, response_len, 0.8)
+        logprobs, _, _ = PolicyScorer(policy)(tokens, Layout.of_responses(prompt_len, response_len), 0.8)
         (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
     for name, layer in adapted_layers(model).items():
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight

@@ -25,7 +25,7 @@ from tiny import (
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs.distributed import World
+from trainer.runs.distributed import World, buckets
 from trainer.runs.heartbeat import Heartbeat
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -305,15 +305,25 @@ def test_a_node_that_dies_ends_the_other(files, tmp_path):
 
 def test_sum_of_gradients_in_buckets(monkeypatch):
     monkeypatch.setattr("trainer.runs.distributed.BUCKET", 5)
-    monkeypatch.setattr(World, "sum", lambda self, x: x.mul_(2))  # a second process with the same gradients
+    # A second process with the same gradients. The sum is there only when it has been waited for.
+    monkeypatch.setattr(World, "begin_sum", lambda self, x: lambda: x.mul_(2))
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
     module[1].bias.requires_grad_(False)
     module[0](torch.ones(1, 3)).sum().backward()  # the second layer gets no gradient
-    before = [p.grad.clone() for p in module[0].parameters()]
+    before, large = [p.grad.clone() for p in module[0].parameters()], module[0].weight.grad
     World(0, 2, torch.device("cpu")).sum_gradients(module)
     assert all(p.grad.equal(2 * b) for p, b in zip(module[0].parameters(), before, strict=True))
+    assert module[0].weight.grad.data_ptr() == large.data_ptr()  # larger than a bucket: not copied
     assert module[1].weight.grad.equal(torch.zeros(4, 2))
     assert module[1].bias.grad is None
+
+
+def test_every_parameter_is_in_one_bucket_and_the_order_is_kept(monkeypatch):
+    monkeypatch.setattr("trainer.runs.distributed.BUCKET", 5)
+    parameters = [torch.zeros(n) for n in (2, 3, 1, 9, 5, 4, 2)]
+    found = buckets(parameters)
+    assert [[p.numel() for p in bucket] for bucket in found] == [[2, 3], [1], [9], [5], [4], [2]]
+    assert all(a is b for a, b in zip((p for x in found for p in x), parameters, strict=True))
 
 
 def test_one_process_does_not_communicate():

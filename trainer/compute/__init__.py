@@ -3,8 +3,10 @@
 rollout_data.py  the data of one batch: tokens, lengths, log-probs, values, advantages
 scoring.py       log-probs and values of given responses; where the value of a token is read
 batching.py      cuts sequences into micro-batches by tokens, and pads them
+layout.py        where the tokens of a micro-batch lie: index tables, made once for all its forwards
 packing.py       sequences one behind the other in one row, so that no padding is computed
 attention.py     attention for packed rows and for decoding, registered with transformers
+flash.py         attention for packed rows by torch's flash kernels, on GPUs that have them
 fused_layers.py  the layers of Llama and its relatives in fewer operations
 logprobs.py      log-probs of tokens and their gradient, without the logits of a whole batch
 balance_loss.py  the load-balancing loss of a mixture of experts

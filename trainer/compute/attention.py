@@ -4,8 +4,9 @@ transformers passes the queries, keys and values of every layer to the function 
 the model's attention implementation. Ours handles two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
-  (packing.py). ``rotated_attention``, which is compiled, computes them as they lie. Where it cannot run,
-  sequences of similar length are padded to a batch, for attention alone;
+  (packing.py). On a CPU ``rotated_attention``, which is compiled, computes them as they lie, on a GPU
+  ``flash_attention`` (flash.py) does. Where these cannot run, sequences of similar length are padded to a
+  batch, for attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 
 On a CPU, attention that is not compiled (other families, long sequences, no compiler) runs torch's fused
@@ -13,11 +14,14 @@ kernel. For short sequences, and in bf16, it runs two batched products and a sof
 """
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.compute.cpu import kernels
+from trainer.compute.flash import flash_attention
+from trainer.compute.precision import compute_dtype
 
 ATTENTION = "small_lm"
 MAX_COMPILED_SIZE = (
@@ -49,7 +53,22 @@ def _causal(module, query, key, value, **kwargs):
         mask = causal_mask(length, window, query.dtype, query.device)
     if products:
         return matmul_attention(query, key, value, mask, kwargs["scaling"])
+    if query.device.type == "cuda":
+        return _fused(query, key, value, mask, kwargs.get("scaling"))
     return sdpa_attention_forward(module, query, key, value, mask, is_causal=mask is None, **kwargs)[0]
+
+
+def _fused(query, key, value, mask, scaling):
+    """torch's fused attention on a GPU -> [B, T, heads, dim]. Only its flash kernel takes grouped heads as
+    they are, and it takes no fp32, no mask and no GPU before sm80. Elsewhere keys and values are repeated:
+    with ``enable_gqa`` torch would write all T x T scores to memory."""
+    grouped = key.shape[1] < query.shape[1]
+    flash = mask is None and compute_dtype(query) != torch.float32 and query.shape[3] == value.shape[3] <= 256
+    flash = flash and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    if grouped and not flash:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    more = {"scale": scaling, "is_causal": mask is None, "enable_gqa": grouped and flash}
+    return F.scaled_dot_product_attention(query, key, value, mask, **more).transpose(1, 2)
 
 
 def matmul_attention(query, key, value, mask, scaling):
@@ -99,7 +118,11 @@ def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
 
 def _packed(module, query, key, value, packing, **kwargs):
     """Causal attention in each sequence of a packed row [1, heads, N, head_dim] -> [1, N, heads, dim]."""
-    parts = [packing.pad(x[0].transpose(0, 1)) for x in (query, key, value)]
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    out = flash_attention(*rows, packing, kwargs.get("sliding_window"), kwargs.get("scaling"))
+    if out is not None:
+        return out[None]
+    parts = [packing.pad(x) for x in rows]
     out = [_causal(module, *qkv, **kwargs).transpose(1, 2) for qkv in zip(*parts, strict=True)]
     return packing.unpad(out)[None]
 

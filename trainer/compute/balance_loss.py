@@ -1,7 +1,6 @@
 """The load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961, eq. 4)."""
 
 import torch
-import torch.nn.functional as F
 
 from model.compatibility import is_moe
 
@@ -34,11 +33,13 @@ def load_balance_loss(router_logits, lengths, top_k):
     sequence, so that the cut into micro-batches does not change it.
     """
     total = torch.zeros((), device=lengths.device)
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    rows = torch.arange(len(lengths), device=lengths.device)
+    if router_logits:  # with its size given, a GPU is not asked for it
+        row = torch.repeat_interleave(rows, lengths, output_size=len(router_logits[0]))
     for logits in router_logits:
         experts = logits.shape[-1]
         gate = logits.float().softmax(-1)
-        chosen = F.one_hot(gate.topk(top_k, dim=-1).indices, experts).sum(-2).float()
+        chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=-1).indices, 1.0)
         per_sequence = torch.zeros(len(lengths), experts, device=lengths.device)
         share = per_sequence.index_add(0, row, chosen) / (lengths[:, None] * top_k)
         mean_gate = per_sequence.index_add(0, row, gate) / lengths[:, None]

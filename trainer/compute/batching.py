@@ -42,6 +42,12 @@ def pad_right(sequences, device="cpu", value=0):
     lengths = torch.tensor([len(s) for s in sequences])
     width = int(lengths.max())
     tokens = torch.tensor([list(s) + [value] * (width - len(s)) for s in sequences])
-    if torch.device(device).type == "cuda":  # a copy from pinned memory does not wait for the GPU
-        return tuple(x.pin_memory().to(device, non_blocking=True) for x in (tokens, lengths))
-    return tokens.to(device), lengths.to(device)
+    return send(tokens, device), send(lengths, device)
+
+
+def send(x, device):
+    """A tensor of the CPU -> the same on this device. The host does not wait for a GPU: it copies from pinned
+    memory, which torch keeps until the copy is done."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

@@ -10,6 +10,7 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 (arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).
 """
 
+import warnings
 from functools import partial
 from types import MethodType
 
@@ -219,13 +220,19 @@ KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORW
 
 
 def fuse_layers(backbone):
-    """Replace ``forward`` of the layers with known names, where ours gives the same values and gradients."""
+    """Replace ``forward`` of the layers with known names, where ours gives the same values and gradients. A
+    warning names those where it does not."""
+    kept = set()
     for module in reversed(list(backbone.modules())):  # inner modules before outer ones
         forward = KNOWN.get(type(module).__name__)
         if forward is None or "forward" in vars(module):
             continue
         if _gives_same_results(module, MethodType(forward, module), *_test_inputs(module, forward, backbone)):
             module.forward = MethodType(forward, module)
+        else:
+            kept.add(type(module).__name__)
+    if kept:
+        warnings.warn(f"{', '.join(sorted(kept))}: not fused, which is slower", stacklevel=2)
 
 
 def is_fused(module, forward):

@@ -4,14 +4,18 @@ A micro-batch is one row of N tokens, each with its position in its own sequence
 (attention.py) has to know where a sequence ends.
 """
 
+import warnings
+from functools import cached_property
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from model.loading import quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.fused_layers import fuse_layers
-from trainer.compute.precision import rows_to_add
-from trainer.compute.rollout_data import length_mask
+from trainer.compute.layout import Layout, send_arrays
+from trainer.compute.precision import exact_products, rows_to_add
 
 WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
 
@@ -50,12 +54,16 @@ def take_rows(x, place):
 
 
 class Packing:
-    """Where the sequences of a packed row lie. Attention that is not compiled computes neighbours of similar
-    length as one padded batch, a group. lengths: list of B ints; sorted ones need less padding."""
+    """Where the sequences of a packed row lie, for attention, which reads this in every layer.
+
+    lengths: list of B ints. ``starts``: each sequence's first place and the end, int64 [B + 1]. Attention
+    that has no kernel for packed rows computes neighbours of similar length as one padded batch, a group:
+    ``groups`` are (number of sequences, longest). Sorted lengths need less padding.
+    """
 
     def __init__(self, lengths, device):
-        self.groups, self.lengths, self.device = [], lengths, device  # groups: (number of sequences, longest)
-        total = 0
+        self.groups, self.lengths, self.device = [], lengths, device
+        self.longest, total = max(lengths), 0
         for length in lengths:
             count, longest = self.groups[-1] if self.groups else (0, 0)
             count, longest, total = count + 1, max(longest, length), total + length
@@ -65,7 +73,12 @@ class Packing:
                 self.groups.append((1, length))
                 total = length
         self.indices = {}  # {number of heads: its index}
-        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0)  # [B + 1], each start and the end
+        (self.starts,) = send_arrays([np.cumsum([0, *lengths])], device)
+
+    @cached_property
+    def starts_int32(self):
+        """``starts`` in the type that flash attention reads."""
+        return self.starts.to(torch.int32)
 
     @property
     def sizes(self):
@@ -76,17 +89,19 @@ class Packing:
         """Indices for rows of [tokens * heads, dim] -> (padded place of a row, row at each padded place)."""
         if heads not in self.indices:
             places, sources, first, start, base = [], [], 0, 0, 0
-            head = torch.arange(heads)
+            head = np.arange(heads)
             for count, longest in self.groups:
-                lengths = torch.tensor(self.lengths[first : first + count])
-                column = torch.arange(longest).minimum(lengths[:, None] - 1)  # [count, longest]
-                token = start + (lengths.cumsum(0) - lengths)[:, None] + column
-                sources.append((token[:, None] * heads + head[:, None]).flatten())  # [count, heads, longest]
-                row = torch.arange(count)[:, None, None] * heads + head  # [count, 1, heads]
-                row = base + row * longest + torch.arange(longest)[:, None]  # [count, longest, heads]
-                places.append(row[length_mask(lengths, longest)].flatten())
+                lengths = np.array(self.lengths[first : first + count])
+                column = np.arange(longest)
+                token = start + (np.cumsum(lengths) - lengths)[:, None]
+                token = token + np.minimum(column, lengths[:, None] - 1)  # [count, longest]
+                sources.append((token[:, None] * heads + head[:, None]).ravel())  # [count, heads, longest]
+                row = np.arange(count)[:, None, None] * heads + head  # [count, 1, heads]
+                row = base + row * longest + column[:, None]  # [count, longest, heads]
+                places.append(row[column < lengths[:, None]].ravel())
                 first, start, base = first + count, start + int(lengths.sum()), base + len(sources[-1])
-            self.indices[heads] = torch.cat(places).to(self.device), torch.cat(sources).to(self.device)
+            both = [np.concatenate(x) for x in (places, sources)]
+            self.indices[heads] = send_arrays(both, self.device)
         return self.indices[heads]
 
     def pad(self, x):
@@ -108,15 +123,26 @@ class Packing:
 def pack_sequences(backbone):
     """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
 
-    Packed and padded states are compared first. Where they differ, and where a model does not use the
-    attention interface of transformers, the backbone stays as it was.
+    Packed and padded states are compared first, in fp32 without TF32. Where they differ, and where a model
+    does not use the attention interface of transformers, the backbone stays as it was, and a warning says so.
     """
     if backbone.config._attn_implementation == ATTENTION:
         return True
+    with exact_products(backbone.device):
+        packs = _packs(backbone)
+        if packs:
+            fuse_layers(backbone)
+    if not packs:
+        warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)
+    return packs
+
+
+def _packs(backbone):
+    """Give the backbone the attention of packed rows, if that gives the same states -> whether it has it."""
     before, device = backbone.config._attn_implementation, backbone.device
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.get_input_embeddings().num_embeddings, (3, 9), generator=generator)
-    arguments = tokens.to(device), torch.tensor([9, 8, 4], device=device)
+    arguments = tokens.to(device), [9, 8, 4]
     padded = packed_states(backbone, *arguments).last_hidden_state
     try:
         with quiet():
@@ -127,32 +153,34 @@ def pack_sequences(backbone):
         fits = False
     if not fits:
         backbone.set_attn_implementation(before)
-    packs = backbone.config._attn_implementation == ATTENTION  # some models keep their own and raise no error
-    if packs:
-        fuse_layers(backbone)
-    return packs
+    return backbone.config._attn_implementation == ATTENTION  # some keep their own and raise no error
 
 
-def packed_states(backbone, tokens, lengths, **extra):
+def packed_states(backbone, tokens, layout, **extra):
     """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
-    states of the N real tokens, row by row. extra: further arguments of the backbone."""
-    real = length_mask(lengths, tokens.shape[1])
+    states of the N real tokens, row by row. layout: ``Layout``, or B lengths. extra: further arguments of the
+    backbone."""
+    layout = layout if isinstance(layout, Layout) else Layout(layout)
+    tables = layout.on(tokens.device)
+    row, position = tables["row"], tables["position"]
     if backbone.config._attn_implementation != ATTENTION:  # not packed: run on padded rows
         output = backbone(input_ids=tokens, use_cache=False, **extra)
-        output.last_hidden_state = output.last_hidden_state[real]
+        output.last_hidden_state = output.last_hidden_state[row, position]
         if extra.get("output_router_logits"):
-            output.router_logits = tuple(x[real.view(-1)] for x in output.router_logits)
+            place = row * tokens.shape[1] + position
+            output.router_logits = tuple(x[place] for x in output.router_logits)
         return output
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    lengths = lengths.tolist()
-    count = sum(lengths)
+    count = len(row)
     filler = rows_to_add(count, backbone.get_input_embeddings().weight)
+    if (kind := (tokens.device, filler)) not in layout.packings:
+        lengths = [*layout.lengths, filler] if filler else layout.lengths
+        layout.packings[kind] = Packing(lengths, tokens.device)
     output = backbone(
-        input_ids=F.pad(tokens[real], (0, filler))[None],
-        position_ids=F.pad(positions[real], (0, filler))[None],
+        input_ids=F.pad(tokens[row, position], (0, filler))[None],
+        position_ids=F.pad(position, (0, filler))[None],
         # A mask of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
         attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
-        packing=Packing([*lengths, filler] if filler else lengths, tokens.device),
+        packing=layout.packings[kind],
         use_cache=False,
         **extra,
     )

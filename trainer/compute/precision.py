@@ -7,9 +7,12 @@ values, advantages, losses                       fp32 (in fp16 multiplied by a s
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
 reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
-score heads of reward models                     fp32
+value heads, score heads                         fp32, never TF32 (``fp32_head`` in model/half_precision.py)
 the result, ppo_actor_*.pth                      fp16
 """
+
+import os
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -37,13 +40,46 @@ def fast_dtype(name, device):
     return torch.bfloat16 if native else torch.float32
 
 
-def set_precision(name, device):
+def set_precision(name, device, deterministic=0):
     """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``; and
-    products in fp16 are summed in fp32 all the way, because partial sums might exceed fp16's range."""
-    if device.type == "cuda" and name != "float32":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    products in fp16 are summed in fp32 all the way, because partial sums might exceed fp16's range.
+
+    deterministic: --deterministic; 1 gives the same bits in every run on the same machine (``repeatable``).
+    """
+    repeatable(bool(deterministic))
+    if device.type == "cuda":
+        # It builds a plan for each new shape, and packed rows have new shapes in every micro-batch.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if name != "float32":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return fast_dtype(name, device)
+
+
+def repeatable(wanted):
+    """Let every operation give the same bits for the same inputs, or (False) leave torch its own choice.
+
+    Whoever derives a size from the memory that is free asks ``torch.are_deterministic_algorithms_enabled()``
+    and takes a fixed size then. An operation that has no such form raises a RuntimeError (``run_script`` in
+    errors.py says which). Call it before the first product on a GPU: cuBLAS reads its variable only then.
+    """
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+    torch.use_deterministic_algorithms(wanted)
+
+
+@contextmanager
+def exact_products(device):
+    """fp32 products are computed in fp32 in this block, without TF32 and without autocast: for comparisons.
+    ``device``: where. Afterwards everything is as it was."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(torch.device(device).type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def check_range(model, dtype, what):

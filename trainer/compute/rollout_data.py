@@ -11,8 +11,12 @@ prompt_len + t - 1.
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
+
+from trainer.compute.batching import send
+from trainer.compute.layout import Layout
 
 
 def length_mask(lengths, width):
@@ -36,34 +40,57 @@ class Rollout:
     advantages: torch.Tensor | None = None  # [B, R]
     returns: torch.Tensor | None = None  # [B, R]
     advantage_std: float = 1.0  # what whitening divided the advantages by, in units of the reward
+    host_lengths: tuple | None = None  # see ``on_host``
 
     @property
     def mask(self):
         """[B, R] bool, True on response tokens. From lengths, never from ``== pad``: pad may equal EOS."""
         return length_mask(self.response_len, self.sampler_logprobs.shape[1])
 
+    def on_host(self):
+        """(prompt_len, response_len) as lists of B ints. Waits for a GPU, but only at the first call."""
+        if self.host_lengths is None:
+            self.host_lengths = tuple(torch.stack([self.prompt_len, self.response_len]).tolist())
+        return self.host_lengths
+
+    @cached_property
+    def layout(self):
+        """The ``Layout`` of the sequences, the same for every forward over them."""
+        return Layout.of_responses(*self.on_host())
+
+    @cached_property
+    def layouts(self):
+        """{rows: their ``Layout``}: several models and PPO epochs take the same rows."""
+        return {}
+
     @property
     def lengths(self):
-        """[B] number of tokens of prompt plus response."""
-        return self.prompt_len + self.response_len
+        """[B] number of tokens of prompt plus response, on the CPU."""
+        return torch.tensor(self.on_host()).sum(0)
 
     @property
     def sequences(self):
-        """(tokens, prompt_len, response_len): the inputs of a scorer."""
-        return self.tokens, self.prompt_len, self.response_len
+        """(tokens, layout): the inputs of a scorer."""
+        return self.tokens, self.layout
 
     def rows(self, index):
-        """-> a rollout of these rows only (list of int), cut to the longest of them."""
-        index = torch.as_tensor(index, device=self.tokens.device)
-        width, longest = int(self.response_len[index].max()), int(self.lengths[index].max())
+        """-> a rollout of these rows only (list of int), cut to the longest of them. Waits for no GPU."""
+        rows = tuple(index)
+        lengths = tuple([x[i] for i in rows] for x in self.on_host())
+        if rows not in self.layouts:
+            self.layouts[rows] = Layout.of_responses(*lengths)
+        layout = self.layouts[rows]
+        index = send(torch.tensor(rows), self.tokens.device)
         picked = {f.name: getattr(self, f.name) for f in fields(self)}
         picked = {name: x[index] for name, x in picked.items() if isinstance(x, torch.Tensor)}
         for name, x in picked.items():
             if x.dim() == 2:
-                picked[name] = x[:, : longest if name == "tokens" else width]
-        return replace(self, **picked)
+                picked[name] = x[:, : max(layout.lengths) if name == "tokens" else layout.shape[1]]
+        part = replace(self, host_lengths=lengths, **picked)
+        part.layout = layout
+        return part
 
     def responses(self):
         """The sampled token ids of every row, as lists; the EOS, if any, is included."""
-        rows = zip(self.tokens.tolist(), self.prompt_len.tolist(), self.lengths.tolist(), strict=True)
-        return [tokens[start:end] for tokens, start, end in rows]
+        rows = zip(self.tokens.tolist(), *self.on_host(), strict=True)
+        return [tokens[start : start + count] for tokens, start, count in rows]

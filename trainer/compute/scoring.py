@@ -10,22 +10,17 @@ token is predicted, and never for a whole batch at a time (logprobs.py).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from trainer.compute.balance_loss import BalanceLoss
-from trainer.compute.batching import tokens_per_pass
+from trainer.compute.batching import send, tokens_per_pass
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states, take_rows
 from trainer.compute.precision import autocast
-from trainer.compute.rollout_data import length_mask
-
-
-def scatter(flat, mask):
-    """flat [N], a number for each True in mask [B, R], row by row -> [B, R], 0 elsewhere. Keeps gradients."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
 def prepare_training(model, gradient_checkpointing):
@@ -51,23 +46,13 @@ def prepare_training(model, gradient_checkpointing):
             module.training = True
 
 
-def states_at(backbone, tokens, lengths, row, position, **extra):
-    """The states that predict the tokens at N places (row [N], position [N]) in right-padded tokens [B, T].
-
-    Places are all different, and none is in column 0, because a token is predicted one position before its
-    own. -> (states [N, H], the ids of those tokens [N], the backbone's output).
-    """
-    start = lengths.cumsum(0) - lengths  # where each row starts among the packed tokens
-    output = packed_states(backbone, tokens, lengths, **extra)
-    states = take_rows(output.last_hidden_state, start[row] + position - 1)
-    return states, tokens[row, position], output
-
-
-def response_places(prompt_len, response_len):
-    """The places of the N response tokens, row by row -> (row [N], position [N], mask [B, R])."""
-    mask = length_mask(response_len, int(response_len.max()))
-    row, column = mask.nonzero(as_tuple=True)
-    return row, prompt_len[row] + column, mask
+def states_at(backbone, tokens, layout, **extra):
+    """The states that predict the M wanted tokens of a ``Layout`` in right-padded tokens [B, T] -> (states
+    [M, H], the ids of those tokens [M], the backbone's output)."""
+    tables = layout.on(tokens.device)
+    output = packed_states(backbone, tokens, layout, **extra)
+    states = take_rows(output.last_hidden_state, tables["predicted_by"])
+    return states, tokens[tables["wanted_row"], tables["wanted_position"]], output
 
 
 class PolicyScorer(nn.Module):
@@ -78,21 +63,19 @@ class PolicyScorer(nn.Module):
         self.model, self.dtype = model, dtype
         self.balance = BalanceLoss(model)
 
-    def forward(self, tokens, prompt_len, response_len, temperature):
-        """tokens [B, T] -> logprobs [B, R], entropy [B, R] (no gradient), balance loss (weighted sum)."""
-        row, position, mask = response_places(prompt_len, response_len)
-        logprobs, entropy, balance = self.at(tokens, prompt_len + response_len, row, position, temperature)
-        return scatter(logprobs, mask), scatter(entropy, mask), balance
+    def forward(self, tokens, layout, temperature):
+        """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R] (no gradient), balance
+        loss (weighted sum)."""
+        logprobs, entropy, balance = self.at(tokens, layout, temperature)
+        return layout.spread(logprobs), layout.spread(entropy), balance
 
-    def at(self, tokens, lengths, row, position, temperature=1.0):
-        """The same for the tokens at N places of tokens [B, T] -> logprobs [N], entropy [N], balance loss."""
+    def at(self, tokens, layout, temperature=1.0):
+        """The same for the M wanted tokens of a ``Layout`` -> logprobs [M], entropy [M], balance loss."""
         with autocast(tokens.device, self.dtype):
-            states, targets, output = states_at(
-                self.model.base_model, tokens, lengths, row, position, **self.balance.extra
-            )
+            states, targets, output = states_at(self.model.base_model, tokens, layout, **self.balance.extra)
             head = self.model.get_output_embeddings()
             logprobs, entropy = token_logprobs(head, states, targets, temperature)
-            return logprobs, entropy, self.balance(output, lengths)
+            return logprobs, entropy, self.balance(output, layout.on(tokens.device)["length"])
 
 
 class ValueScorer(nn.Module):
@@ -102,25 +85,27 @@ class ValueScorer(nn.Module):
         super().__init__()
         self.critic, self.dtype = critic, dtype
 
-    def forward(self, tokens, prompt_len, response_len):
-        """tokens [B, T] -> values [B, R] fp32, 0 on padding."""
+    def forward(self, tokens, layout):
+        """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding."""
         with autocast(tokens.device, self.dtype):
-            row, position, mask = response_places(prompt_len, response_len)
-            states, *_ = states_at(self.critic.backbone, tokens, prompt_len + response_len, row, position)
-            return scatter(self.critic.read(states), mask)
+            states, *_ = states_at(self.critic.backbone, tokens, layout)
+            return layout.spread(self.critic.read(states))
 
 
 @torch.no_grad()
 def score_all(rollout, score):
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order."""
-    result = torch.zeros_like(rollout.sampler_logprobs)
+    places, parts, width = [], [], rollout.sampler_logprobs.shape[1]
 
     def fill(index):
         part = score(rollout.rows(index))
-        result[index, : part.shape[1]] = part
+        parts.append(F.pad(part, (0, width - part.shape[1])))
+        places.extend(index)
 
-    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(result.device), fill)
-    return result
+    device = rollout.tokens.device
+    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(device), fill)
+    result = torch.zeros_like(rollout.sampler_logprobs)
+    return result.index_copy_(0, send(torch.tensor(places), device), torch.cat(parts))
 
 
 def score_rollout(rollout, old_actor, ref, critic, temperature):

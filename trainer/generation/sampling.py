@@ -29,14 +29,28 @@ def sample_tokens(logits, temperature, u):
         token = logits.argmax(-1, keepdim=True)
         return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
     probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
-    coarse = probs.sum(-1).double().cumsum(-1)  # [B, blocks]
+    coarse = running_sum(probs.sum(-1).double())  # [B, blocks]
     target = u[:, None] * coarse[:, -1:]
     block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
     inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
-    fine = inside.double().cumsum(-1)
+    fine = running_sum(inside.double())
     end, total = coarse.gather(1, block), fine[:, -1:]
     # How much of the block lies below the target. Clamped, because the two levels round differently.
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
     column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)
     token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), inside.gather(1, column).squeeze(1).log()
+
+
+def running_sum(x):
+    """x [B, n] -> its cumulative sums. torch's on a GPU are refused under ``--deterministic 1``: there they
+    are a product with a triangle, whose rounding may not let a sum be below the one before it."""
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(-1)
+    return triangle_sum(x)
+
+
+def triangle_sum(x):
+    """The cumulative sums of x [B, n] >= 0 by a matrix product."""
+    triangle = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu_()
+    return (x @ triangle).cummax(-1).values

@@ -24,6 +24,7 @@ from model.hub_connection import check_hub
 from model.loading import as_input_error, load_tokenizer, quiet
 from model.pretrained import check_report, fill_buffers, is_from_outside, load_config, load_pretrained
 from trainer.compute.batching import pad_right, tokens_per_pass
+from trainer.compute.layout import Layout
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
@@ -83,8 +84,9 @@ class ClassifierRewardModel:
 
         def score_some(index):
             tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
+            layout = Layout(len(ids[i]) for i in index)
             with autocast(self.model.device, self.dtype):
-                found.append(score(tokens, lengths).float())
+                found.append(score(tokens, lengths, layout).float())
             places.extend(index)
 
         each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), score_some)
@@ -94,11 +96,11 @@ class ClassifierRewardModel:
             check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
-    def _packed_scores(self, tokens, lengths):
-        states = packed_states(self.model.base_model, tokens, lengths).last_hidden_state
+    def _packed_scores(self, tokens, lengths, layout):
+        states = packed_states(self.model.base_model, tokens, layout).last_hidden_state
         return self.head(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1)
 
-    def _padded_scores(self, tokens, lengths):
+    def _padded_scores(self, tokens, lengths, _):
         """Scores [B] by the model's own forward, where it cannot be packed or has a head of its own.
 
         The model finds the last token by looking for its pad token. If it has none, pad with an id that is

@@ -5,6 +5,7 @@ resume.py           starting a run or resuming one; the check that it is the sam
 checkpoints.py      what a checkpoint contains; writing, checking, loading and deleting them
 fingerprints.py     hashes of models and data, compared on resuming
 log_and_save.py     logging a step; saving a checkpoint and the result
+garbage.py          Python's garbage collector, which works between two steps only
 interrupts.py       Ctrl-C and SIGTERM: stop after the current step
 
 optimizer_step.py   ``Learner``; gradients that fit into memory, clipping, the optimizer step

@@ -28,6 +28,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,11 @@ class World:
             self._collective(dist.all_reduce, tensor)
         return tensor
 
+    def begin_sum(self, tensor):
+        """Begin ``sum`` -> a function that waits for it. Until then the tensor may not be used."""
+        work = self._collective(partial(dist.all_reduce, async_op=True), tensor)
+        return partial(self._collective, work.wait)
+
     def gather(self, item):
         """Every process' (picklable) item, as a list by rank. All must call it, in the same order."""
         items = [item]
@@ -68,7 +74,7 @@ class World:
 
     def _collective(self, operation, *args):
         try:
-            operation(*args)
+            return operation(*args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # the connection broke; torchrun prints which process ended, and why
@@ -81,17 +87,22 @@ class World:
         """Replace every trained parameter's gradient by its sum over all processes.
 
         A parameter that no token of this process has reached (an expert, say) has none, which counts as 0.
+        Nothing is sharded: each process holds all gradients.
         """
         parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
-        while parameters:
-            bucket, count = [], 0
-            while parameters and (not bucket or count + parameters[0].numel() <= BUCKET):
-                bucket.append(parameters.pop(0))
-                count += bucket[-1].numel()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
-            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                p.grad = grad.view_as(p)
+        sums = []  # under way: the next bucket is put together while they run
+        for bucket in buckets(parameters):
+            for p in bucket:
+                p.grad = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
+            if len(bucket) == 1:  # summed where it lies: large parameters are not copied
+                flat = bucket[0].grad.view(-1)
+            else:
+                flat = torch.cat([p.grad.view(-1) for p in bucket])
+                for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                    p.grad = grad.view_as(p)
+            sums.append(self.begin_sum(flat))
+        for wait in sums:
+            wait()
 
     @contextmanager
     def all_or_none(self):
@@ -140,6 +151,18 @@ class World:
         if self.size > 1 and agreed:
             self.heartbeat.end()
             dist.destroy_process_group()
+
+
+def buckets(parameters):
+    """Parameters -> lists of neighbours with at most BUCKET numbers in all, or of a single larger one."""
+    found, count = [], 0
+    for p in parameters:
+        if not found or count + p.numel() > BUCKET:
+            found.append([])
+            count = 0
+        found[-1].append(p)
+        count += p.numel()
+    return found
 
 
 def bit_sum(tensor):

@@ -8,11 +8,13 @@ import time
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
+from trainer.runs.garbage import collect_garbage, collected_between_steps
 from trainer.runs.interrupts import StopRequest
 
 
 def log_step(run, logger, step, metrics, rows=()):
-    """Log a step's metrics and sample rows."""
+    """Log a step's metrics and sample rows. Every script calls it between two steps."""
+    collect_garbage()
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
 
@@ -36,7 +38,7 @@ def run_to_the_end(run, logger, train):
     """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
     say how to go on too. The log files are closed in any case."""
     try:
-        with sleep_when_busy(run.world.device):
+        with sleep_when_busy(run.world.device), collected_between_steps():
             train(run, logger)
         logger.summary(run)
     except (InputError, SystemExit):

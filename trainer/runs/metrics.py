@@ -2,6 +2,8 @@
 
 import torch
 
+from trainer.compute.batching import send
+
 
 class Metrics:
     """{name: (sum, count)}. It divides only once, after adding up all micro-batches and processes."""
@@ -27,11 +29,27 @@ class Metrics:
         """The sum of one metric on this process so far. Raises KeyError if nothing was added to it."""
         return float(self._totals[name][0])
 
+    def totals(self, names, device):
+        """The sums of these metrics on this process so far, fp64 [names]; a GPU is not waited for. Raises
+        KeyError if nothing was added to one of them."""
+        return _stack([self._totals[name][0] for name in names], device)
+
     def means(self, world):
         """{name: mean over all processes}. All processes must call it and have added the same names in the
         same order."""
-        flat = [float(x) for pair in self._totals.values() for x in pair]
-        flat = world.sum(torch.tensor(flat, dtype=torch.float64, device=world.device)).view(-1, 2).tolist()
+        flat = _stack([x for pair in self._totals.values() for x in pair], world.device)
+        flat = world.sum(flat).view(-1, 2).tolist()
         return {
             name: total / max(count, 1.0) for name, (total, count) in zip(self._totals, flat, strict=True)
         }
+
+
+def _stack(numbers, device):
+    """Numbers and tensors of one element, some on the device -> fp64 [n] on the device."""
+    there = [i for i, x in enumerate(numbers) if torch.is_tensor(x) and x.device.type != "cpu"]
+    flat = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
+    flat = send(torch.tensor(flat, dtype=torch.float64), device)
+    if there:
+        values = torch.stack([numbers[i].double().reshape(()) for i in there])
+        flat.index_copy_(0, send(torch.tensor(there), device), values)
+    return flat

@@ -1,0 +1,140 @@
+"""What is set for a GPU (TF32, cuDNN, deterministic algorithms), and what is computed in real fp32."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import run_files, same_run, tiny_llama, train
+
+from errors import run_script
+from model.half_precision import fp32_head, sum_of_products
+from trainer.compute import packing
+from trainer.compute.fused_layers import fuse_layers
+from trainer.compute.precision import exact_products, repeatable, set_precision
+from trainer.generation.sampling import running_sum, triangle_sum
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def settings_as_before():
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cuda.enable_cudnn_sdp(before[1])
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_cudnn_attention_is_off_on_a_gpu_and_nothing_changes_on_a_cpu():
+    """cuDNN's attention makes a plan for each shape, and packed rows have many."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    set_precision("float32", CPU)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    set_precision("float32", GPU)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_tf32_is_for_mixed_precision_only():
+    assert set_precision("float32", GPU) == torch.float32
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert set_precision("bfloat16", GPU) == torch.bfloat16
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_in_comparisons_products_are_exact_and_then_as_before():
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(ZeroDivisionError), torch.autocast("cpu", torch.bfloat16), exact_products(CPU):
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_models_are_compared_without_tf32():
+    """In TF32 the comparison of packed with padded states fails by rounding, and so does that of layers."""
+    torch.set_float32_matmul_precision("high")
+    model, seen = tiny_llama(20, layers=2).base_model, []
+    for module in (model.layers[0].mlp, model.layers[1].self_attn):
+        module.register_forward_hook(lambda *args: seen.append(torch.get_float32_matmul_precision()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packing.pack_sequences(model)
+    assert set(seen) == {"highest"}
+    assert len(seen) > 8  # packed, padded, and each layer's values before and after
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_what_is_not_packed_or_not_fused_is_said(monkeypatch):
+    model = tiny_llama(20, layers=1).base_model
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="LlamaModel: computed with padding"):
+        patch.setattr(packing, "_packs", lambda backbone: False)
+        assert not packing.pack_sequences(model)
+    model.layers[0].mlp.act_fn = torch.nn.GELU()  # not the gate that ours computes
+    with pytest.warns(UserWarning, match=r"^LlamaMLP: not fused, which is slower$"):
+        fuse_layers(model)
+    assert "forward" not in vars(model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_on_a_gpu_is_that_of_the_matrix_product(bias):
+    head, x = torch.nn.Linear(16, 1, bias=bias).double(), torch.randn(7, 16, dtype=torch.float64)
+    results = []
+    for product in (F.linear, sum_of_products):
+        y = product(x.requires_grad_(True), head.weight, head.bias)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *head.parameters()])])
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(wanted, found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_head_computes_in_fp32_under_autocast():
+    head, x = torch.nn.Linear(16, 1), torch.randn(7, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fp32_head(head, x).equal(F.linear(x, head.weight, head.bias).float())
+        assert fp32_head(head, x).dtype == torch.float32
+    assert fp32_head(head, x).equal(F.linear(x, head.weight, head.bias))
+
+
+# ------------------------------------------------------------------------------------- --deterministic
+
+
+def test_deterministic_is_switched_on_and_off(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    set_precision("float32", CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    set_precision("float32", CPU, deterministic=1)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # read by cuBLAS at the first product
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # costs time, and nothing needs it
+    set_precision("float32", CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_run_with_it_is_the_same_on_a_cpu(tmp_path):
+    """Every operation of a step has a deterministic form on a CPU, and a CPU computes the same without."""
+    files = run_files(tmp_path)
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 3, "dtype": "float32"}
+    for flag in (0, 1):
+        train(**files, **sizes, deterministic=flag, run_name="r", out_dir=tmp_path / f"out{flag}")
+    same_run(tmp_path / "out0/r", tmp_path / "out1/r", 3)
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line(capsys):
+    repeatable(True)
+    with pytest.raises(SystemExit) as end:
+        run_script(lambda: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1)))
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --deterministic 1: put_ does not have a deterministic implementation")
+    assert said.endswith("; leave the flag out\n")
+    assert said.count("\n") == 1
+
+
+def test_cumulative_sums_by_a_product():
+    """What a GPU computes under --deterministic 1, where torch refuses its own cumulative sum of floats."""
+    x = torch.rand(5, 300, dtype=torch.float64)
+    x[:, 100:150] = 0  # the sums must not fall here
+    assert triangle_sum(x).sub(running_sum(x)).abs().max() < 1e-12
+    assert (triangle_sum(x).diff() >= 0).all()
+    assert running_sum(x).equal(x.cumsum(-1))

@@ -1,0 +1,67 @@
+"""Python's garbage collector: it works between steps only, and memory does not grow."""
+
+import gc
+import weakref
+
+import pytest
+from tiny import read_jsonl, run_files, train
+
+from trainer.runs.garbage import collect_garbage, collected_between_steps
+
+LOOKS = """import gc, json, os
+import torch
+
+def score(prompts, responses, answers):
+    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(json.dumps([gc.isenabled(), tensors]) + "\\n")
+    return [0.1 * len(r) for r in responses]
+"""
+
+
+class Circle:
+    def __init__(self):
+        self.own = self
+
+
+def test_circles_are_freed_when_asked_and_not_before():
+    older = Circle()
+    with collected_between_steps():
+        assert not gc.isenabled()
+        circle = Circle()
+        seen = weakref.ref(circle)
+        del circle
+        garbage = [[] for _ in range(10_000)]  # would make Python look for garbage
+        assert seen() is not None
+        collect_garbage()
+        assert seen() is None
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert older.own is older
+    assert garbage
+
+
+def test_afterwards_it_is_as_before():
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError), collected_between_steps():
+            raise ZeroDivisionError
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_run_collects_nothing_in_a_step_and_keeps_nothing(tmp_path, monkeypatch):
+    """The reward function looks: the collector is off, and no tensors are left over from step to step. (In
+    the third step the actor begins to train, and its optimizer makes its moments.)"""
+    files = run_files(tmp_path)
+    (tmp_path / "look.py").write_text(LOOKS)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
+    train(**files | {"reward_fn": f"{tmp_path / 'look.py'}:score"}, **sizes, out_dir=tmp_path / "out")
+    enabled, tensors = zip(*read_jsonl(tmp_path / "seen"), strict=True)
+    assert enabled == (False,) * 8
+    assert tensors[0] > 0
+    assert len(set(tensors[4:])) == 1
+    assert gc.isenabled()
