@@ -22,6 +22,7 @@ from model.compatibility import (
 )
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
 from trainer.compute.scoring import PolicyScorer
+from trainer.evaluation import BATCH
 from trainer.flags import ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
@@ -194,6 +195,14 @@ def load_trained_tokenizer(args, source):
     set_template(tokenizer, args.prompt_template)
     args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     return tokenizer
+
+
+def sampling_sizes(args, prompts, held_out):
+    """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
+    what the sampler must have room for."""
+    rows = max(args.batch_size, min(BATCH, len(held_out or ())))
+    longest = max(data.longest for data in (prompts, held_out) if data)
+    return rows, longest + args.max_gen_len, args.max_gen_len
 
 
 def load_inputs(args):

@@ -115,7 +115,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training,
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.engine import Sampler, response_texts
 from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs
+from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import check_memory
 from trainer.ppo_models import PpoRun
 from trainer.rewards.reward import load_reward
@@ -147,7 +147,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     memory = check_memory(args, actor, start, device, dtype, len(held_out or ()))
     notes = [*notes, choose_rates(args, actor, start), memory]
     critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
-    sampler = Sampler(actor, dtype)  # a copy of its own
+    sampler = Sampler(actor, dtype, sizes=sampling_sizes(args, prompts, held_out))  # a copy of its own
     for backbone in (actor.base_model, critic.backbone):
         prepare_training(backbone, args.gradient_checkpointing)
     ref = frozen_copy(actor)  # before there are adapters: the reference has none

@@ -1,4 +1,7 @@
-"""Sampling responses: lengths, distribution, noise by index, KV cache, CUDA graphs, all model families."""
+"""Sampling responses: lengths, distribution, noise by index, KV cache, all model families.
+
+What happens on a GPU only: test_cuda_branches.py.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,6 @@ from model.model_minimind import MiniMindConfig
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_linears
 from trainer.compute.scoring import PolicyScorer, score_all
-from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.engine import Sampler, response_texts, sample
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.sampling import sample_tokens
@@ -206,56 +208,6 @@ def test_every_token_is_computed_once(model):
     assert prefills[0][0] == 6
     assert decoded <= 1.25 * needed + 24  # prompts of one token are prefills of width one
     assert max(shape[0] for shape in rows) == 6
-
-
-class Replayed(CudaGraphs):
-    """CUDA graphs imitated on a CPU: the warm-up of a real capture, then the step itself, not a graph."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.possible = True
-
-    def capture(self, step):
-        step()
-        step()
-        return step
-
-
-class Uncapturable(Replayed):
-    def capture(self, step):
-        step()
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-
-def test_captured_steps_sample_the_same(model, monkeypatch):
-    """Padded shapes, several steps between checks for finished rows, warm-up undone: no token changes."""
-    expected = {t: draw(model, range(24), temperature=t) for t in (1.0, 0.0)}
-    monkeypatch.setattr("trainer.generation.engine.CudaGraphs", Replayed)
-    monkeypatch.setattr("trainer.generation.engine.MIN_GRAPH_ROWS", 2)
-    monkeypatch.setattr("trainer.generation.engine.MIN_GRAPH_COLUMNS", 4)
-    sampler = Sampler(model, slots=7)
-    for temperature in (1.0, 0.0, 1.0):
-        rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, temperature)
-        assert rollout.responses() == expected[temperature].responses()
-        assert (rollout.sampler_logprobs - expected[temperature].sampler_logprobs).abs().max() < 1e-5
-    shapes = {key[:2] for key in sampler.engine.graphs.captured}
-    assert {rows for rows, _ in shapes} <= {2, 4, 7}
-    assert {columns for _, columns in shapes} <= {4, 8, 16}
-    few = sampler.sample(PROMPTS[:3], noise_keys(7, 3, range(3)), [0], 5, 1.0)  # smaller: no new engine
-    assert few.responses() == [r[:5] for r in expected[1.0].responses()[:3]]
-
-
-def test_where_capturing_fails_steps_run_plainly_and_one_line_says_so(model, monkeypatch):
-    expected = draw(model, range(24)).responses()
-    monkeypatch.setattr("trainer.generation.engine.CudaGraphs", Uncapturable)
-    sampler = Sampler(model, slots=7)
-    with pytest.warns(
-        UserWarning, match="no CUDA graphs, decoding is slower: operation not permitted"
-    ) as record:
-        for _ in range(2):
-            rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
-            assert rollout.responses() == expected
-    assert len([w for w in record if "CUDA graphs" in str(w.message)]) == 1
 
 
 def test_attention_reads_no_more_than_the_longest_live_row():

@@ -358,7 +358,7 @@ def test_out_of_memory_while_sampling_takes_fewer_slots_and_the_same_tokens(monk
     monkeypatch.setattr(engine, "KVCache", Cramped)
     sampler = engine.Sampler(policy)
     got = sampler.sample(prompts, keys, [0], 12, 1.0)
-    assert sampler.slots == 6
+    assert sampler.engine.slots == 6
     assert got.tokens.equal(wanted.tokens)
     assert got.response_len.equal(wanted.response_len)
 

@@ -10,6 +10,7 @@ the summary of a run.
 """
 
 import ctypes
+import gc
 import os
 import sys
 
@@ -19,19 +20,39 @@ import torch
 from errors import InputError
 from trainer.compute.batching import micro_batches
 
+# How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
+FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error):
+    """Whether a RuntimeError says that memory ran out, of the device or of the machine."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FULL)
+
 
 def attempt(work, *args):
     """Call ``work(*args)`` -> (True, its result), or (False, None) where memory ran out."""
     try:
         return True, work(*args)
     except RuntimeError as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not full:
+        if not is_out_of_memory(error):
             raise
     # Only after the except block: until the exception is gone, its frames hold the tensors that fill memory.
+    free_unused_memory()
+    return False, None
+
+
+def free_unused_memory():
+    """Free what nothing uses any more, and give the GPU memory that torch keeps for later back."""
+    gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return False, None
+
+
+def unused_gpu_memory(device):
+    """Bytes of a GPU that this process can still get: free ones, and those that torch keeps but nothing
+    uses."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def halve_until_it_fits(work, token_budget, longest, undo):

@@ -5,5 +5,8 @@ kv_cache.py        the preallocated keys and values of the sequences that decode
 sampler_copy.py    the sampler's own copy of a policy, laid out for speed; which policy is sampled
 sampling.py        logits -> tokens and their log-probs
 sampling_noise.py  the random number behind each token, a pure function of seed, step, prompt and token
+results.py         the responses behind their prompts, as a rollout
 cuda_graphs.py     decoding steps as CUDA graphs; a list of all code that runs only on a GPU
+done_flags.py      which sequences have finished, without waiting for a GPU
+experts.py         mixtures of experts while decoding on a GPU, without shapes that depend on data
 """

@@ -1,19 +1,27 @@
 """CUDA graphs for decoding: a GPU replays a whole step instead of starting a few hundred small kernels.
 
 A captured step reads and writes the same memory at every replay, so each of its tensors must keep its
-address. On a CPU nothing is captured: ``CudaGraphs.run`` just calls the step.
+address. It cannot wait for the GPU, because nothing is computed while it is captured. So a step first runs
+where waiting is an error; if that fails, no capture is begun, and steps run one kernel after the other. On a
+CPU nothing is captured: ``CudaGraphs.run`` just calls the step.
 
-Code that runs only on a GPU, tested by tests/test_gpu.py where there is one (benchmarks/ have a few branches
-more, for measuring):
+All graphs of a sampler share one pool of memory, because only one of them runs at a time. All captures use
+one stream: cuBLAS keeps a workspace for every stream that it has met.
+
+Code that runs only on a GPU, tested by tests/test_gpu.py where there is one and by
+tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a few branches more):
 
 - this file: capture and replay;
-- generation/engine.py, ``Engine.advance``: several steps between two checks for finished sequences, in few
-  shapes;
-- compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``pad_right``);
+- generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
+  sequences, in few shapes; the size of the KV cache (``cache_room``);
+- generation/done_flags.py: which sequences have finished, copied without waiting;
+- generation/experts.py: a mixture of experts without shapes that depend on data;
+- compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
 - compute/logprobs.py: a larger chunk of logits (``CHUNK``);
 - compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32 and sums in fp32
   (``set_precision``);
-- compute/memory.py, ``attempt``: torch's cached GPU memory is freed after an out-of-memory error;
+- compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``), free
+  memory is counted (``unused_gpu_memory``);
 - runs/distributed.py, ``init_world``: which GPU a process uses, and nccl as the backend;
 - runs/run_logger.py, ``summary``: the peak of GPU memory;
 - errors.py, ``run_script``: an out-of-memory error of the GPU is printed as one line.
@@ -23,51 +31,109 @@ The reverse, code that runs only on a CPU: the compiled kernels of compute/cpu, 
 """
 
 import warnings
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 
+from trainer.compute.memory import is_out_of_memory
+
 
 class CudaGraphs:
-    """Runs decoding steps: on a GPU it captures a step at its first call and replays it from then on."""
+    """Runs decoding steps: on a GPU it captures a step at its first call and replays it from then on.
+
+    A sampler has one for all its engines, so that whether its model can be captured is found out once.
+    ``asynchronous``: work for the device is queued, and to read a result means to wait (a GPU).
+    """
 
     def __init__(self, device):
-        self.possible = device.type == "cuda"
-        self.captured = {}
-        self.pool = None  # memory that all graphs share, because only one of them runs at a time
+        self.possible = self.asynchronous = device.type == "cuda"
+        self.captured, self.pool = {}, None
+
+    def forget(self):
+        """Let go of all graphs and their memory. Call it before the tensors that they use are freed."""
+        self.captured, self.pool = {}, None
 
     def run(self, key, step, state):
         """Run ``step()`` once. key: what its shapes and constants depend on; each key has a graph of its own.
         state: the tensors that it changes in place; they are restored after a capture, whose warm-up runs
-        change them. If capturing fails, a warning says so, and steps run without graphs from then on.
+        change them.
+
+        If memory runs out in a capture, the error is raised. If capturing fails otherwise, a warning says so,
+        and all steps run without graphs from then on.
         """
-        if not self.possible:
-            step()
-            return
-        if key not in self.captured:
-            saved = [x.clone() for x in state]
-            try:
-                self.captured[key] = self.capture(step)
-            except RuntimeError as error:  # the model waits for the GPU or asks it for a size
-                self.possible = False
-                reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"no CUDA graphs, decoding is slower: {reason}", stacklevel=2)
-            for x, before in zip(state, saved, strict=True):
-                x.copy_(before)
-            self.run(key, step, state)
-            return
-        self.captured[key]()
+        if self.possible and key not in self.captured:
+            self._try_to_capture(key, step, state)
+        self.captured.get(key, step)()
+
+    def _try_to_capture(self, key, step, state):
+        saved = [x.clone() for x in state]
+        try:
+            self.captured[key] = self.capture(step)
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # the sampler starts again with fewer slots, and with graphs
+                raise
+            self.possible = False
+            self.forget()
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"no CUDA graphs, decoding is slower: {reason}", stacklevel=4)
+        for x, before in zip(state, saved, strict=True):
+            x.copy_(before)
 
     def capture(self, step):
-        """Capture ``step`` -> a function that replays it. Two warm-up runs come first, so that libraries
-        allocate their memory before the capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
+        """Capture ``step`` -> a function that replays it. RuntimeError where it cannot be captured."""
+        self.warm_up(step)
+        return self.record(step)
+
+    def warm_up(self, step):
+        """Run ``step`` twice on the stream of captures. In the first run, kernels are compiled and libraries
+        allocate their memory. The second must not wait for the GPU: RuntimeError if it does."""
+        side, current = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            step()
-        self.pool = graph.pool()
+                with waiting_is_an_error():
+                    step()
+        finally:
+            current.wait_stream(side)
+
+    def record(self, step):
+        """Record ``step`` as a graph -> a function that replays it. Where this fails, the stream and torch's
+        allocator are as they were; ``torch.cuda.graph`` alone does not see to that."""
+        device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+        side = capture_stream(device)
+        pool = self.pool or torch.cuda.graph_pool_handle()
+        mode = "thread_local"  # what other threads do meanwhile, such as nccl's, does not matter
+        try:
+            with (
+                torch.cuda.stream(side),  # goes back to the stream before, even where the next one does not
+                torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode),
+            ):
+                step()
+        except RuntimeError:
+            with suppress(RuntimeError):  # if the capture could be ended, this has been done already
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            raise
+        self.pool = pool
         return graph.replay
+
+
+@cache
+def capture_stream(device):
+    """The stream of all captures and their warm-ups on this device (its number)."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def waiting_is_an_error():
+    """A context in which torch's operations raise RuntimeError where the host would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # torch says that this mode does not notice every operation that waits
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -15,67 +15,103 @@ rewards/reward.py takes ``--missing_eos_penalty`` off its score. It is trained o
 
 import torch
 
-from trainer.compute.batching import micro_batches, pad_right, tokens_per_pass
-from trainer.compute.memory import attempt, out_of_memory_error
+from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
+from trainer.compute.memory import attempt, out_of_memory_error, unused_gpu_memory
 from trainer.compute.precision import check_finite
-from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.generation.cuda_graphs import CudaGraphs
-from trainer.generation.kv_cache import KVCache, cache_dtype, slots_that_fit
+from trainer.generation.done_flags import DoneFlags
+from trainer.generation.kv_cache import KVCache, sequence_bytes
+from trainer.generation.results import as_rollout
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import uniform
 
 SLOTS = 256  # at most this many sequences decode together
-CACHE_BYTES = 4 << 30  # at most this much memory for their keys and values; if it is too little, fewer slots
+# At most this much memory for their keys and values; if it is too little, fewer slots. On a GPU it is a share
+# of what is free, because updates need memory too (``cache_room``)
+CACHE_BYTES, CACHE_SHARE = 4 << 30, 1 / 4
 # Compact the batch once an eighth of the rows have finished, because moving cache rows costs time
 COMPACT_AT = 8
-# On a GPU, decoding steps between two checks for finished sequences: a check waits for the GPU
-STEPS_PER_CHECK = 8
-MIN_GRAPH_ROWS, MIN_GRAPH_COLUMNS = 8, 128  # the smallest shape of a captured step; larger ones double it
+STEPS_PER_CHECK = 4  # on a GPU, decoding steps between two checks for finished sequences
+MIN_GRAPH_ROWS, MIN_GRAPH_COLUMNS = 1, 128  # the smallest shape of a captured step; larger ones double it
 # On a CPU, decoded rows come in multiples of 8: oneDNN compiles code for each new shape (in bf16)
 DECODE_ROW_MULTIPLE = 8
 
 
 class Sampler:
-    """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it."""
+    """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it.
 
-    def __init__(self, policy, dtype=torch.float32, slots=SLOTS):
-        self.copy, self.slots = SamplerCopy(policy, dtype), slots
-        self.engine = None
+    cache_bytes: of keys and values, at most; None: ``cache_room``. sizes: (most prompts of a call, longest
+    prompt plus response, longest response) of the calls to come, as far as they are known. The engine is
+    built with room for them, so that a longer prompt does not need another one.
+    """
+
+    def __init__(self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=(0, 0, 0)):
+        self.copy = SamplerCopy(policy, dtype)
+        self.slots, self.cache_bytes, self.sizes = slots, cache_bytes, sizes
+        self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
+        if not self.graphs.asynchronous:  # a CPU has no graphs to lose, and a long prompt may never come
+            self.sizes = (0, 0, 0)
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""
         self.copy.load(policy)
         return self
 
+    def release(self):
+        """Free the engine, with its keys and values and its graphs. The next ``sample`` builds them again."""
+        self.engine = None
+        self.graphs.forget()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def sample(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         """One response a prompt -> ``Rollout`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
         response; max_gen_len: in tokens; temperature 0 is greedy. When memory runs out, sampling starts again
-        with half the slots and gives the same tokens. InputError if a single sequence does not fit, or if
-        the model gives NaN (a large model in fp16).
+        with half the keys and values, so half the slots, and gives the same tokens. InputError if a single
+        sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
         with torch.inference_mode():
             while not attempt(self._run, prompt_ids, keys, eos_ids, max_gen_len, temperature)[0]:
-                self.engine, self.slots = None, min(self.slots, len(prompt_ids)) // 2
-                if not self.slots:
-                    raise out_of_memory_error(max(map(len, prompt_ids)) + max_gen_len)
+                slots, width = self.tried
+                self.release()  # before anything is built again, so that no two caches fill the memory
+                if slots == 1:
+                    raise out_of_memory_error(width)
+                self.cache_bytes = slots // 2 * sequence_bytes(self.copy.model, width)
         rollout = self.engine.rollout()
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
 
     def _run(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
-        if self.engine is None or any(a < b for a, b in zip(self.engine.sizes, needs, strict=True)):
-            had = self.engine.sizes if self.engine else (0, 0, 0)
-            self.engine = None  # let go of the old engine before the new one allocates
-            self.engine = Engine(self.copy.model, self.slots, *map(max, had, needs))
+        has = self.engine.sizes if self.engine else self.sizes
+        if self.engine is None or any(a < b for a, b in zip(has, needs, strict=True)):
+            self._build(*map(max, has, needs))
         self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, temperature)
         while self.engine.waiting or self.engine.live:
             self.engine.admit()
             self.engine.advance()
             self.engine.compact()
+
+    def _build(self, rows, width, limit):
+        """A new engine for these sizes, with as many slots as there is room for."""
+        if self.engine:  # it goes before the new one allocates, and before free memory is counted
+            self.release()
+        model = self.copy.model
+        room = cache_room(model.device) if self.cache_bytes is None else self.cache_bytes
+        slots = min(self.slots, rows, max(1, room // sequence_bytes(model, width)))
+        self.tried = slots, width
+        self.engine = Engine(model, slots, rows, width, limit, self.graphs)
+
+
+def cache_room(device):
+    """The most bytes for keys and values, where nothing else is asked for: on a GPU a share of the memory
+    that is not in use; on a CPU, and with deterministic algorithms, a fixed number."""
+    if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+        return CACHE_BYTES
+    return int(CACHE_SHARE * unused_gpu_memory(device))
 
 
 def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):
@@ -92,14 +128,12 @@ class Engine:
     to the last row or column, which is never read.
     """
 
-    def __init__(self, model, slots, rows, width, limit):
-        device = model.device
+    def __init__(self, model, slots, rows, width, limit, graphs):
         self.model, self.head = model, model.get_output_embeddings()
-        fit = slots_that_fit(model.config, width, cache_dtype(model).itemsize, CACHE_BYTES)
-        self.sizes, self.slots = (rows, width, limit), min(slots, rows, fit)
+        self.sizes, self.slots = (rows, width, limit), slots
         self.unread_row, self.unread_column = rows, limit  # the last ones of the results
-        self.cache = KVCache(model, self.slots, width)
-        self.graphs = CudaGraphs(device)
+        self.cache, self.graphs = KVCache(model, slots, width), graphs
+        self.device = device = model.device
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -111,24 +145,26 @@ class Engine:
         self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
         self.response_len, self.finished = zeros(rows + 1), zeros(rows + 1, dtype=torch.bool)
         self.limit, self.ends = zeros(1), {}
+        self.flags = DoneFlags(self.done, graphs.asynchronous)
         self.state = [self.row, self.token, self.position, self.count, self.done]
         self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
 
     def start(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
         """Begin a call: all prompts wait, the longest first, so that prompts of similar length are prefilled
         together."""
-        device = self.row.device
         self.prompt_ids, self.temperature = prompt_ids, temperature
         if tuple(eos_ids) not in self.ends:
-            self.ends[tuple(eos_ids)] = torch.tensor(eos_ids, device=device)
+            self.ends[tuple(eos_ids)] = send(torch.tensor(eos_ids), self.device)
         self.eos = self.ends[tuple(eos_ids)]
         self.key = (temperature, tuple(eos_ids))  # what a captured step depends on, besides its shape
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
         self.limit.fill_(max_gen_len)
-        self.noise[: len(keys), :max_gen_len] = uniform(keys.to(device), max_gen_len)
+        self.noise[: len(keys), :max_gen_len] = uniform(send(keys, self.device), max_gen_len)
         self.response_len.zero_()
         self.finished.zero_()
+        self.lengths = []
         self._clear_slots(0)
+        self.flags.send(0)
 
     def _clear_slots(self, live):
         """Mark the slots from ``live`` on as empty: what they write goes to the last row and column."""
@@ -141,36 +177,58 @@ class Engine:
         free = min(self.slots - self.live, len(self.waiting))
         if self.live and free < min(len(self.waiting), max(1, self.slots // COMPACT_AT)):
             return
-        rows = [self.waiting.pop() for _ in range(free)]
-        for index in micro_batches(
-            [len(self.prompt_ids[row]) for row in rows], tokens_per_pass(self.row.device)
-        ):
-            self._prefill([rows[i] for i in index])
-        self.longest = int(self.position.max())
+        groups = {}  # rows with the same prompt, which is computed once
+        for row in (self.waiting.pop() for _ in range(free)):
+            groups.setdefault(tuple(self.prompt_ids[row]), []).append(row)
+        groups = list(groups.values())
+        lengths = [len(self.prompt_ids[rows[0]]) for rows in groups]
+        for index in micro_batches(lengths, tokens_per_pass(self.device)):
+            self._prefill([groups[i] for i in index])
+        self.longest = self._longest()
 
-    def _prefill(self, rows):
-        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.row.device)
-        new = slice(self.live, self.live + len(rows))
-        self.cache.prefill(self.live)
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    def _longest(self):
+        """At most how many tokens the sequence in a slot has. A GPU is not asked: the host has counted."""
+        if self.graphs.asynchronous:
+            return max(self.lengths, default=0)
+        return int(self.position.max())
+
+    def _prefill(self, groups):
+        """Compute the prompts of these groups of rows, and sample the first token of each row."""
+        rows = [row for group in groups for row in group[:1]]
+        more = [(place, row) for place, group in enumerate(groups) for row in group[1:]]
+        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.device)
+        first, behind = self.live, self.live + len(rows)
+        self.cache.prefill(first)
+        places = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         states = self._hidden_states(tokens, places, None)
-        self.row[new] = torch.tensor(rows, device=tokens.device)
+        states = states[torch.arange(len(rows), device=self.device), lengths - 1]
+        if more:  # the slots behind get copies of keys and values
+            rows += [row for _, row in more]
+            place = send(torch.tensor([place for place, _ in more]), self.device)
+            slots = torch.arange(behind, first + len(rows), device=self.device)
+            self.cache.move(first + place, slots, tokens.shape[1])
+            states, lengths = (torch.cat([x, x[place]]) for x in (states, lengths))
+        new = slice(first, first + len(rows))
+        self.row[new] = send(torch.tensor(rows), self.device)
         self.position[new], self.count[new], self.done[new] = lengths, 0, False
-        self._sample_and_store(new, states[torch.arange(len(rows), device=tokens.device), lengths - 1])
+        self._sample_and_store(new, states)
+        self.lengths += [len(self.prompt_ids[row]) for row in rows]
         self.live += len(rows)
 
     def advance(self):
         """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
         for it."""
         steps, rows = 1, min(self.slots, self.live + -self.live % DECODE_ROW_MULTIPLE)
-        if self.graphs.possible:
+        if self.graphs.asynchronous:
             steps, rows = STEPS_PER_CHECK, _bucket(self.live, MIN_GRAPH_ROWS, self.slots)
+        least = MIN_GRAPH_COLUMNS if self.cache.needs_columns else self.cache.width
         for _ in range(steps):
             self.longest = columns = min(self.longest + 1, self.cache.width)
-            if self.graphs.possible:
-                columns = _bucket(columns, MIN_GRAPH_COLUMNS, self.cache.width)
+            if self.graphs.asynchronous:
+                columns = _bucket(columns, least, self.cache.width)
             step = (rows, columns)
             self.graphs.run((*step, *self.key), lambda s=step: self._decode(*s), self.state + self.results)
+        self.lengths = [min(length + steps, self.cache.width) for length in self.lengths]
 
     def _decode(self, rows, columns):
         """Decode one token in each of the first ``rows`` slots; all positions are below ``columns``."""
@@ -202,32 +260,30 @@ class Engine:
 
     def compact(self):
         """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
-        done = self.done[: self.live].tolist()
+        done = self.flags.receive(self.live)
         stay = [slot for slot, ended in enumerate(done) if not ended]
-        if (self.live - len(stay)) * COMPACT_AT < self.live:
-            return
+        if (self.live - len(stay)) * COMPACT_AT >= self.live:
+            self._remove(done, stay)
+        self.flags.send(self.live)
+
+    def _remove(self, done, stay):
+        """Keep the sequences in slots ``stay``. done: whether each live slot has finished."""
         holes = [slot for slot in range(len(stay)) if done[slot]]
         if holes:
             movers = stay[-len(holes) :]
-            source, target = torch.tensor([movers, holes], device=self.row.device)
+            source, target = send(torch.tensor([movers, holes]), self.device)
             self.cache.move(source, target, self.longest)
             for x in self.state:
                 x[target] = x[source]
+            for mover, hole in zip(movers, holes, strict=True):
+                self.lengths[hole] = self.lengths[mover]
+        self.lengths = self.lengths[: len(stay)]
         self._clear_slots(len(stay))
-        self.longest = int(self.position.max())
+        self.longest = self._longest()
 
     def rollout(self):
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        total = len(self.prompt_ids)
-        response_len, finished = self.response_len[:total].clone(), self.finished[:total].clone()
-        real = length_mask(response_len, int(response_len.max()))  # [B, R]
-        prompts, prompt_len = pad_right(self.prompt_ids, self.row.device)
-        tokens = prompts.new_zeros(total, int((prompt_len + response_len).max()))
-        tokens[:, : prompts.shape[1]] = prompts[:, : tokens.shape[1]]
-        row, column = real.nonzero(as_tuple=True)
-        tokens[row, prompt_len[row] + column] = self.tokens[row, column]
-        logprobs = torch.where(real, self.logprobs[:total, : real.shape[1]], 0.0)
-        return Rollout(tokens, prompt_len, response_len, finished, logprobs)
+        return as_rollout(self.prompt_ids, *(x[: len(self.prompt_ids)] for x in self.results))
 
 
 def _bucket(n, least, most):

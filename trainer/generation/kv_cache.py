@@ -6,6 +6,8 @@ can therefore be read through slices: a step copies no row, and attention reads 
 live row.
 """
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from transformers import Cache
@@ -23,9 +25,9 @@ def bytes_per_token(config, bytes_each):
     return 2 * config.num_hidden_layers * heads * dim * bytes_each
 
 
-def slots_that_fit(config, width, bytes_each, most_bytes):
-    """How many sequences of ``width`` tokens fit into ``most_bytes``, at least 1. bytes_each: a number's."""
-    return max(1, most_bytes // (width * bytes_per_token(config, bytes_each)))
+def sequence_bytes(model, width):
+    """The bytes of the keys and values of one sequence of ``width`` tokens."""
+    return width * bytes_per_token(model.config, cache_dtype(model).itemsize)
 
 
 def decodes_fused(model):
@@ -50,7 +52,9 @@ class KVCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache):
         super().__init__()
-        self.cache = cache
+        # Weak: with a reference to each other, cache and layers would stay in memory until Python's collector
+        # finds them, beside the cache of the next engine.
+        self.cache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states, value_states):
         # Zeros: columns that a row has not reached are masked, but 0 times a stray NaN would still be NaN.
@@ -107,6 +111,7 @@ class KVCache(Cache):
         config, device = model.config, model.device
         self.config, self.slots = config, slots
         self.fused, self.dtype = decodes_fused(model), cache_dtype(model)
+        self.needs_columns = not self.fused  # whether ``longest`` of a step is used
         self.block = kernels.lanes() if self.fused else None
         self.width = width = width + (-width % self.block if self.fused else 0)
         self.numbers = torch.arange(slots, device=device)

@@ -14,6 +14,7 @@ from torch import nn
 from model.lora import merged
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
 from trainer.compute.packing import pack_sequences
+from trainer.generation.experts import use_all_experts
 
 
 class PackedLinear(nn.Module):
@@ -66,6 +67,8 @@ class SamplerCopy:
         self.packed = []
         if self.model.device.type == "cpu":
             self._pack()
+        else:
+            use_all_experts(self.model)
 
     def _cast(self, dtype):
         """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""

@@ -1,0 +1,590 @@
+"""What sampling does on a GPU only, tested on a CPU with captures that refuse what a GPU refuses."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import transformers as T
+from recorded_graphs import RecordedGraphs, Waits, without_kernels
+from test_engine import PROMPTS, VOCABULARY, draw
+from tiny import tiny_llama
+from torch.utils._python_dispatch import _disable_current_modes
+
+from errors import InputError
+from model.model_minimind import MiniMindConfig
+from trainer.compute import memory
+from trainer.generation import cuda_graphs, engine
+from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
+from trainer.generation.done_flags import DoneFlags
+from trainer.generation.engine import Sampler
+from trainer.generation.experts import FEW_TOKENS, use_all_experts
+from trainer.generation.kv_cache import sequence_bytes
+from trainer.generation.sampler_copy import SamplerCopy
+from trainer.generation.sampling_noise import noise_keys
+
+SIZES = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
+GPT2 = {"vocab_size": 12, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
+PACK = SamplerCopy._pack  # the layout of weights on a CPU; on a GPU they keep their addresses
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MINIMIND = {**SIZES, "use_moe": True}
+
+
+def build(config):
+    torch.manual_seed(0)
+    model = T.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() >= 2:
+                p.mul_(3.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(VOCABULARY, layers=2, spread=3.0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The branches of a GPU, with its smallest shapes of steps."""
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+    monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
+    monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: use_all_experts(copy.model))
+    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
+    return monkeypatch
+
+
+def plain(policy, rows=range(24), **more):
+    """What a CPU samples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CudaGraphs", CudaGraphs)
+        patch.setattr(SamplerCopy, "_pack", PACK)
+        return draw(policy, rows, **more)
+
+
+def answers(sampler, rows=range(24), limit=10, temperature=1.0, seed=7):
+    rows = list(rows)
+    keys = noise_keys(seed, 3, rows)
+    return sampler.sample([PROMPTS[i] for i in rows], keys, [0], limit, temperature)
+
+
+# ------------------------------------------------------------------------------- captured steps
+
+
+@pytest.mark.parametrize("slots", [7, 64])
+def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
+    """Padded shapes, several row counts, checks that are late, two temperatures: no token changes."""
+    sampler = Sampler(model, slots=slots)
+    for temperature in (1.0, 0.0, 1.0):
+        expected = plain(model, temperature=temperature)
+        rollout = answers(sampler, temperature=temperature)
+        assert rollout.tokens.equal(expected.tokens)
+        assert rollout.response_len.equal(expected.response_len)
+        assert rollout.finished.equal(expected.finished)
+        assert (rollout.sampler_logprobs - expected.sampler_logprobs).abs().max() < 1e-5
+    captured = sampler.graphs.captured
+    rows, columns, temperatures = ({key[i] for key in captured} for i in range(3))
+    assert rows <= {1, 2, 4, 8, 16, min(slots, 24)}
+    assert len(rows) >= (3 if slots == 7 else 2)
+    assert columns <= {4, 8, 16}
+    assert temperatures == {1.0, 0.0}
+    assert sampler.graphs.warm_ups == len(captured)  # none twice
+    few = answers(sampler, range(3), limit=5)  # smaller: no new engine
+    assert few.responses() == [r[:5] for r in plain(model, range(3)).responses()]
+
+
+class Replayed(RecordedGraphs):
+    """A capture whose replay is the step itself, so that compiled kernels can take part."""
+
+    def warm_up(self, step):
+        step()
+        step()
+
+    def record(self, step):
+        return step
+
+
+def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count(model, monkeypatch):
+    """Here it is the compiled attention of a CPU, on a GPU Triton's: columns make no further graphs."""
+    expected = draw(model, range(24))
+    monkeypatch.setattr(engine, "CudaGraphs", Replayed)
+    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
+    monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
+    monkeypatch.setattr(engine, "MIN_GRAPH_ROWS", 2)
+    sampler = Sampler(model, slots=7)
+    rollout = answers(sampler)
+    if sampler.engine.cache.needs_columns:
+        pytest.skip("no C compiler here")
+    assert rollout.responses() == expected.responses()
+    assert (rollout.sampler_logprobs - expected.sampler_logprobs).abs().max() < 1e-5
+    assert {key[:2] for key in sampler.graphs.captured} == {
+        (n, sampler.engine.cache.width) for n in (2, 4, 7)
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        T.GPT2Config(**GPT2),
+        T.Qwen3Config(head_dim=8, **SIZES),
+        T.MistralConfig(sliding_window=5, **SIZES),
+        T.Qwen3MoeConfig(head_dim=8, **MOE, **SIZES),
+        MiniMindConfig(minimind_version=2, **MINIMIND),
+        MiniMindConfig(minimind_version=3, **MINIMIND),
+    ],
+    ids=lambda config: f"{config.model_type}{getattr(config, 'minimind_version', '')}",
+)
+def test_other_families_can_be_captured(config, gpu):
+    """Mixtures of experts too: no size of a decoding step depends on what their routers choose."""
+    policy = build(config)
+    sampler = Sampler(policy, slots=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = answers(sampler).responses()
+    assert found == plain(policy).responses()
+    assert sampler.graphs.possible
+    assert len(sampler.graphs.captured) >= 3
+
+
+def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
+    sampler = Sampler(model, slots=7)
+    answers(sampler, range(3), limit=4)
+    old = set(sampler.graphs.captured)
+    assert answers(sampler).responses() == plain(model).responses()
+    assert sampler.engine.sizes == (24, 16, 10)
+    assert not old & set(sampler.graphs.captured) or sampler.graphs.warm_ups > len(sampler.graphs.captured)
+
+
+def test_newer_weights_are_used_by_captured_steps(model, gpu):
+    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
+    sampler = Sampler(model, slots=7)
+    mine, captures = answers(sampler).responses(), sampler.graphs.warm_ups
+    theirs = answers(sampler.load(other)).responses()
+    assert mine != theirs == plain(other).responses()
+    assert answers(sampler.load(model)).responses() == mine
+    assert sampler.graphs.warm_ups <= captures + 3  # row counts that the first call did not have
+
+
+# --------------------------------------------------------------------------- captures that fail
+
+
+class Waiting(torch.nn.Module):
+    """A norm that asks for a number in every forward, as some rotary embeddings do."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x) + 0.0 * (x.abs().max().item() > 1e9)
+
+
+def test_a_model_that_waits_is_found_out_once_and_before_a_capture(gpu):
+    policy = tiny_llama(VOCABULARY, layers=2, spread=3.0)
+    expected = plain(policy).responses()
+    gpu.setattr(RecordedGraphs, "record", lambda self, step: pytest.fail("a capture was begun"))
+    sampler = Sampler(policy, slots=7)
+    sampler.copy.model.model.norm = Waiting(sampler.copy.model.model.norm)
+    with pytest.warns(UserWarning, match="no CUDA graphs, decoding is slower: operation not perm") as record:
+        assert answers(sampler, range(3), limit=5).responses() == [r[:5] for r in expected[:3]]
+        assert answers(sampler).responses() == expected  # a new engine: it does not ask again
+        sampler.release()
+        assert answers(sampler).responses() == expected
+    assert sampler.graphs.warm_ups == 1
+    assert len([w for w in record if "CUDA graphs" in str(w.message)]) == 1
+
+
+def test_a_capture_that_fails_changes_no_result(model, gpu):
+    """After the warm-up: the step has changed positions and results, which must be put back."""
+
+    def fail(self, step):
+        step()
+        raise RuntimeError("operation failed due to a previous error during capture\nand more")
+
+    gpu.setattr(RecordedGraphs, "record", fail)
+    sampler = Sampler(model, slots=7)
+    with pytest.warns(UserWarning, match="slower: operation failed due to a previous error during capture$"):
+        assert answers(sampler).responses() == plain(model).responses()
+    assert not sampler.graphs.possible
+    assert sampler.graphs.asynchronous  # checks for finished sequences still do not wait
+    assert sampler.graphs.captured == {}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=["torch", "cublas", "cuda"],
+)
+def test_out_of_memory_in_a_capture_takes_half_the_slots_and_keeps_graphs(model, gpu, error):
+    record, failures = RecordedGraphs.record, [error]
+
+    def fails_once(self, step):
+        if failures:
+            raise failures.pop()
+        return record(self, step)
+
+    gpu.setattr(RecordedGraphs, "record", fails_once)
+    sampler = Sampler(model, slots=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert answers(sampler).responses() == plain(model).responses()
+    assert sampler.engine.slots == 3
+    assert sampler.graphs.captured
+    sampler.release()
+    answers(sampler)
+    assert sampler.engine.slots == 3  # what did not fit is not tried again
+    sampler.release()
+    answers(sampler, range(24), limit=2)
+    assert sampler.engine.slots == 6  # the same memory holds more sequences if they are shorter
+
+
+def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(monkeypatch):
+    """torch.cuda.graph's own exit raises before it goes back to the stream and before it ends the pool."""
+    said, streams = [], ["main"]
+
+    @contextlib.contextmanager
+    def stream(new):
+        streams.append(new)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    class Graph:
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            self.stream = stream
+
+        def __enter__(self):
+            streams.append(self.stream)
+
+        def __exit__(self, *error):
+            if error[0]:
+                streams.pop()  # what it leaves behind; the with of its caller must clean up the rest
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: "side")
+    names = {"current_device": lambda: 0, "stream": stream, "graph": Graph}
+    names |= {"CUDAGraph": lambda: None, "graph_pool_handle": lambda: (0, 1)}
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        note = lambda *args, name=name: said.append((name, *args))  # noqa: E731
+        monkeypatch.setattr(torch._C, name, note, raising=False)
+    graphs = CudaGraphs(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        graphs.record(lambda: (_ for _ in ()).throw(RuntimeError("not permitted")))
+    assert streams == ["main"]
+    assert said == [("_cuda_endAllocateToPool", 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
+    assert graphs.pool is None
+
+
+def test_waiting_is_an_error_only_inside_and_without_a_word(monkeypatch):
+    modes = [0]
+
+    def set_mode(mode):
+        if len(modes) == 1:  # torch says it once
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        modes.append(mode)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with contextlib.suppress(ValueError), waiting_is_an_error():
+            assert modes[-1] == "error"
+            set_mode_outside = modes.copy()
+            raise ValueError
+    assert set_mode_outside == [0, "error"]
+    assert modes[-1] == 0
+
+
+# ------------------------------------------------------------------- what is freed, and when
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_an_engine_that_is_let_go_frees_its_cache_at_once(model, no_collector):
+    """No cycle of references: two caches must never be in memory together."""
+    sampler = Sampler(model)
+    answers(sampler, range(3))
+    parts = (sampler.engine, sampler.engine.cache, sampler.engine.cache.layers[0].keys, sampler.engine.noise)
+    old = [weakref.ref(x) for x in parts]
+    del parts
+    built = []
+
+    def look(*args):
+        built.append([x() for x in old])
+        return plain_engine(*args)
+
+    plain_engine = engine.Engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "Engine", look)
+        answers(sampler)  # more prompts: another engine
+    assert built == [[None] * 4]
+    cache = weakref.ref(sampler.engine.cache)
+    sampler.release()
+    assert cache() is None
+
+
+def test_a_released_sampler_samples_the_same_again(model, gpu, no_collector):
+    sampler, freed = Sampler(model, slots=7), []
+    first = answers(sampler)
+    parts = [sampler.engine.cache.layers[0].values, sampler.engine.done, sampler.graphs.captured]
+    freed = [weakref.ref(x) for x in parts[:2]]
+    sampler.release()
+    assert sampler.engine is None
+    assert sampler.graphs.captured == {}
+    assert sampler.graphs.captured is not parts[2]
+    del parts
+    assert [x() for x in freed] == [None, None]
+    again = answers(sampler)
+    assert again.tokens.equal(first.tokens)
+    assert again.sampler_logprobs.equal(first.sampler_logprobs)
+
+
+def test_memory_is_collected_before_it_is_emptied(monkeypatch):
+    """What a cycle of references keeps alive must be gone when torch gives its memory back."""
+    alive = []
+
+    class Node:
+        pass
+
+    def fail():
+        node = Node()
+        node.self = node
+        alive.append(weakref.ref(node))
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(alive[0]()))
+    gc.disable()
+    try:
+        assert memory.attempt(fail) == (False, None)
+    finally:
+        gc.enable()
+    assert alive[1:] == [None]
+
+
+def test_a_cache_too_small_for_half_is_an_error_that_names_the_tokens(model, monkeypatch):
+    """It is raised when one sequence is left, and only after the cache before has gone."""
+    tried = []
+
+    class Full(engine.KVCache):
+        def __init__(self, policy, slots, width):
+            tried.append((slots, [x() for x in caches]))
+            super().__init__(policy, slots, width)
+            caches.append(weakref.ref(self))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    caches = []
+    monkeypatch.setattr(engine, "KVCache", Full)
+    with pytest.raises(InputError, match="out of memory for a single sequence of 16 tokens"):
+        answers(Sampler(model, slots=7))
+    assert [slots for slots, _ in tried] == [7, 3, 1]
+    assert all(cache is None for _, caches in tried for cache in caches)
+
+
+# ------------------------------------------------------------------------------ sizes of an engine
+
+
+def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
+    expected, built, init = plain(model).responses(), [], engine.Engine.__init__
+    gpu.setattr(engine.Engine, "__init__", lambda self, *args: built.append(args[1:5]) or init(self, *args))
+    sampler = Sampler(model, slots=7, sizes=(24, 6 + 10, 10))
+    for count, limit in ((2, 3), (24, 10), (9, 10)):
+        found = answers(sampler, range(count), limit).responses()
+        assert found == [r[:limit] for r in expected[:count]]
+    assert built == [(7, 24, 16, 10)]
+
+
+def test_on_a_cpu_an_engine_has_the_sizes_of_its_call(model):
+    """A long prompt of the data may never come, and memory for it would be used."""
+    sampler = Sampler(model, sizes=(24, 200, 100))
+    answers(sampler, range(3))
+    assert sampler.engine.sizes == (3, 13, 10)
+
+
+def test_the_cache_of_a_gpu_gets_a_share_of_what_is_free(model, monkeypatch):
+    figures = {"memory_reserved": 7000, "memory_allocated": 5000, "mem_get_info": (6000, 9000)}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    card, cpu = torch.device("cuda"), torch.device("cpu")
+    assert engine.cache_room(card) == (6000 + 7000 - 5000) // 4
+    assert engine.cache_room(cpu) == engine.CACHE_BYTES
+    torch.use_deterministic_algorithms(True)
+    try:  # the same number of slots in every run
+        assert engine.cache_room(card) == engine.CACHE_BYTES
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_bytes_of_the_cache_can_be_given(model):
+    one = sequence_bytes(model, 16)
+    assert one == 16 * 2 * 2 * 16 * 4  # keys and values, two layers, one head of 16, fp32
+    sampler = Sampler(model, cache_bytes=5 * one + 1)
+    assert answers(sampler).responses() == plain(model).responses()
+    assert sampler.engine.slots == 5
+    sampler = Sampler(model, cache_bytes=one - 1)
+    answers(sampler, range(3))
+    assert sampler.engine.slots == 1  # never none
+
+
+# ------------------------------------------------------------------ the host does not wait
+
+
+def test_a_rollout_waits_only_for_its_results(model, gpu):
+    """Prompts are admitted, steps run, sequences leave: nothing asks for a number on the device."""
+    sampler, keys, pad = Sampler(model, slots=7), noise_keys(7, 3, range(24)), engine.pad_right
+
+    def on_the_host(*args):
+        with _disable_current_modes():
+            return pad(*args)
+
+    gpu.setattr(engine, "pad_right", on_the_host)
+    answers(sampler)
+    with Waits(refuse=False) as waits, torch.inference_mode():
+        sampler._run(PROMPTS, keys, [0], 10, 1.0)
+    assert set(waits.found) <= {"lift_fresh"}  # lists that become tensors in pinned memory (``send``)
+    assert sampler.engine.rollout().responses() == plain(model).responses()
+
+
+def test_flags_are_those_of_the_check_before():
+    done = torch.tensor([False, True, False, False])
+    flags = DoneFlags(done, late=True)
+    assert flags.receive(2) == [False, False]  # nothing has been sent
+    flags.send(3)
+    done[0] = True
+    assert flags.receive(4) == [False, True, False, False]
+    flags.send(4)
+    assert flags.receive(4) == [True, True, False, False]
+    flags.send(1)  # slots behind were emptied, and are filled again
+    assert flags.receive(4) == [True, False, False, False]
+    assert DoneFlags(done, late=False).receive(2) == [True, True]
+
+
+def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
+    """It decodes on until the host knows, and writes nothing that is read."""
+    gpu.setattr(engine, "STEPS_PER_CHECK", 3)
+    sampler, live = Sampler(model, slots=7), []
+    compact = engine.Engine.compact
+
+    def look(self):
+        live.append((self.done[: self.live].sum().item(), sum(self.flags.receive(self.live))))
+        compact(self)
+
+    gpu.setattr(engine.Engine, "compact", look)
+    rollout = answers(sampler)
+    assert any(known < ended for ended, known in live)
+    assert rollout.tokens.equal(plain(model).tokens)
+    assert max(rollout.lengths.tolist()) <= sampler.engine.cache.width
+
+
+# ------------------------------------------------------------------- prompts that are the same
+
+
+@pytest.mark.parametrize("slots", [5, 64])
+def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
+    """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
+    prompts = [PROMPTS[i] for i in (3, 5, 3, 3, 9, 5, 0, 3)]
+    computed, prefill = [], engine.pad_right
+
+    def look(sequences, *more):
+        computed.append(len(sequences))
+        return prefill(sequences, *more)
+
+    monkeypatch.setattr(engine, "pad_right", look)
+    keys = noise_keys(7, 3, range(8))
+    together = Sampler(model, slots=slots).sample(prompts, keys, [0], 10, 1.0)
+    if slots == 64:
+        assert computed == [4]
+    assert sum(computed) < 8
+    for row, prompt in enumerate(prompts):
+        alone = Sampler(model).sample([prompt], keys[row : row + 1], [0], 10, 1.0)
+        assert together.responses()[row] == alone.responses()[0]
+    assert len({tuple(together.responses()[row]) for row in (0, 2, 3, 7)}) > 1
+
+
+# ------------------------------------------------------------------------ mixtures of experts
+
+
+EXPERTS = {
+    "minimind2": MiniMindConfig(minimind_version=2, **MINIMIND),
+    "minimind3": MiniMindConfig(minimind_version=3, **MINIMIND),
+    "qwen3": T.Qwen3MoeConfig(head_dim=8, **MOE, **SIZES),
+    "mixtral": T.MixtralConfig(num_local_experts=4, **SIZES),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_all_experts_compute_what_the_chosen_ones_compute(name):
+    policy, other = build(EXPERTS[name]), build(EXPERTS[name])
+    use_all_experts(other)
+    replaced = [m for m in other.modules() if "forward" in vars(m)]
+    assert len(replaced) == 2  # one a layer
+    tokens = torch.arange(60).view(4, 15) % 12
+    with torch.no_grad():
+        a, b = policy(tokens).logits, other(tokens).logits
+    assert torch.allclose(a, b, atol=1e-4 * a.abs().max().item())
+    inputs = _expert_inputs(replaced[0])
+    with Waits(refuse=True), torch.inference_mode():
+        replaced[0](*inputs)
+
+
+def _expert_inputs(module):
+    if hasattr(module, "gate"):
+        return (torch.randn(3, 1, 32),)
+    return torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.rand(3, 2)
+
+
+@pytest.mark.parametrize("name", ["minimind3", "qwen3"])
+def test_many_tokens_go_only_through_the_experts_that_they_chose(name, monkeypatch):
+    policy = build(EXPERTS[name])
+    use_all_experts(policy)
+    module = next(m for m in policy.modules() if "forward" in vars(m))
+    monkeypatch.setattr(type(module), "forward", lambda self, x, *more: x + 41)
+    few, many = torch.zeros(1, FEW_TOKENS, 32), torch.zeros(1, FEW_TOKENS + 1, 32)
+    chosen = (torch.zeros(FEW_TOKENS + 1, 2, dtype=torch.int64), torch.ones(FEW_TOKENS + 1, 2))
+    more = [] if name == "minimind3" else chosen
+    shape = (lambda x: x) if name == "minimind3" else (lambda x: x[0])
+    assert (module(shape(many), *more) == 41).all()
+    assert not (module(shape(few), *(x[:FEW_TOKENS] for x in more)) == 41).any()
+
+
+def test_an_expert_that_was_not_chosen_may_be_infinite():
+    """In fp16 an expert may overflow for a token that is not its own."""
+    policy = build(EXPERTS["minimind3"])
+    moe = next(m for m in policy.modules() if hasattr(m, "experts"))
+    with torch.no_grad():
+        moe.experts[1].down_proj.weight.fill_(torch.inf)
+        moe.gate.weight.copy_(torch.tensor([1.0, -1.0, 0.9, 0.8])[:, None].expand(4, 32))
+    hidden = torch.rand(2, 3, 32)
+    expected = moe(hidden)
+    use_all_experts(policy)
+    assert expected.isfinite().all()
+    assert torch.allclose(moe(hidden), expected, atol=1e-5)
+
+
+def test_experts_that_compute_something_else_stay_as_they_are(monkeypatch):
+    policy = build(EXPERTS["qwen3"])
+    experts = next(m for m in policy.modules() if hasattr(m, "gate_up_proj"))
+    own = type(experts).forward
+    monkeypatch.setattr(type(experts), "forward", lambda *args: 1.1 * own(*args))  # of another layout, say
+    use_all_experts(policy)
+    assert "forward" not in vars(experts)
