@@ -9,10 +9,123 @@ from trainer.compute.cuda import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# [..., width]: two numbers, one row, an odd width, tiles of several rows of which the last one is not full, a
+# row that fills its tile, a wide row
+SHAPES = [(1, 2), (1, 96), (2, 3, 37), (37, 100), (3, 1024), (2, 8192)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside_a_tensor_is_used(monkeypatch):
+    """A kernel gets its tensors between guards: large numbers. What it reads there would show in the result,
+    and what it writes there is found. A comparison of results alone would not see that."""
+    start, guard, large = kernels.launch, 1 << 13, 9984.0
+
+    def launch(kernel, grid, *args, **constants):
+        guarded = {}
+        for x in args:
+            if torch.is_tensor(x) and x.is_contiguous() and x.is_floating_point():
+                edge = torch.full((guard,), large, dtype=x.dtype, device=x.device)
+                guarded[x.data_ptr()] = x, torch.cat([edge, x.flatten(), edge])
+
+        def inner(x):
+            known = torch.is_tensor(x) and x.data_ptr() in guarded and x.is_contiguous()
+            return guarded[x.data_ptr()][1][guard : guard + x.numel()] if known else x
+
+        start(kernel, grid, *map(inner, args), **constants)
+        for x, wide in guarded.values():
+            x.copy_(inner(x).view_as(x))
+            assert (wide[:guard] == large).all(), f"{kernel} writes before a tensor"
+            assert (wide[guard + x.numel() :] == large).all(), f"{kernel} writes behind a tensor"
+
+    monkeypatch.setattr(kernels, "launch", launch)
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(ours, exact, dtype):
+    """ours, in ``dtype``, is ``exact`` up to a rounding, or in fp32 up to a few."""
+    assert ours.dtype == dtype
+    tolerance = {} if dtype != torch.float32 else {"rtol": 3e-5, "atol": 3e-5 * exact.abs().max().item()}
+    torch.testing.assert_close(ours, exact.to(dtype), **tolerance)
+
+
+def exact_norm(x, weight, eps):
+    x, weight = x.double(), weight.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape, dtype):
+    """Training: x and the weight in fp32, delta and the result in ``dtype``."""
+    x, delta, weight = numbers(*shape), numbers(*shape, dtype=dtype, seed=1), numbers(shape[-1], seed=2)
+    for change in (None, delta):
+        wanted = x if change is None else x + change
+        y, total, r = kernels.rms_norm(x, weight, 1e-3, dtype, change)
+        assert_near(y, exact_norm(wanted, weight, 1e-3), dtype)
+        assert_near(r, (wanted.double().square().mean(-1).flatten() + 1e-3).rsqrt(), torch.float32)
+        if change is None:
+            assert total is None
+        else:
+            assert total.equal(wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_rms_norm_of_a_model_in_half_precision(dtype):
+    """Sampling: everything in ``dtype``. The sum is rounded where it is written, not where it is normed."""
+    x, delta, weight = (numbers(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 96), (5, 96), (96,)]))
+    y, total, r = kernels.rms_norm(x, weight, 1e-6, dtype, delta)
+    wanted = x.double() + delta.double()
+    assert_near(y, exact_norm(wanted, weight, 1e-6), dtype)
+    assert_near(total, wanted, dtype)
+    assert [z.dtype for z in (r, *kernels.rms_norm_backward(x, weight, r, y, y, dtype))] == [
+        torch.float32,
+        *[dtype] * 3,
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_backward(shape, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "PARTS", 2)  # more tiles than programs: each computes several
+    x, weight, grad = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, dtype=dtype, seed=2)
+    grad_x = numbers(*shape, seed=3)
+    *_, r = kernels.rms_norm(x, weight, 1e-3, dtype)
+    doubles = [z.double().requires_grad_() for z in (x, weight)]
+    exact, exact_weight = torch.autograd.grad(exact_norm(*doubles, 1e-3), doubles, grad.double())
+    for more in (None, grad_x):
+        wanted = exact if more is None else exact + more
+        for delta_dtype in (None, dtype):
+            ours, delta, ours_weight = kernels.rms_norm_backward(x, weight, r, grad, more, delta_dtype)
+            assert_near(ours, wanted, torch.float32)
+            assert_near(ours_weight, exact_weight, torch.float32)
+            if delta_dtype is None:
+                assert delta is None
+            else:
+                assert_near(delta, wanted, dtype)
+
+
+def test_no_rows():
+    """A mixture of experts may have an expert without tokens."""
+    x, weight = numbers(0, 96), numbers(96)
+    y, _, r = kernels.rms_norm(x, weight, 1e-6, torch.float32)
+    assert (y.shape, r.shape) == ((0, 96), (0,))
+    assert kernels.rms_norm_backward(x, weight, r, y)[2].equal(torch.zeros_like(weight))
+    assert [z.shape for z in kernels.silu_mul_backward(x, x, kernels.silu_mul(x, x))] == [(0, 96)] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 2), (14, 64), (3, 80), (5, 12)])
+def test_rotate(heads, dim, dtype):
+    x, angles = numbers(2, 7, heads, dim, dtype=dtype), numbers(2, 7, 1, dim // 2, seed=1)
+    cos, sin = (f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin))
+    x1, x2 = x.double().chunk(2, -1)
+    c, s = cos.double()[..., : dim // 2], sin.double()[..., : dim // 2]
+    assert_near(kernels.rotate(x, cos, sin), torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1), dtype)
+    back = kernels.rotate(x, cos, sin, back=True)
+    assert_near(back, torch.cat([x1 * c + x2 * s, x2 * c - x1 * s], -1), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -22,3 +135,79 @@ def test_silu_mul(dtype, halves):
     gate, up = joint.chunk(2, -1) if halves else (joint, numbers(3, 2, 1100, dtype=dtype, seed=1))
     wanted = (F.silu(gate.float()) * up.float()).to(dtype)
     torch.testing.assert_close(kernels.silu_mul(gate, up), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2, 1100)])
+def test_silu_mul_backward(shape, dtype):
+    gate, up, grad = (numbers(*shape, dtype=dtype, seed=i) for i in range(3))
+    doubles = [z.double().requires_grad_() for z in (gate, up)]
+    exact = torch.autograd.grad(F.silu(doubles[0]) * doubles[1], doubles, grad.double())
+    for ours, wanted in zip(kernels.silu_mul_backward(gate, up, grad), exact, strict=True):
+        assert_near(ours, wanted, dtype)
+
+
+def logits_and_targets(size):
+    """Seven rows that a softmax may get wrong; targets at both edges."""
+    logits = 5 * numbers(7, size)
+    logits[1] += 60  # far from 0
+    logits[2] = logits[2].sort().values  # each number is the largest so far
+    logits[3] = logits[3].sort(descending=True).values
+    logits[4, size // 2 :] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 0] = 3.0  # one token is certain
+    targets = torch.tensor([0, size - 1, size - 1, 0, size // 2 - 1, 0, size // 3], device=DEVICE)
+    return logits, targets
+
+
+SIZES = [2, 50, 2048, 5003]  # of vocabularies: within a block of lanes, exactly one, several with a rest
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_token_logprobs(size, temperature):
+    logits, targets = logits_and_targets(size)
+    results = [torch.empty(len(logits), device=DEVICE) for _ in range(3)]
+    kernels.token_logprobs(logits, targets, temperature, *results)
+    z = logits.double() / temperature
+    log_p = z.log_softmax(-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    wanted = [log_p.gather(1, targets[:, None])[:, 0], entropy, z.logsumexp(-1)]
+    for ours, exact in zip(results, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-5)
+
+
+def test_impossible_tokens_and_nan():
+    """The log-prob of an impossible target is the lowest number, as with the other kernels; NaN stays NaN."""
+    logits = torch.zeros(3, 300, device=DEVICE)
+    logits[0, 7], logits[1, 100] = -torch.inf, torch.nan
+    logits[2] = -torch.inf
+    logprobs, entropy, total = (torch.empty(3, device=DEVICE) for _ in range(3))
+    targets = torch.full((3,), 7, device=DEVICE)
+    kernels.token_logprobs(logits, targets, 1.0, logprobs, entropy, total)
+    assert logprobs[0] == torch.finfo(torch.float32).min
+    assert entropy[0].item() == pytest.approx(torch.tensor(299.0).log().item())
+    assert logprobs[1].isnan()
+    assert entropy[1].isnan()
+    assert entropy[2].item() == pytest.approx(torch.tensor(300.0).log().item())  # as if all were equal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_token_logprobs_backward(size, dtype):
+    logits, targets = logits_and_targets(size)
+    grad, temperature = numbers(7, seed=3), 0.7
+    exact = logits.double().requires_grad_()
+    log_p = (exact / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (wanted,) = torch.autograd.grad(log_p, exact, grad.double())
+    total = (logits.double() / temperature).logsumexp(-1).float()
+    ours = kernels.token_logprobs_backward(logits, targets, total, grad, temperature, dtype)
+    assert_near(ours, wanted, dtype)
+
+
+def test_ready_asks_for_contiguous_tensors_of_known_types():
+    x = torch.zeros(4, 6, device=DEVICE)
+    assert kernels.ready(x, None, x.half(), x.bfloat16()) == (DEVICE == "cuda")
+    assert not kernels.ready(x, x.double())
+    assert not kernels.ready(x, x.T)
+    assert not kernels.ready(x, result=torch.float64)

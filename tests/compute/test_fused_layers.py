@@ -1,5 +1,6 @@
 """Fused layers: the same values and gradients as transformers' own; layers of other kinds are left alone."""
 
+import collections
 import copy
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers as T
 from tiny import tiny_llama
 
+from trainer.compute import fused_layers
 from trainer.compute.fused_layers import (
     FAMILIES,
     attention_forward,
@@ -32,16 +34,16 @@ KNOWN = {
 def build(config):
     """A model none of whose weights is as it was initialised, biases and norms included."""
     torch.manual_seed(0)
-    model = T.AutoModelForCausalLM.from_config(config).eval()
+    model = T.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
     return model
 
 
-def states_and_gradients(net, dtype=torch.float32):
-    tokens = torch.randint(32, (5, 40), generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor([40, 39, 31, 17, 2])
+def states_and_gradients(net, dtype=torch.float32, lengths=(40, 39, 31, 17, 2)):
+    tokens = torch.randint(32, (len(lengths), 40), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor(lengths)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         states = packed_states(net, tokens, lengths).last_hidden_state
     states.float().sin().sum().backward()
@@ -60,6 +62,64 @@ def test_values_and_gradients_are_those_of_transformers(name):
     assert "forward" in vars(layer.input_layernorm)
     for a, b in zip(states_and_gradients(plain), states_and_gradients(fused), strict=True):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """The layers compute with a GPU's kernels, in Triton's interpreter, but for attention, which is torch's.
+    -> the names of the kernels, one for each start"""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from trainer.compute.cuda import kernels
+
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the GPU, and these tensors are not there")
+
+    def kernels_for(*tensors, result=torch.float32):
+        tensors = [x for x in tensors if x is not None]
+        fit = all(x.is_contiguous() and x.dtype in kernels.TYPES for x in tensors) and result in kernels.TYPES
+        return kernels if fit else None
+
+    started, start = [], kernels.launch
+
+    def launch(kernel, *args, **constants):
+        started.append(kernel.fn.__name__)
+        start(kernel, *args, **constants)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(fused_layers, "kernels_for", kernels_for)
+    monkeypatch.setattr(fused_layers, "rotated_attention", lambda *arguments: None)
+    return started
+
+
+FEW = (9, 8, 2)  # lengths: the interpreter takes its time
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
+def test_a_gpus_kernels_give_the_values_and_gradients_of_transformers(name, gpu_kernels):
+    plain = states_and_gradients(build(KNOWN[name]).base_model, lengths=FEW)
+    fused = build(KNOWN[name]).base_model
+    assert pack_sequences(fused)
+    gpu_kernels.clear()
+    for a, b in zip(plain, states_and_gradients(fused, lengths=FEW), strict=True):
+        assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
+    norms = 2 * 2 + 1 + (2 * 2 if name == "qwen3" else 0)  # two a layer, of heads too, and the last one
+    wanted = {"rms_norm": norms, "rms_norm_backward": norms, "rotate": 2 * 2 * 2}
+    assert collections.Counter(gpu_kernels) == wanted | {"silu_mul": 2, "silu_mul_backward": 2}
+
+
+def test_a_gpus_kernels_in_mixed_precision(gpu_kernels, dtype=torch.bfloat16):
+    """As near to fp32 as transformers' layers; every norm, rotation and gate of a layer has its kernel."""
+    nets = [build(KNOWN["qwen3"]).base_model for _ in range(3)]
+    exact, plain = (states_and_gradients(*x, FEW) for x in ((nets[0], torch.float32), (nets[1], dtype)))
+    pack_sequences(nets[2])
+    gpu_kernels.clear()
+    for a, b, c in zip(exact, plain, states_and_gradients(nets[2], dtype, FEW), strict=True):
+        theirs, ours = ((x.float() - a).norm() / a.norm() for x in (b, c))
+        assert ours < 2 * theirs + 0.01
+    assert len(gpu_kernels) == 2 * 9 + 8 + 4  # norms, rotations and gates, with their gradients
+    with torch.autocast("cpu", dtype):
+        normed = nets[2].norm(torch.ones(1, 64))
+    assert normed.dtype == dtype  # nothing is left to convert
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -5,9 +5,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.compute import logprobs
 from trainer.compute.logprobs import token_logprobs
+
+
+@pytest.fixture(params=["a CPU's functions", "a GPU's functions"], autouse=True)
+def functions(request, monkeypatch):
+    """A GPU's run in Triton's interpreter, on tensors of the CPU."""
+    if request.param == "a GPU's functions":
+        pytest.importorskip("triton", reason="Triton exists for Linux only")
+        from trainer.compute.cuda import kernels
+
+        if torch.cuda.is_available():
+            pytest.skip("Triton compiles for the GPU, and these tensors are not there")
+        monkeypatch.setattr(logprobs, "_gpu_kernels", lambda device: kernels)
 
 
 def head_of(rows, bias=None):
@@ -102,14 +115,71 @@ def test_no_logits_of_the_whole_batch_exist(monkeypatch):
     assert largest.elements == 7 * 5000
 
 
+@pytest.mark.parametrize(("tokens_in_chunk", "products"), [(12, 3), (5, 12)])
+def test_logits_are_computed_again_only_if_they_are_several_chunks(monkeypatch, tokens_in_chunk, products):
+    """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again."""
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": tokens_in_chunk * 50})
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(logprobs, "MAX_KEPT", 12 * 50 if products == 3 else 0)
+    head, states = torch.nn.Linear(16, 50, bias=False), torch.randn(12, 16, requires_grad=True)
+    with Operations() as done:
+        token_logprobs(head, states, torch.randint(50, (12,)), 1.0)[0].sum().backward()
+    assert sum(name.startswith(("aten.mm", "aten.addmm")) for name, _ in done.seen) == products
+
+
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation returns."""
+    """Notes the number of elements of the largest floating-point tensor that any operation returns."""
 
     elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
                 self.elements = max(self.elements, x.numel())
         return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_logits_are_fp32_and_products_are_in_the_dtype(dtype):
+    """Tensors without numbers stand for those of a GPU: only what is asked of it is known."""
+    with FakeTensorMode(), Operations() as asked:
+        states, weight, bias = (torch.empty(*s, device="cuda") for s in ((3, 8), (20, 8), (20,)))
+        for b in (None, bias):
+            logits = logprobs.head_logits(states, weight, b, dtype)
+            assert (logits.dtype, logits.shape, logits.is_cuda) == (torch.float32, (3, 20), True)
+    products = [args for name, args in asked.seen if name.startswith("aten.mm")]
+    assert [args[0].dtype for args in products] == [args[1].dtype for args in products] == [dtype] * 2
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch that is built for CUDA")
+def test_on_a_gpu_gradients_of_the_weight_are_added_in_fp32():
+    """Chunks are summed in one operation each, in place, and no product is rounded to bf16."""
+    with FakeTensorMode(), Operations() as asked:
+        grad, states = (torch.empty(*s, device="cuda", dtype=torch.bfloat16) for s in ((5, 20), (5, 8)))
+        first = logprobs._add_product(None, grad.T, states, torch.float32)
+        second = logprobs._add_product(first, grad.T, states, torch.float32)
+    assert second is first
+    assert first.dtype == torch.float32
+    assert [name for name, _ in asked.seen if "mm" in name] == ["aten.mm.dtype", "aten.addmm.dtype_out"]
+
+
+def test_on_a_cpu_logits_are_in_the_dtype_of_the_products():
+    states, weight = torch.randn(3, 8), torch.randn(20, 8)
+    assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
+    memory = torch.empty(5, 20)
+    logits = logprobs.head_logits(states, weight, None, torch.float32, memory)
+    assert logits.data_ptr() == memory.data_ptr()
+    torch.testing.assert_close(logits, states @ weight.T)
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes every operation with its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append((str(function), args))
+        return function(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from trainer.compute.cpu import kernels
 from trainer.compute.flash import flash_attention
+from trainer.compute.kernels import kernels_of
 from trainer.compute.precision import compute_dtype
 
 ATTENTION = "small_lm"
@@ -33,9 +34,14 @@ SDPA_LENGTH = 128  # from this length on, torch's fused kernel is faster in fp32
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
     """Attention as transformers calls it: query [B, heads, T, head_dim], key and value with their own number
-    of heads -> ([B, T, heads, head_dim], None). packing: a ``Packing`` if the row is packed."""
+    of heads -> ([B, T, heads, head_dim], None). packing: a ``Packing`` if the row is packed. attention_mask:
+    additive, None for causal attention, or the positions [B, 1, 1, 1] of single queries over a cache."""
     if packing is not None:
         return _packed(module, query, key, value, packing, **kwargs), None
+    if attention_mask is not None and attention_mask.dtype == torch.int64:  # KVCache gives positions instead
+        args = query[:, :, 0], attention_mask.flatten(), key, value, kwargs.get("sliding_window")
+        scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+        return kernels_of(query.device.type).cached_attention(*args, scale)[:, None], None
     if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
         out = matmul_attention(query.to(key.dtype), key, value, attention_mask, kwargs["scaling"])
         return out.to(query.dtype), None

@@ -1,10 +1,10 @@
 """Fused layers: the layers of Llama and its relatives in fewer operations, for training and sampling.
 
 transformers writes norms, rotary positions, gates and attention as dozens of small operations, each of which
-reads and writes every activation. Here the same is computed with gradients of our own: on a CPU by compiled
-functions (cpu/kernels.py), elsewhere by fewer torch operations. A module keeps its class, parameters and
-names. Only its ``forward`` is replaced, and only where ``fuse_layers`` finds the same values and gradients.
-Models of other families do not change.
+reads and writes every activation. Here the same is computed with gradients of our own, by compiled kernels
+(kernels.py) where there are any, elsewhere by fewer torch operations. A module keeps its class, parameters
+and names. Only its ``forward`` is replaced, and only where ``fuse_layers`` finds the same values and
+gradients. Models of other families do not change.
 
 Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, Su et al. 2021
 (arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).

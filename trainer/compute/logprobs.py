@@ -4,16 +4,21 @@ Autograd over log_softmax would keep several [tokens, vocabulary] tensors and pa
 chunk of tokens at a time goes through the head. The backward pass needs only the probabilities p, because d
 logprob / d logits = (onehot - p) / temperature. At most ``MAX_KEPT`` of them are kept; if there are more, all
 are computed again, chunk by chunk.
+
+A GPU's kernels (cuda/tokens.py) never write p. They read the logits once in the forward and once in the
+backward pass, where p follows from the logits and their log sum e^logits. Logits of a single chunk are kept.
 """
 
 import torch
 import torch.nn.functional as F
 
-from trainer.compute.kernels import kernels_for
+from trainer.compute.kernels import kernels_for, kernels_of
 from trainer.compute.precision import compute_dtype, rows_to_add
 
-# Logits in one chunk [tokens, vocabulary]: 8 MiB in fp32 fit a CPU's cache, 256 MiB keep a GPU busy
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Logits in one chunk [tokens, vocabulary]: 8 MiB in fp32 fit a CPU's cache. 512 MiB on a GPU are 832 tokens
+# where the vocabulary is 152,000: so many that the products take far longer than reading and writing the
+# weight's gradient, which is done once a chunk
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 MAX_KEPT = 1 << 24  # at most this many probabilities (64 MiB) are kept from forward to backward
 
@@ -27,8 +32,14 @@ def token_logprobs(head, states, targets, temperature):
     dtype, count, more = compute_dtype(head.weight), len(states), rows_to_add(len(states), head.weight)
     if more:
         states, targets = F.pad(states, (0, 0, 0, more)), F.pad(targets, (0, more))
-    logprobs, entropy = _TokenLogprobs.apply(states, head.weight, head.bias, targets, temperature, dtype)
+    function = _TokenLogprobs if _gpu_kernels(states.device) is None else _GpuTokenLogprobs
+    logprobs, entropy = function.apply(states, head.weight, head.bias, targets, temperature, dtype)
     return logprobs[:count], entropy[:count]
+
+
+def _gpu_kernels(device):
+    """A GPU's kernels if this is a GPU that has them, else None"""
+    return kernels_of("cuda") if device.type == "cuda" else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -51,18 +62,56 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _):
         states, weight, bias, targets = ctx.saved_tensors
         grad = grad / ctx.temperature
-        grad_states, table = torch.empty_like(states), weight.to(ctx.dtype)
-        grad_weight = None
-        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # none if frozen
-        for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets):
-            grad_logits = _grad_logits(p, targets[c], grad[c], ctx.dtype)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_states[c] = grad_logits @ table
-            if ctx.needs_input_grad[1]:
-                grad_weight = _add_product(grad_weight, grad_logits.T, states[c].to(ctx.dtype), weight.dtype)
-        ctx.kept = None
-        return grad_states, grad_weight, grad_bias, None, None, None
+        gradients = (
+            (c, _grad_logits(p, targets[c], grad[c], ctx.dtype))
+            for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets)
+        )
+        return *_grads_of_head(ctx, states, weight, bias, gradients), None, None, None
+
+
+class _GpuTokenLogprobs(torch.autograd.Function):
+    """The same with a GPU's kernels. kept: the logits, if they are one chunk and have a gradient"""
+
+    @staticmethod
+    def forward(ctx, states, weight, bias, targets, temperature, dtype):
+        ctx.temperature, ctx.dtype, ctx.kept = temperature, dtype, None
+        kernels, targets = _gpu_kernels(states.device), targets.contiguous()
+        results = [torch.empty(len(states), device=states.device) for _ in range(3)]
+        for c, logits in _chunks_of_logits(states, weight, bias, dtype):
+            kernels.token_logprobs(logits, targets[c], temperature, *(x[c] for x in results))
+            if len(logits) == len(states) and any(ctx.needs_input_grad):
+                ctx.kept = logits
+        logprobs, entropy, total = results
+        ctx.save_for_backward(states, weight, bias, targets, total)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        states, weight, bias, targets, total = ctx.saved_tensors
+        kernels, grad = _gpu_kernels(states.device), grad.contiguous()
+        kept = [(slice(len(states)), ctx.kept)]
+        chunks = _chunks_of_logits(states, weight, bias, ctx.dtype) if ctx.kept is None else kept
+        gradients = (
+            (c, kernels.token_logprobs_backward(x, targets[c], total[c], grad[c], ctx.temperature, ctx.dtype))
+            for c, x in chunks
+        )
+        return *_grads_of_head(ctx, states, weight, bias, gradients), None, None, None
+
+
+def _grads_of_head(ctx, states, weight, bias, gradients):
+    """gradients: of the logits, by chunks: (slice, [n, V] in ctx.dtype) -> those of states, weight, bias"""
+    grad_states, table, grad_weight = torch.empty_like(states), weight.to(ctx.dtype), None
+    grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # none if frozen
+    for c, grad_logits in gradients:
+        if grad_bias is not None:
+            grad_bias += grad_logits.sum(0)
+        grad_states[c] = _product(grad_logits, table)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _add_product(grad_weight, grad_logits.T, states[c].to(ctx.dtype), weight.dtype)
+    ctx.kept = None
+    return grad_states, grad_weight, grad_bias
 
 
 def _logprobs(logits, targets, temperature, p=None):
@@ -86,11 +135,35 @@ def _grad_logits(p, targets, grad, dtype):
     return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
 
 
+def head_logits(states, weight, bias, dtype, memory=None):
+    """States [n, H] -> logits [n, V] of a head (weight [V, H]; bias [V] or None), from products in ``dtype``.
+
+    On a GPU the logits are in fp32 in any case. Rounded to bf16, logits between 16 and 32 would have steps of
+    0.125, and log-probs errors of about 0.03. On a CPU, which has no such product, they are in ``dtype``.
+    memory: fp32 [n or more rows, V] that may be used for the result, or None.
+    """
+    states, weight = states.to(dtype), weight.to(dtype)
+    if not states.is_cuda and (dtype != torch.float32 or bias is not None):
+        return F.linear(states, weight, None if bias is None else bias.to(dtype))
+    logits = _product(states, weight.T, None if memory is None else memory[: len(states)])
+    return logits if bias is None else logits.add_(bias)
+
+
+def _product(a, b, out=None):
+    """-> a @ b: on a GPU in fp32, elsewhere in their dtype. out: memory for it"""
+    kind = {"out_dtype": torch.float32} if a.is_cuda and a.dtype != torch.float32 else {}
+    return torch.mm(a, b, out=out, **kind)
+
+
 def _add_product(total, a, b, dtype):
     """-> total + a @ b in ``dtype``; total may be None, which counts as 0"""
     if total is None:
-        return (a @ b).to(dtype)
-    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
+        return _product(a, b).to(dtype)
+    if a.dtype == dtype:
+        return total.addmm_(a, b)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    return total.add_(a @ b)
 
 
 def _chunks(states, weight):
@@ -101,17 +174,12 @@ def _chunks(states, weight):
 
 
 def _chunks_of_logits(states, weight, bias, dtype):
-    """Yield (slice, its logits [n, V]). Use them before the next: fp32 logits all share one memory."""
+    """Yield (slice, its logits [n, V]). Use them before the next: fp32 logits may all share one memory."""
     chunks, table = _chunks(states, weight), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    plain = dtype == torch.float32 and bias is None
-    memory = torch.empty(chunks[0].stop, len(weight), device=states.device) if plain and chunks else None
+    shared = states.is_cuda or (dtype == torch.float32 and bias is None)
+    memory = torch.empty(chunks[0].stop, len(weight), device=states.device) if shared and chunks else None
     for c in chunks:
-        inputs = states[c].to(dtype)
-        if plain:
-            yield c, torch.mm(inputs, table.T, out=memory[: len(inputs)])
-        else:
-            yield c, F.linear(inputs, table, bias)
+        yield c, head_logits(states[c], table, bias, dtype, memory)
 
 
 def _chunks_of_probabilities(ctx, states, weight, bias, targets):

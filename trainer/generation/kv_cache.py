@@ -14,8 +14,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from trainer.compute.attention import ATTENTION, hidden_places
-from trainer.compute.cpu import kernels
 from trainer.compute.fused_layers import attention_forward, is_fused
+from trainer.compute.kernels import kernels_of
 
 
 def bytes_per_token(config, bytes_each):
@@ -33,8 +33,17 @@ def sequence_bytes(model, width):
 def decodes_fused(model):
     """Whether a compiled function does all that every attention layer does between its matrix products."""
     layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    able = kernels.available(model.device) and model.dtype in kernels.TYPES
+    kernels = kernels_of(model.device.type)
+    able = kernels is not None and model.dtype in kernels.TYPES
     return able and len(layers) == model.config.num_hidden_layers
+
+
+def reads_positions(model):
+    """Whether the attention of a model that is not fused reads on the device how long each row is, so that it
+    needs no mask: on a GPU with compiled kernels, where it is ours."""
+    kernels = kernels_of(model.device.type)
+    ours = model.config._attn_implementation == ATTENTION and model.dtype in getattr(kernels, "TYPES", ())
+    return ours and hasattr(kernels, "cached_attention")
 
 
 def cache_dtype(model):
@@ -111,11 +120,14 @@ class KVCache(Cache):
         config, device = model.config, model.device
         self.config, self.slots = config, slots
         self.fused, self.dtype = decodes_fused(model), cache_dtype(model)
-        self.needs_columns = not self.fused  # whether ``longest`` of a step is used
-        self.block = kernels.lanes() if self.fused else None
-        self.width = width = width + (-width % self.block if self.fused else 0)
+        self.kernels = kernels_of(device.type)
+        self.by_position = not self.fused and reads_positions(model)
+        self.needs_columns = not (self.fused or self.by_position)  # whether ``longest`` of a step is used
+        self.block = self.kernels.lanes() if self.fused else None
+        self.width = width = width + (-width % self.block if self.block else 0)
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
+        self.no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         super().__init__(layers=[KVCacheLayer(self) for _ in range(config.num_hidden_layers)])
 
     def prefill(self, first):
@@ -125,10 +137,13 @@ class KVCache(Cache):
     def decode(self, positions, longest):
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
-        differ. A ``fused`` cache returns a placeholder [1, 1, 1, 1]."""
+        differ. Where no mask is read, its place is taken by a tensor of four dimensions, because transformers
+        would make a mask otherwise: one False, or the positions for attention that reads them."""
         self.positions, self.longest = positions, longest
-        if self.fused:  # no mask is read; given four dimensions, transformers makes none
-            return positions.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+        if self.fused:
+            return self.no_mask
+        if self.by_position:
+            return positions.view(-1, 1, 1, 1)
         behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
@@ -148,7 +163,7 @@ class KVCache(Cache):
         own = self.layers[layer.layer_idx]
         joint = joint.view(len(joint), -1, layer.head_dim)
         weights, eps = [getattr(x, "weight", None) for x in norms], getattr(norms[0], "variance_epsilon", 0.0)
-        return kernels.decode_attention(
+        return self.kernels.decode_attention(
             joint, cos, sin, weights, eps, self.positions, own.keys, own.values, window, layer.scaling
         )
 

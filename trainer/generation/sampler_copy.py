@@ -9,6 +9,7 @@ gains most from a faster dtype. The old log-probs of the ratio come from the sco
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from model.lora import merged
@@ -47,6 +48,29 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[1])
 
 
+class JoinedLinear(nn.Module):
+    """Linear layers with the same input, computed as one on a GPU. Their own weights and biases become views
+    of the joined ones: nothing is stored twice, and what is copied into them later is in place at once, at
+    the addresses that CUDA graphs have captured."""
+
+    def __init__(self, *linears):
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = self._join([linear.weight for linear in linears])
+        self.bias = None
+        if linears[0].bias is not None:
+            self.bias = self._join([linear.bias for linear in linears])
+
+    def _join(self, parameters):
+        joined = _joined(parameters)
+        for p, part in zip(parameters, joined.split(self.sizes), strict=True):
+            p.data = part
+        return joined
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
 def _joined(parameters):
     """The parameters, concatenated along dimension 0; a single one is not copied."""
     return torch.cat([p.detach() for p in parameters]) if len(parameters) > 1 else parameters[0].detach()
@@ -69,6 +93,7 @@ class SamplerCopy:
             self._pack()
         else:
             use_all_experts(self.model)
+            self._join(JoinedLinear)
 
     def _cast(self, dtype):
         """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""
@@ -79,15 +104,20 @@ class SamplerCopy:
                 if x.is_floating_point() and "inv_freq" not in name:
                     setattr(module, name, x.to(dtype))
 
-    def _pack(self):
-        """Replace the linear layers by packed ones, those of one fused layer with the same input by one."""
-        for module in list(self.model.modules()):
+    def _join(self, kind):
+        """Replace the linear layers of one fused layer that have the same input by one of this kind."""
+        for module in self.model.modules():
             if is_fused(module, attention_forward):
-                module.qkv = PackedLinear(module.q_proj, module.k_proj, module.v_proj)
+                module.qkv = kind(module.q_proj, module.k_proj, module.v_proj)
                 module.q_proj = module.k_proj = module.v_proj = None
             if is_fused(module, mlp_forward):
-                module.gate_up = PackedLinear(module.gate_proj, module.up_proj)
+                module.gate_up = kind(module.gate_proj, module.up_proj)
                 module.gate_proj = module.up_proj = None
+
+    def _pack(self):
+        """Replace all linear layers by packed ones."""
+        self._join(PackedLinear)
+        for module in list(self.model.modules()):
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child))

@@ -39,7 +39,7 @@ def sample_tokens(logits, temperature, u):
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
     column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)
     token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
-    return token.squeeze(1), inside.gather(1, column).squeeze(1).log()
+    return token.squeeze(1), probs.flatten(1).gather(1, token).squeeze(1).log()
 
 
 def running_sum(x):

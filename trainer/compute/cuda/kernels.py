@@ -6,13 +6,17 @@ torch's operations; tests/compute/test_cuda_kernels.py compares the two, without
 interpreter.
 """
 
+from functools import cache
+
 import torch
 import triton
 
-from trainer.compute.cuda import layers
+from trainer.compute.cuda import attention, layers, sampling, tokens
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK = 1024  # numbers that one program of a pointwise kernel computes
+BLOCK = 1024  # numbers that one program of a pointwise kernel computes; of a kernel with rows, at least
+PARTS = 512  # programs that share the rows where sums over all rows are wanted
+LANES = 2048  # numbers of a row that a program reads at a time where a row is a vocabulary
 
 
 def check():
@@ -35,6 +39,53 @@ def launch(kernel, grid, *args, **constants):
     kernel[grid](*args, **constants)
 
 
+def warps(numbers):
+    """How many warps (of 32 threads) compute a tile of so many numbers"""
+    return min(16, max(1, numbers // 256))
+
+
+def _tiles(x):
+    """A tensor [..., width] -> (rows, width, constants of a kernel that has whole rows in its tiles)"""
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    rows = max(1, BLOCK // block)
+    return x.numel() // width, width, {"ROWS": rows, "BLOCK": block, "num_warps": warps(rows * block)}
+
+
+def rms_norm(x, weight, eps, dtype, delta=None):
+    """Norm of x [..., width], or of s = x + delta -> (y in ``dtype``, s or None, r [rows])."""
+    rows, width, tile = _tiles(x)
+    total, y = None if delta is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    r = torch.empty(rows, device=x.device)
+    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    tensors = (x, delta, weight, total, y, r)
+    launch(layers.rms_norm, grid, *tensors, rows, width, float(eps), ADD=delta is not None, **tile)
+    return y, total, r
+
+
+def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
+    """Gradients of ``rms_norm``. grad_x: the gradient of s, added, or None. -> (gradient of x, the same in
+    ``delta_dtype`` or None, gradient of the weight)."""
+    rows, width, tile = _tiles(x)
+    out, delta = torch.empty_like(x), None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)
+    programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
+    parts = torch.empty(programs, width, device=x.device)
+    tensors = (x, weight, r, grad, grad_x, out, delta, parts)
+    flags = {"ADD": grad_x is not None, "DELTA": delta is not None}
+    launch(layers.rms_norm_backward, (programs,), *tensors, rows, width, **flags, **tile)
+    return out, delta, parts.sum(0).to(weight.dtype)
+
+
+def rotate(x, cos, sin, back=False):
+    """Rotate x [..., heads, dim] by cos and sin [..., 1, dim], or back -> the same shape"""
+    y, (heads, dim) = torch.empty_like(x), x.shape[-2:]
+    tile = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
+    grid, sign = (x.numel() // (heads * dim),), -1.0 if back else 1.0
+    number = warps(tile["HEADS"] * tile["HALF"])
+    launch(layers.rotate, grid, x, cos, sin, y, heads, dim, sign, **tile, num_warps=number)
+    return y
+
+
 def silu_mul(gate, up):
     """silu(gate) * up of [..., width], both contiguous, or the two halves of one contiguous tensor"""
     width = gate.shape[-1]
@@ -42,3 +93,114 @@ def silu_mul(gate, up):
     grid = (y.numel() // width, triton.cdiv(width, BLOCK))
     launch(layers.silu_mul, grid, gate, up, y, width, gate.stride(-2), BLOCK=BLOCK)
     return y
+
+
+def silu_mul_backward(gate, up, grad):
+    """-> gradients of gate and of up"""
+    grads, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    grid = (triton.cdiv(count, BLOCK),)
+    launch(layers.silu_mul_backward, grid, gate, up, grad, *grads, count, BLOCK=BLOCK)
+    return grads
+
+
+def token_logprobs(logits, targets, temperature, logprobs, entropy, total):
+    """From logits [n, V] in fp32 write the log-probs of the targets [n], the entropies, and log sum e^(logits
+    / temperature), which the gradient needs; each is [n]."""
+    n, size = logits.shape
+    block = min(LANES, triton.next_power_of_2(size))
+    tensors = (logits, targets, logprobs, entropy, total)
+    launch(tokens.token_logprobs, (n,), *tensors, size, 1 / temperature, BLOCK=block, num_warps=warps(block))
+
+
+def token_logprobs_backward(logits, targets, total, grad, temperature, dtype):
+    """-> grad (onehot(targets) - p) / temperature [n, V] in ``dtype``: the gradient of the logits, which may
+    be overwritten. p: their probabilities; total [n]: as written by ``token_logprobs``; grad [n]: that of the
+    log-probs."""
+    size, out = logits.shape[1], logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    grid, tensors = (len(logits), triton.cdiv(size, BLOCK)), (logits, targets, total, grad, out)
+    launch(tokens.token_logprobs_backward, grid, *tensors, size, 1 / temperature, BLOCK=BLOCK)
+    return out
+
+
+def lanes():
+    """None: keys lie in the cache as values do, and not in blocks (cpu/kernels.py)."""
+
+
+def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, window, scale):
+    """Attention of n new tokens over a cache; their keys and values are written to it. -> [n, heads, dim]
+
+    joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
+    [n] of the first n rows of the cache; keys and values [slots, groups, width, dim]: the cache; norms: the
+    weights by which queries and keys are normed, or (None, None).
+    """
+    n, heads, _ = joint.shape
+    query = joint[:, : heads - 2 * keys.shape[1]]
+    turns = [x.expand(n, 1, 1, -1).contiguous() for x in (cos, sin)]
+    return _decode(query, [*turns, *norms], positions, keys, values, window, scale, eps)
+
+
+def cached_attention(query, positions, keys, values, window, scale):
+    """Attention of n tokens over a cache that has their keys and values already -> [n, heads, dim of values]
+
+    query [n, heads, dim]; positions [n]; keys and values [n or more, groups, width, their dim].
+    """
+    return _decode(query, [None] * 4, positions, keys, values, window, scale, 0.0)
+
+
+def _decode(query, turns_and_norms, positions, keys, values, window, scale, eps):
+    """Launch ``attention.decode_attention``."""
+    (n, heads, dim), groups, wide = query.shape, keys.shape[1], values.shape[-1]
+    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
+    out = query.new_empty(n, heads, wide)
+    shared, strides = heads // groups, (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
+    sizes = [max(16, triton.next_power_of_2(x)) for x in (shared, dim, wide)]
+    columns, number = _tile(max(sizes[1:]) * keys.element_size(), keys.device)
+    launch(
+        attention.decode_attention,
+        (n, groups),
+        query, *turns_and_norms, positions, keys, values, out, *strides,
+        dim, wide, window or keys.shape[2], float(scale), float(eps),
+        SHARED=shared, ROWS=sizes[0], D=sizes[1], W=sizes[2], COLUMNS=columns, num_warps=number, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _tile(bytes_per_token, device):
+    """-> (columns of the cache that a program reads at once, its warps): 8 KiB of keys each time. Before the
+    A100, Triton computes products without tensor cores. That needs registers, so columns are few."""
+    if not _multiplies_in_tensor_cores(device):
+        return 16, 8
+    return max(16, min(64, 8192 // bytes_per_token)), 4
+
+
+@cache
+def _multiplies_in_tensor_cores(device):
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def sample_tokens(logits, temperature, u):
+    """``generation.sampling.sample_tokens``: logits [n, V], u [n] fp64 -> (tokens [n], their log-probs [n]
+    fp32)"""
+    tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
+    logprobs = torch.empty(len(u), dtype=torch.float32, device=u.device)
+    size, scale, sizes = _blocks(logits, temperature)
+    args = logits, size, scale, u.double().contiguous(), tokens, logprobs
+    launch(sampling.sample_tokens, (len(u),), *args, **sizes)
+    return tokens, logprobs
+
+
+def sample_and_store(logits, temperature, noise, ends, limit, state, results):
+    """``Engine._sample_and_store`` from logits [n, V] on. state: the engine's row, token, count and done of
+    these n slots; results: its tokens, logprobs, response_len, finished; ends, limit: its eos and limit."""
+    size, scale, sizes = _blocks(logits, temperature)
+    args = logits, size, scale, noise, *state, ends, len(ends), limit, *results, noise.shape[1]
+    launch(sampling.sample_and_store, (len(logits),), *args, **sizes, ENDS=triton.next_power_of_2(len(ends)))
+
+
+def _blocks(logits, temperature):
+    """-> (vocabulary, by what logits are multiplied, constants of the kernels of sampling)"""
+    size = logits.shape[1]
+    block = max(16, min(4096, triton.next_power_of_2(size)))
+    sizes = {"BLOCK": block, "BLOCKS": triton.next_power_of_2(triton.cdiv(size, block))}
+    more = {"GREEDY": temperature == 0, "num_warps": warps(block)}
+    return size, 1 / (temperature or 1), sizes | more
