@@ -3,9 +3,10 @@
     python benchmarks/recipes.py
 
 Nothing is run: the models have their sizes and no weights (torch's meta device), and the memory is that of
-trainer/memory_plan.py. The commands and their flags are read from the page. The reward model, if a command
-has one, is a classifier with the policy's sizes, saved in fp16 as train_reward.py does, and the critic starts
-from it. The evaluation, if there is one, has 256 prompts or more. GB are 10^9 bytes.
+trainer/memory_plan.py, in the phase that takes the most. The commands and their flags are read from the page.
+The reward model, if a command has one, is a classifier with the policy's sizes, saved in fp16 as
+train_reward.py does, and the critic starts from it. The evaluation, if there is one, has 256 prompts or more.
+GB are 10^9 bytes.
 """
 
 import re
@@ -18,12 +19,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from model.model_minimind import MiniMindConfig
 from trainer.evaluation import BATCH
 from trainer.inputs import complete_sizes
-from trainer.memory_plan import GB, memory_plan
+from trainer.memory_check import USABLE, fitted_plan
+from trainer.memory_plan import GB, Sizes
 from trainer.runs.learning_rate import suited_rate
 from trainer.train_ppo import flag_parser
 
 SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
 QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+MAIN_MEMORY = 16  # GB of the laptop
 # A section of the page: (the policy's config, GB of the GPU or None for a CPU, what --dtype auto is there).
 RECIPES = {
     "MiniMind 26M": (MiniMindConfig(), 6, torch.bfloat16),
@@ -60,19 +63,24 @@ def row_of(section):
     with torch.device("meta"):
         actor = AutoModelForCausalLM.from_config(config)
         config.num_labels = 1
-        critic = AutoModelForSequenceClassification.from_config(config) if args.reward_model else actor
-    parts = memory_plan(args, actor, critic, device, dtype, BATCH if args.eval_data_path else 0)
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (actor, critic)]
-    models = parts.pop("weights") + 4 * sizes[0]
-    if args.reward_model and not args.lora_r:  # with adapters it shares the critic's weights
-        models += sizes[1] * (4 if device.type == "cpu" and dtype == torch.float32 else 2)
-    total = models + sum(parts.values())
-    kinds = ("actor", "critic")
-    rates = [suited_rate(kind, size, args.lora_r > 0) for kind, size in zip(kinds, sizes, strict=True)]
-    columns = {"all": total, "models": models, **parts}
+        reward = AutoModelForSequenceClassification.from_config(config)
+    reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
+    actor, reward = (Sizes.of(model, dtype) for model in (actor, reward))
+    actor.exact = dtype == torch.bfloat16 and "MiniMind" not in section  # saved in bf16; MiniMind's in fp16
+    reward.exact = dtype == torch.float32
+    rewards = [reward] if args.reward_model else []
+    sizes = {"actor": actor, "critic": reward if rewards else actor, "rewards": rewards}
+    room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
+    plan, _ = fitted_plan(args, sizes, device, dtype, BATCH if args.eval_data_path else 0, room)
+    parts, total = plan.parts(plan.fullest), plan.peak
+    kinds, lora = ("actor", "critic"), args.lora_r > 0
+    rates = [suited_rate(kind, sizes[kind].all, lora) for kind in kinds]
+    others = {name: parts.pop(name, 0) for name in ("moments", "gradients", "KV cache")}
+    models = sum(size for name, size in parts.items() if name in plan.standing or plan.fullest == "building")
+    columns = {"all": total, "models": models, **others, "micro-batch": total - models - sum(others.values())}
     return {
         "recipe": section,
-        "parameters": f"{sizes[0] / 1e6:.0f}M",
+        "parameters": f"{actor.all / 1e6:.0f}M",
         **{name: f"{size / GB:.1f}" for name, size in columns.items()},
         "of the card": f"{total / GB / card:.0%} of {card}" if card else "",
         "rates, actor and critic": " ".join(f"{rate:g}" for rate in rates),

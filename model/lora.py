@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from errors import InputError
+from model.half_precision import make_fp32
 
 ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
 
@@ -109,6 +110,7 @@ def merged(model):
 def merged_copy(model):
     """A copy of a model with its adapters, if any, merged. transformers can save it like any other model."""
     plain, state = copy.deepcopy(model), dict(merged(model))
+    make_fp32(plain)  # frozen weights may be kept in 16 bits, which the sum need not fit
     for name, layer in adapted_layers(plain).items():
         plain.set_submodule(name, layer.base_layer)
     plain.load_state_dict(state, strict=True)

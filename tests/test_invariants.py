@@ -13,7 +13,13 @@ from trainer.compute.rollout_data import length_mask
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import gradients_that_fit, step_if_finite
+from trainer.runs.optimizer_step import (
+    Step,
+    forget_gradients,
+    gradients_that_fit,
+    note_steps,
+    step_if_finite,
+)
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -48,12 +54,12 @@ def filled_rollout(run, prompts, step=0):
 
 
 def gradients(run, minibatch):
-    run.actor.zero_grad()
-    run.critic.zero_grad()
-    work = partial(
-        train_ppo.backward, run, minibatch, minibatch.response_len.sum().item(), list(run.learners)
-    )
-    sums = gradients_that_fit(run, work, minibatch.lengths.tolist(), run.args.accumulation_steps)
+    """A minibatch -> (gradients of the actor and the critic, metrics of both)."""
+    forget_gradients(run)
+    sums, tokens = Metrics(), minibatch.response_len.sum().item()
+    for name in run.learners:
+        work = partial(train_ppo.backward, run, minibatch, tokens, name)
+        sums.merge(gradients_that_fit(run, work, minibatch.lengths.tolist(), run.args.accumulation_steps))
     grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
     return grads, sums
 
@@ -203,19 +209,49 @@ def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
 # ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
 
 
-def test_early_stop_leaves_the_weights_alone(files):
+def test_early_stop_leaves_the_actor_alone_and_the_critic_goes_on(files, monkeypatch):
     run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
     rollout, _ = filled_rollout(run, prompts)
-    metrics = Metrics()
+    metrics, order, train_model = Metrics(), [], train_ppo.train_model
+    monkeypatch.setattr(
+        train_ppo, "train_model", lambda run, name, *more: order.append(name) or train_model(run, name, *more)
+    )
     train_ppo.update(run, rollout, 0, metrics)
+    assert order == ["critic", "actor"] * 2 + ["critic"] * 4
     after_stop = weights(run)
-    steps = {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()}
-    assert steps == {1}  # the first minibatch has KL 0 and steps; the second is stopped
-    assert metrics.means(ALONE)["policy/early_stop"] == 0.5
-    step_if_finite(
-        run, 0.0, list(run.learners.values()), 1
-    )  # no gradient is left behind that a later step could apply
+    steps = {
+        name: {int(s["step"]) for s in learner.optimizer.state.values()}
+        for name, learner in run.learners.items()
+    }
+    # In the first of six minibatches the KL is 0 and the actor steps; the second stops it, not the critic.
+    assert steps == {"actor": {1}, "critic": {6}}
+    means = metrics.means(ALONE)
+    assert means["policy/early_stop"] == 0.5
+    assert means["policy/skipped_steps"] == 0
+    for learner in run.learners.values():  # no gradient is left behind that a later step could apply
+        step_if_finite(run, learner, 0.0, 1)
     assert same(after_stop, weights(run))
+    train_ppo.update(run, filled_rollout(run, prompts, step=1)[0], 1, Metrics())
+    assert not same(after_stop, weights(run))  # the stop was for one batch
+    assert {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()} == {2}
+
+
+def test_the_critic_steps_before_the_actor_has_gradients(files):
+    """Only one model's gradients are ever in memory."""
+    run, prompts = make_run(files)
+    rollout, _ = filled_rollout(run, prompts)
+    models, seen = {"critic": run.critic, "actor": run.actor}, []
+
+    def with_gradients(*_):
+        seen.append({name for name, m in models.items() if any(p.grad is not None for p in m.parameters())})
+
+    for model in models.values():
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(with_gradients)
+    train_ppo.update(run, rollout, 0, Metrics())
+    with_gradients()
+    changes = [names for i, names in enumerate(seen) if not i or names != seen[i - 1]]
+    assert changes == [{"critic"}, {"actor"}] * 2 + [set()]  # two minibatches, and nothing is left
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -226,24 +262,44 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
     before, moments = weights(run), copy.deepcopy(run.learners["actor"].optimizer.state_dict()["state"])
     rollout, _ = filled_rollout(run, prompts, step=1)
     if where == "loss":
-        rollout.returns[3, 0] = torch.inf  # one minibatch of two
+        rollout.returns[3, 0] = torch.inf  # one minibatch of two, the critic alone
     else:
         handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     metrics = Metrics()
     train_ppo.update(run, rollout, 1, metrics)
     skipped = metrics.means(ALONE)["policy/skipped_steps"]
+    actor = [p.detach() for p in run.actor.parameters()]
     if where == "loss":
-        assert skipped == 0.5
+        assert skipped == 0.25  # one of four steps
+        assert run.progress.skipped_steps == 1
         assert all(w.isfinite().all() for w in weights(run))
+        done = {n: {int(s["step"]) for s in x.optimizer.state.values()} for n, x in run.learners.items()}
+        assert done == {"critic": {3}, "actor": {4}}
     else:
-        assert skipped == 1.0
-        assert same(before, weights(run))
+        assert skipped == 0.5
+        assert run.progress.skipped_steps == run.progress.bad_steps == 2
+        assert same(before[: len(actor)], actor)
+        assert not same(before[len(actor) :], run.critic.parameters())  # its own steps were finite
         after = run.learners["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
         with pytest.raises(SystemExit, match="in a row"):
             train_ppo.update(run, rollout, 2, Metrics())
             train_ppo.update(run, rollout, 3, Metrics())
         handle.remove()
+
+
+def test_bad_steps_of_different_models_end_a_run_together(files):
+    """A minibatch counts once, whichever model's step was not finite, and a good one of the other does not
+    set the count back."""
+    run, _ = make_run(files)
+    good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
+    for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
+        note_steps(run, steps)
+    assert (run.progress.bad_steps, run.progress.skipped_steps) == (4, 5)
+    with pytest.raises(SystemExit, match="5 optimizer steps in a row"):
+        note_steps(run, [Step(torch.nan, 1.0)])
+    note_steps(run, [good, good])
+    assert run.progress.bad_steps == 0
 
 
 def test_critic_warm_up_moves_only_the_critic(files):
@@ -269,10 +325,26 @@ def test_gradients_are_clipped_and_the_reference_never_moves(files):
     run.learners["actor"].optimizer.step = lambda: norms.append(
         torch.stack([p.grad.norm() for p in run.actor.parameters()]).norm().item()
     )
-    step_if_finite(run, 0.0, list(run.learners.values()), 0)
+    step_if_finite(run, run.learners["actor"], 0.0, 0)
     assert norms == [pytest.approx(1e-6, rel=1e-2)]
     assert all(p.grad is None for p in run.ref.parameters())
     assert all(p.grad is None for p in run.old_actor.parameters())
+
+
+def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
+    run, prompts = make_run(files, learning_rate=1e-2)
+    train_ppo.prepare_frozen(run)
+    assert run.old_actor is run.actor
+    assert set(run.modules) == {"actor", "critic"}
+    batches, positions, dtypes = iter([[prompts[i] for i in range(16)]] * 3), list(range(16)), set()
+    for step in range(3):
+        run.args.mini_batch_size = 16  # a single minibatch, so that none follows an update
+        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
+        assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
+        dtypes |= {p.dtype for p in run.actor.parameters()}
+    assert metrics["kl/k2"] > 1e-6  # it has moved
+    assert dtypes == {torch.float32}
 
 
 def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):

@@ -1,80 +1,334 @@
 """The memory that a run needs: by hand, against a measured run, and what is said where it is too little."""
 
+import json
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
-from tiny import ROOT, run_files, tiny_llama, train
+from tiny import ROOT, run_files, same_run, tiny_llama, train
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
-from errors import InputError
-from trainer import memory_plan, train_ppo
-from trainer.memory_plan import check_memory
+from errors import InputError, run_script
+from trainer import memory_check, train_ppo
+from trainer.compute import free_memory
+from trainer.memory_check import check_loading, check_memory
+from trainer.memory_plan import GB, Sizes, memory_plan
 
-CPU = torch.device("cpu")
+CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
 TINY = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1, "critic_warmup_steps": 0}
+QWEN = {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True, "num_labels": 1}
+HALF = Qwen2Config(
+    hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864, **QWEN
+)
+ONE_AND_A_HALF = Qwen2Config(
+    hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, **QWEN
+)
+LARGE = ["--model", "x", "--batch_size", "64", "--mini_batch_size", "16", "--max_gen_len", "512"]
 
 
 def arguments(*argv):
-    return train_ppo.parse_args(["--batch_size", "8", "--max_gen_len", "6", "--max_seq_len", "10", *argv])
+    more = ["--data_path", "x", "--reward_url", "http://x"]
+    return train_ppo.parse_args(
+        ["--batch_size", "8", "--max_gen_len", "6", "--max_seq_len", "10", *more, *argv]
+    )
 
 
-def test_weights_and_optimizers_by_hand():
-    model = tiny_llama(
-        10
-    )  # hidden 32, 1 layer, tied: 10 x 32 embeddings, two norms in the layer and one more
-    linear = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
-    total = linear + 10 * 32 + 3 * 32
-    plan = memory_plan.memory_plan(arguments(), model, model, CPU, torch.bfloat16)
-    sampler, frozen = 2 * total + 2 * linear, 2 * linear + 4 * (total - linear)
-    assert plan["weights"] == sampler + 2 * frozen + 4 * total
-    assert plan["optimizers"] == 12 * 2 * total
-    assert plan["KV cache"] == 8 * 16 * (2 * 1 * 16 * 2)  # 8 slots of 16 tokens, one head of 16 numbers, bf16
-    adapters = memory_plan.memory_plan(arguments("--lora_r", "2"), model, model, CPU, torch.bfloat16)
-    assert adapters["optimizers"] == 12 * 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+def planned(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, **more):
+    """The plan for a model; start: what the critic starts from, by default the model itself."""
+    model = model or tiny_llama(10)
+    sizes = {id(m): Sizes.of(m, dtype) for m in (model, *rewards)}
+    sizes = {
+        "actor": sizes[id(model)],
+        "critic": sizes[id(start or model)],
+        "rewards": [sizes[id(m)] for m in rewards],
+    }
+    return memory_plan(arguments(*argv), sizes, device, dtype, **more)
 
 
-def test_held_out_prompts_and_accumulation_by_hand():
+def on_meta(config, reward_dtype=BF16):
+    """A policy and a reward model of this shape, without memory."""
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return policy, AutoModelForSequenceClassification.from_config(config, dtype=reward_dtype)
+
+
+# ------------------------------------------------------------------------------------------------- by hand
+
+# tiny_llama(10): hidden 32, one layer, tied: 10 x 32 embeddings, two norms in the layer and one more
+LINEAR = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+TABLE = 10 * 32
+TOTAL = LINEAR + TABLE + 3 * 32
+
+
+def test_weights_and_moments_by_hand():
+    plan = planned()
+    assert plan.standing == {
+        "actor": 4 * TOTAL,
+        "critic": 4 * TOTAL,
+        "reference": 2 * LINEAR + 4 * (TOTAL - LINEAR),
+        "sampler": 2 * (TOTAL + LINEAR + TABLE + 3 * 32),  # its products are laid out once more
+        "moments": 8 * 2 * TOTAL,
+    }
+    assert plan.cache == 8 * 16 * (2 * 1 * 16 * 2)  # 8 slots of 16 tokens, one head of 16 numbers, bf16
+    assert plan.phases["update"]["gradients"] == 4 * TOTAL  # of one model at a time
+    assert planned(device=GPU).standing["sampler"] == 2 * TOTAL
+    assert planned("--moments_dtype", "bfloat16").standing["moments"] == 4 * 2 * TOTAL
+    older = planned("--update_old_actor_freq", "2").standing
+    assert older["old actor"] == plan.standing["reference"]
+    in_fp32 = planned(dtype=torch.float32).standing
+    assert in_fp32["reference"] == 4 * TOTAL
+
+
+def test_weights_that_16_bits_hold_by_hand():
     model = tiny_llama(10)
+    for p in model.parameters():
+        p.data = p.data.to(BF16).float()
+    assert planned(model=model).standing["reference"] == 2 * (LINEAR + TABLE) + 4 * 3 * 32
+    older = planned("--update_old_actor_freq", "2", model=model).standing
+    assert older["old actor"] == 2 * LINEAR + 4 * (TOTAL - LINEAR)  # it changes: only products are rounded
+
+
+def test_code_from_outside_keeps_its_weights(monkeypatch):
+    model = tiny_llama(10)
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
+    plan, _ = check_memory(arguments("--trust_remote_code"), model, model, [], CPU, BF16)
+    assert plan.standing == planned(model=model).standing | {"reference": 4 * TOTAL}
+
+
+def test_adapters_by_hand():
+    adapters = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    model, start = tiny_llama(10), tiny_llama(10, seed=1)
+    own = planned("--lora_r", "2", model=model).standing
+    assert own["moments"] == 8 * 2 * adapters
+    assert own["actor"] == 4 * TOTAL + 4 * adapters
+    assert own["critic"] == 4 * adapters  # on the actor's weights
+    assert "reference" not in own  # it is the actor without adapters
+    shared = planned("--lora_r", "2", model=model, start=start, rewards=[start]).standing
+    assert shared == own | {"reward models": 4 * TOTAL}  # which the critic shares: they count once
+    apart = planned("--lora_r", "2", model=model, rewards=[start]).standing
+    assert apart == own | {"reward models": 2 * LINEAR + 4 * (TOTAL - LINEAR)}
+
+
+def test_reward_models_count_as_they_are_loaded():
+    for kind in (torch.float32, BF16):
+        policy, reward = on_meta(HALF, kind)
+        reward.score.float()
+        parts = planned(model=policy, start=reward, rewards=[reward], dtype=BF16).standing
+        assert parts["reward models"] == pytest.approx(0.988 * GB, rel=0.01)  # rounded where it was fp32
+        parts = planned(model=policy, start=reward, rewards=[reward], dtype=torch.float32).standing
+        assert parts["reward models"] == pytest.approx(
+            (1.976 if kind == torch.float32 else 0.988) * GB, rel=0.01
+        )
+
+
+def test_held_out_prompts_accumulation_and_pieces_by_hand():
     sequence = 16 * 2 * 16 * 2  # 16 tokens, keys and values, one head of 16 numbers, bf16
-
-    def plan(held_out=0, *argv):
-        args = arguments("--mini_batch_size", "4", *argv)
-        return memory_plan.memory_plan(args, model, model, CPU, torch.bfloat16, held_out)
-
-    caches = [plan(n)["KV cache"] / sequence for n in (0, 5, 20, 1000)]
+    caches = [planned(held_out=n).cache / sequence for n in (0, 5, 20, 1000)]
     assert caches == [8, 8, 20, 256]  # --batch_size, then the evaluation, at most 256 at a time
-    copies = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)  # the linear layers' weights in bf16
-    one, four = (plan(0, "--accumulation_steps", n)["micro-batch"] - copies for n in ("1", "4"))
-    assert one == pytest.approx(4 * four)
+
+    def activations(*argv):
+        args = ["--batch_size", "64", "--mini_batch_size", "64", "--max_gen_len", "200", *argv]
+        return planned(*args, budget=1 << 20).phases["update"]["micro-batch"]
+
+    whole, half, quarter = (activations("--accumulation_steps", n) for n in ("2", "4", "8"))
+    assert whole - half == pytest.approx(2 * (half - quarter), rel=0.01)
 
 
-def test_a_run_counts_its_held_out_prompts(monkeypatch, tmp_path):
-    counted = []
-    monkeypatch.setattr(train_ppo, "check_memory", lambda *given: counted.append(given[-1]))
-    files = run_files(tmp_path, count=8)
-    train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
-    train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
-    assert counted == [8, 0]
+def test_a_phase_has_what_it_needs_and_keys_and_values_unless_they_are_released():
+    policy, reward = on_meta(HALF)
+    given = {"model": policy, "start": reward, "rewards": [reward], "device": GPU}
+    plan = planned(*LARGE, "--offload_frozen", "1", **given)
+    assert not {"reference", "reward models"} & set(plan.standing)
+    assert "reward models" in plan.parts("reward")
+    assert "reference" in plan.parts("score")
+    assert "KV cache" in plan.parts("update")
+    released = planned(*LARGE, "--offload_frozen", "1", **given, release_cache=True)
+    assert "KV cache" not in released.parts("update")
+    assert released.parts("rollout") == plan.parts("rollout")
+    assert plan.peak - released.peak == plan.cache
+
+
+# ----------------------------------------------------------------------------------- 24 GB, by arithmetic
+
+
+def checked(monkeypatch, config, room, *argv, device=GPU, reward_dtype=BF16):
+    """``check_memory`` for this shape where ``room`` bytes are there in all -> (plan, note)."""
+    policy, reward = on_meta(config, reward_dtype)
+    loaded = sum(p.numel() * p.element_size() for m in (policy, reward) for p in m.parameters())
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: int(room - loaded))
+    return check_memory(arguments(*LARGE, *argv), policy, reward, [reward], device, BF16)
+
+
+def test_half_a_billion_with_a_reward_model_of_its_size_fits_24_gb(monkeypatch):
+    """All weights train, 64 prompts of 256 tokens at most, responses of 512."""
+    plan, note = checked(monkeypatch, HALF, 24 * GB, "--gradient_checkpointing", "1")
+    assert plan.peak < 0.9 * 24 * GB
+    assert plan.token_budget >= 4096
+    assert "pieces" not in note
+    _, note = checked(monkeypatch, HALF, 24 * GB)
+    assert note.endswith("it will work in smaller pieces; to avoid that: --gradient_checkpointing 1")
+
+
+def test_adapters_for_one_and_a_half_billion_fit_24_gb(monkeypatch):
+    plan, note = checked(
+        monkeypatch, ONE_AND_A_HALF, 24 * GB, "--lora_r", "16", "--gradient_checkpointing", "1"
+    )
+    assert plan.peak < 0.9 * 24 * GB
+    assert "pieces" not in note
+    assert plan.standing["reward models"] < 3.2 * GB  # shared with the critic, in bf16
+
+
+# ------------------------------------------------------------------------------------ what is said and done
+
+
+def test_micro_batches_of_a_gpu_follow_from_its_memory(monkeypatch):
+    budgets = [checked(monkeypatch, HALF, room * GB)[0].token_budget for room in (400, 60, 48, 30)]
+    assert budgets[0] == 1 << 16
+    assert budgets == sorted(budgets, reverse=True)
+    assert len(set(budgets)) == 4 or budgets[-1] == 4096
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert checked(monkeypatch, HALF, 400 * GB)[0].token_budget == 1 << 13
+    finally:
+        torch.use_deterministic_algorithms(False)
+    cpu = checked(monkeypatch, HALF, 400 * GB, device=CPU)
+    assert cpu[0].token_budget == 1 << 11
+
+
+def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
+    argv = ["--gradient_checkpointing", "1", "--moments_dtype", "bfloat16", "--batch_size", "256"]
+    plan, _ = checked(monkeypatch, HALF, 40 * GB, *argv)
+    assert not plan.release_cache
+    short, note = checked(monkeypatch, HALF, 16.5 * GB, *argv)
+    assert short.release_cache
+    assert "between rollouts no KV cache" in note
+
+
+def test_a_run_that_releases_them_is_the_same(monkeypatch, tmp_path):
+    files, engines, learn, plan = run_files(tmp_path, count=16), [], train_ppo.learn, memory_plan
+    monkeypatch.setattr(
+        train_ppo, "learn", lambda run, *more: engines.append(run.sampler.engine) or learn(run, *more)
+    )
+    for name in ("kept", "released"):
+        train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")
+        monkeypatch.setattr(
+            memory_check, "memory_plan", lambda *x, **more: plan(*x, **more | {"release_cache": True})
+        )
+    assert [engine is None for engine in engines] == [False] * 3 + [True] * 3
+    same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)
+
+
+ROOMS = [23, 20, 18, 16, 14, 12, 10, 8, 6]
+
+
+@pytest.mark.parametrize("device", [GPU, CPU])
+def test_what_is_suggested_fits_and_without_it_the_run_is_refused_or_smaller(monkeypatch, device):
+    """The flags of the message, typed, make the run fit; LoRA is named only where nothing else helps."""
+    seen = []
+    for room in ROOMS:
+        try:
+            _, said = checked(monkeypatch, HALF, room * GB, device=device)
+        except InputError as error:
+            said = str(error)
+            assert "\n" not in said
+            assert said.startswith("--model x: does not fit: about ")
+        seen.append(re.findall(r"--\S+ \S+", said.partition("fit")[2] or said))
+        remedy = re.search(r"(?:add|to avoid that:) (--.*)$", said)
+        if remedy:
+            plan, note = checked(monkeypatch, HALF, room * GB, *shlex.split(remedy[1]), device=device)
+            assert plan.peak <= room * GB * (0.9 if device is GPU else 0.95)
+            assert "pieces" not in note
+        else:
+            assert "no flags make it fit" in said or "pieces" not in said
+    text = [" ".join(flags) for flags in seen]
+    assert any("--moments_dtype bfloat16" in flags and "lora" not in flags for flags in text)
+    assert any("--lora_r 16" in flags for flags in text)
+    assert [("lora" in flags) for flags in text if flags] == sorted(
+        "lora" in flags for flags in text if flags
+    )
+    assert any("offload_frozen" in flags for flags in text) == (device == GPU)
 
 
 def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
-    model, args = tiny_llama(10), arguments("--model", "x", "--data_path", "x", "--reward_url", "http://x")
-    plan = memory_plan.memory_plan(args, model, model, CPU, torch.float32)
-    fixed = plan["weights"] + plan["optimizers"]
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: fixed - 1)
-    with pytest.raises(InputError, match=r"--model x: the run needs .* are free on cpu; add --lora_r"):
-        check_memory(args, model, model, CPU, torch.float32)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: fixed + 1)
-    assert "in smaller pieces" in check_memory(args, model, model, CPU, torch.float32)
-    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 1 << 50)
-    assert "pieces" not in check_memory(args, model, model, CPU, torch.float32)
+    model, args = tiny_llama(10), arguments("--model", "x")
+    peak = planned(model=model, dtype=torch.float32, release_cache=True).peak
+    given = model, model, [], CPU, torch.float32
+    loaded = 4 * TOTAL
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded - 1)
+    with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give .*; add --\w+"):
+        check_memory(args, *given)
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded + 1)
+    plan, note = check_memory(args, *given)
+    assert plan.peak == peak
+    assert "between rollouts no KV cache" in note
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
+    note = check_memory(args, *given)[1]
+    first = "memory   about 0.0 GB of the 2.9 GB that cpu can give; in GB:"
+    assert note.startswith(f"{first}\n         actor 0.0, ")
 
 
-def test_processes_on_one_machine_share_its_memory(monkeypatch):
-    alone = memory_plan.free_memory(CPU)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory_plan.free_memory(CPU) == pytest.approx(alone / 4, rel=0.2)
+def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path):
+    """In fp32, with two copies for the test of sampling: 12 bytes a number."""
+    free, numbers = [0], 1_000_000
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: free[0])
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "model.safetensors").write_bytes(bytes(2 * numbers))
+    (policy / "pytorch_model.bin").write_bytes(bytes(10 * numbers))  # the same weights once more: not loaded
+    for settings, bytes_each in (
+        ({"dtype": "bfloat16"}, 2),
+        ({"torch_dtype": "float16"}, 2),
+        ({}, 4),
+        (None, 4),
+    ):
+        (policy / "config.json").write_text(json.dumps(settings) if settings is not None else "{")
+        free[0] = 12 * 2 * numbers // bytes_each
+        check_loading(policy)
+        free[0] -= 1
+        with pytest.raises(InputError, match=r"policy: loading takes about 0\.0 GB of main memory"):
+            check_loading(policy)
+    (tmp_path / "a.pth").write_bytes(bytes(400))
+    free[0] = 1199
+    with pytest.raises(InputError, match=r"a\.pth: loading takes"):
+        check_loading(tmp_path / "a.pth")
+    check_loading("hub/name")
+    check_loading(tmp_path / "missing.pth")
+
+
+def test_offloading_without_a_gpu_is_refused(monkeypatch):
+    with pytest.raises(InputError, match="--offload_frozen 1: there is no GPU"):
+        checked(monkeypatch, HALF, 400 * GB, "--offload_frozen", "1", device=CPU)
+
+
+def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
+    counted, check = [], train_ppo.check_memory
+
+    def noted(*given):
+        counted.append((len(given[3]), given[-1]))
+        return check(*given)
+
+    monkeypatch.setattr(train_ppo, "check_memory", noted)
+    files = run_files(tmp_path, count=8)
+    train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
+    files.pop("reward_model")
+    train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
+    assert counted == [(1, 8), (0, 0)]
+
+
+def test_a_run_in_a_container_that_is_too_small_ends_with_code_2(monkeypatch, tmp_path, capsys):
+    """There is room to load the policy (12 bytes a number), not to train it. Nothing is written."""
+    files = run_files(tmp_path, count=8)
+    numbers = (tmp_path / "policy/model.safetensors").stat().st_size // 4
+    monkeypatch.setattr(free_memory, "free_in_groups", lambda: 20 * numbers)
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: train(**files, **TINY, out_dir=tmp_path / "out"))
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "does not fit" in line
+    assert not (tmp_path / "out").exists()
 
 
 MEASURE = """
@@ -82,7 +336,7 @@ import sys, threading, time
 import psutil, torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trainer import train_ppo as T
-from trainer.memory_plan import memory_plan
+from trainer.memory_plan import Sizes, memory_plan
 from trainer.runs.distributed import init_world
 from dataset.lm_dataset import RLAIFDataset
 
@@ -98,7 +352,9 @@ args, world = T.parse_args(argv), init_world("cpu")
 prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
 T.keep_freed_memory()
 rss = psutil.Process().memory_info().rss
-planned = sum(memory_plan(args, model, model, world.device, torch.float32).values())
+sizes = Sizes.of(model, torch.float32)
+sizes = {"actor": sizes, "critic": sizes, "rewards": []}
+planned = memory_plan(args, sizes, world.device, torch.float32).peak - sizes["actor"].bytes
 peak = [0]
 
 def watch():

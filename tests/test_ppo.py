@@ -77,7 +77,7 @@ def test_the_kl_penalty_comes_off_every_token_but_not_off_padding():
 def test_gae_by_hand():
     """gamma 0.5, lambda 0.5. Row 0: deltas 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 2 - 8 = -6;
     A2 = -6, A1 = 0 + .25 * -6 = -1.5, A0 = 1 + .25 * -1.5 = 0.625. Row 1: one token, 3 - 1 = 2."""
-    rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 9.0, float("nan")]])  # padding may hold anything
     values = torch.tensor([[2.0, 4.0, 8.0], [1.0, 77.0, float("nan")]])
     advantages, returns = ppo.gae(rewards, values, MASK, gamma=0.5, lam=0.5)
     assert advantages.tolist() == [[0.625, -1.5, -6.0], [2.0, 0.0, 0.0]]

@@ -7,7 +7,8 @@ train_reward.py    stage 2, the reward model
 ppo.py             PPO's formulas as pure functions: KL, token rewards, GAE, whitening, losses
 ppo_models.py      ``PpoRun``: the models of a PPO run, and what is saved, compared and printed of them
 inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
-memory_plan.py     how much memory a PPO run needs, and whether there is enough
+memory_plan.py     how much memory a PPO run needs, part by part
+memory_check.py    whether there is enough, and which flags would help
 evaluation.py      PPO's evaluation on held-out prompts
 supervised.py      what stages 1 and 2 share: flags, training loop, evaluation
 reward_offset.py   centring a reward model on the reference's answers (stage 2)

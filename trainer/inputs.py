@@ -26,6 +26,7 @@ from trainer.evaluation import BATCH
 from trainer.flags import ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
+from trainer.memory_check import check_loading
 from trainer.runs.learning_rate import rate_note, suited_rate
 
 THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
@@ -211,6 +212,7 @@ def load_inputs(args):
     All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
     """
     tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
+    check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     check_policy(args, actor, tokenizer)
     check_sampling(actor)

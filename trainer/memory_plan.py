@@ -1,17 +1,19 @@
-"""How much memory a PPO run needs, part by part, and whether there is enough. Said before the first rollout.
+"""How much memory a PPO run takes, part by part, by arithmetic. memory_check.py compares it with the machine.
 
-    weights       actor, critic and the copies of the policy that do not train: reference, old actor, sampler
-    optimizers    gradients and AdamW's two moments, fp32: twelve bytes for every trained weight
-    KV cache      keys and values of the sequences that are sampled together
-    micro-batch   what one forward keeps for its backward, and a chunk of logits
+Models and AdamW's two moments are there all the time. The rest comes and goes with the phases of a step:
 
-The first two cannot be made smaller while a run goes on: where they do not fit, ``check_memory`` ends it. The
-other two shrink by themselves when memory runs out (compute/memory.py, generation/engine.py).
+update      gradients of one model (critic and actor take turns), the activations of a micro-batch, for the
+            actor a chunk of logits
+rollout     keys and values, which stay for the other phases unless memory is short, and logits
+reward,     with --offload_frozen 1: the models that wait in the host's memory and come for this phase
+score
+building    before the first step: the sampler begins as a copy in fp32; there are no moments yet
+
+No model is needed, only its ``Sizes``, so the same arithmetic serves for other flags and other machines.
 """
 
-import os
+from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 
@@ -19,6 +21,7 @@ from errors import InputError
 from model.lora import adapter_size
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.logprobs import CHUNK, MAX_KEPT, MIN_CHUNK_TOKENS
+from trainer.compute.precision import holds
 from trainer.generation.engine import CACHE_BYTES, SLOTS
 from trainer.generation.kv_cache import bytes_per_token
 
@@ -28,74 +31,180 @@ GB = 1e9
 KEPT = {"fp32": 2, "hidden": 6, "intermediate": 4}
 
 
-def memory_plan(args, actor, critic_source, device, dtype, held_out=0):
-    """The bytes that a run needs besides the actor and its reward models, which are loaded already.
+@dataclass
+class Sizes:
+    """What the arithmetic needs to know of a model: how many numbers are where. ``Sizes.of`` counts them."""
 
-    actor: the policy; critic_source: the model that the critic will start from; dtype: of mixed precision;
-    held_out: the number of prompts that the evaluation samples. Its KV cache stays for the whole run.
-    -> {"weights", "optimizers", "KV cache", "micro-batch"}
+    config: object
+    all: int  # numbers of the model
+    body: int  # those of its base model, which a critic takes over
+    linear: int  # in linear layers, the head included if it has weights of its own
+    table: int  # in the embeddings
+    head: int  # in the output head: vocabulary times width
+    adapters: int  # what adapters of rank 1 would add; 0 if there can be none
+    exact: bool  # whether ``dtype`` holds every weight of these as it is (``keep_exact`` in precision.py)
+    bytes: int  # that the model takes now
+    rounds: bool = True  # whether frozen copies of it are rounded; code from outside is left as it is
+
+    @classmethod
+    def of(cls, model, dtype):
+        """Count a model's numbers. Weights without memory (torch's meta device) count as exact."""
+        tables = [x.weight for x in (model.get_input_embeddings(), model.get_output_embeddings()) if x]
+        known = {id(p) for p in tables}
+        linear = [m.weight for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+        linear += tables[1:] if len(known) == 2 else []  # a head that is not tied
+        try:
+            adapters = adapter_size(model.base_model, 1)
+        except InputError:
+            adapters = 0
+        return cls(
+            model.config.get_text_config(),
+            all=sum(p.numel() for p in model.parameters()),
+            body=sum(p.numel() for p in model.base_model.parameters()),
+            linear=sum(p.numel() for p in linear),
+            table=tables[0].numel(),
+            head=tables[0].numel(),
+            adapters=adapters,
+            exact=all(p.is_meta or holds(p, dtype) for p in (*linear, tables[0])),
+            bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        )
+
+    def frozen(self, small, rounded=True):
+        """Bytes of a copy that does not train. small: of a number of mixed precision; rounded: whether linear
+        layers are kept in it even where they are not the same numbers then."""
+        halved = (self.linear + self.table) if self.exact else self.linear * (rounded and self.rounds)
+        return halved * small + (self.all - halved) * 4
+
+
+@dataclass
+class Plan:
+    """Where memory goes, in bytes. token_budget: tokens of a micro-batch; cache: of keys and values."""
+
+    standing: dict  # {part: bytes} what is there all the time
+    phases: dict  # {phase: {part: bytes}} what a phase has besides, without keys and values
+    building: dict  # {part: bytes} all that is there while the run is built
+    cache: int
+    token_budget: int
+    release_cache: bool  # whether keys and values are freed between rollouts
+
+    def parts(self, phase):
+        """{part: bytes} of all that is there in a phase."""
+        if phase == "building":
+            return self.building
+        kept = phase == "rollout" or not self.release_cache
+        return self.standing | self.phases[phase] | ({"KV cache": self.cache} if kept else {})
+
+    @property
+    def fullest(self):
+        """The phase that takes the most memory."""
+        return max([*self.phases, "building"], key=lambda phase: sum(self.parts(phase).values()))
+
+    @property
+    def peak(self):
+        """The most bytes that are in use at a time."""
+        return sum(self.parts(self.fullest).values())
+
+
+def memory_plan(args, sizes, device, dtype, held_out=0, budget=None, release_cache=False, processes=1):
+    """The memory of a run with these flags -> ``Plan``.
+
+    sizes: {"actor": ``Sizes``, "critic": of the model that the critic starts from, "rewards": a list};
+    dtype: of mixed precision; held_out: prompts of the evaluation, which are sampled like a batch's; budget:
+    tokens of a micro-batch, by default the fixed number of the device; processes: that train together.
     """
-    policy, critic = (sum(p.numel() for p in model.parameters()) for model in (actor, critic_source))
-    small = dtype.itemsize
-    linear = _linear_weights(actor)
-    frozen = linear * small + (policy - linear) * 4  # a copy that does not train (compute/precision.py)
-    sampler = policy * small + (linear * small if device.type == "cpu" else 0)  # laid out a second time
-    if args.lora_r:
-        trained = sum(adapter_size(x.base_model, args.lora_r) for x in (actor, critic_source))
-        weights = sampler + 4 * trained + (0 if critic_source is actor else 4 * critic)
-    else:
-        trained = policy + critic
-        weights = sampler + 2 * frozen + 4 * critic
-    width = args.max_seq_len + args.max_gen_len
+    actor, small = sizes["actor"], dtype.itemsize
+    budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
     slots = min(SLOTS, max(args.batch_size, held_out))
-    cache = min(CACHE_BYTES, slots * width * bytes_per_token(actor.config, small))
-    return {
-        "weights": weights,
-        "optimizers": 12 * trained,
-        "KV cache": cache,
-        "micro-batch": max(_kept(args, x, width, device, dtype) for x in (actor, critic_source)),
+    cache = slots * width * bytes_per_token(actor.config, small)
+    weights = _weights(args, sizes, device, small)
+    updates = [_update(args, sizes, name, budget, device, dtype, processes) for name in ("critic", "actor")]
+    phases = {
+        "update": max(updates, key=lambda parts: sum(parts.values())),
+        "rollout": {"logits": 16 * slots * actor.config.vocab_size},  # fp32, and what sampling makes of them
     }
+    building = _building(args, sizes, weights)
+    if args.offload_frozen:
+        for phase, names in {"reward": ["reward models"], "score": ["reference", "old actor"]}.items():
+            phases[phase] = {name: weights.pop(name) for name in names if name in weights}
+    moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(_trained(args, sizes).values())
+    cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
+    return Plan(weights | {"moments": moments}, phases, building, cache, budget, release_cache)
 
 
-def _linear_weights(model):
-    return sum(m.weight.numel() for m in model.base_model.modules() if type(m) is nn.Linear)
+def _trained(args, sizes):
+    """{model: how many of its numbers train}"""
+    actor, critic = sizes["actor"], sizes["critic"]
+    if args.lora_r:
+        return {"actor": args.lora_r * actor.adapters, "critic": args.lora_r * critic.adapters}
+    return {"actor": actor.all, "critic": critic.body}
 
 
-def _kept(args, model, width, device, dtype):
-    """The bytes that a micro-batch's forward keeps for its backward, its logits included. In mixed precision
-    that has copies of the linear layers' weights in ``dtype``."""
+def _weights(args, sizes, device, small):
+    """{model: the bytes of its weights} during the steps. What is shared counts once."""
+    actor, critic, trained = sizes["actor"], sizes["critic"], _trained(args, sizes)
+    own = {name: 4 * count for name, count in trained.items()}
+    if args.lora_r:
+        weights = {"actor": actor.frozen(small, rounded=False) + own["actor"], "critic": own["critic"]}
+    else:
+        weights = {**own, "reference": actor.frozen(small)}
+    if args.update_old_actor_freq > 1:
+        halved = actor.linear * (4 - small)
+        weights["old actor"] = own["actor"] if args.lora_r else own["actor"] - halved
+    rewards = 0
+    for model in sizes["rewards"]:
+        if args.lora_r and model is critic:  # they share their weights, which have become fp32
+            rewards += model.frozen(small, rounded=False)
+        else:
+            rewards += min(model.bytes, model.frozen(small))
+    if rewards:
+        weights["reward models"] = rewards
+    packed = (actor.all - actor.table + actor.head) if device.type == "cpu" else 0  # laid out a second time
+    return weights | {"sampler": small * (actor.all + packed)}
+
+
+def _building(args, sizes, weights):
+    """{part: bytes} while the sampler is built: its copy is in fp32. With adapters the others still are."""
+    actor, critic = sizes["actor"], sizes["critic"]
+    shared = critic.all if args.lora_r and critic is not actor else 0
+    rewards = sum(4 * model.all if shared and model is critic else model.bytes for model in sizes["rewards"])
+    building = {"actor": 4 * actor.all, "critic": 0 if args.lora_r else 4 * critic.body}
+    return building | {"reward models": rewards, "sampler": max(4 * actor.all, weights["sampler"])}
+
+
+def _update(args, sizes, name, budget, device, dtype, processes):
+    """{part: bytes} of an optimizer step of this model."""
+    model, small, full = sizes[name], dtype.itemsize, not args.lora_r
+    gradients = 4 * _trained(args, sizes)[name]
+    needed = -(-args.mini_batch_size * (args.max_seq_len + args.max_gen_len) // args.accumulation_steps)
+    tokens = min(budget, needed)
+    kept = _activations(args, model, tokens, dtype)
+    head = chunk = 0
+    if name == "actor":
+        logits = tokens * model.config.vocab_size
+        chunk = max(CHUNK[device.type], MIN_CHUNK_TOKENS * model.config.vocab_size)
+        chunk = 4 * (min(logits, MAX_KEPT) + 2 * min(logits, chunk))
+        head = 4 * model.head if full else 0
+        head += (2 if full else 1) * small * model.head if dtype != torch.float32 else 0
+    table = 4 * model.table if full and (name == "actor" or tokens < needed) else 0
+    if processes > 1:
+        gradients += 8 * model.table if full else 0  # a large one is copied where processes are summed up
+    if args.accumulation_steps == 1 and tokens == needed:
+        # One backward: gradients come as activations go. The head's is the first, the embeddings' the last.
+        more = max(kept + head + chunk - gradients, table, 0)
+        return {"gradients": gradients, "micro-batch": more}
+    return {"gradients": gradients, "micro-batch": kept + max(head + chunk, table)}
+
+
+def _activations(args, model, tokens, dtype):
+    """The bytes that a forward keeps for its backward. In mixed precision that has copies of the linear
+    layers' weights in ``dtype``."""
     config, small = model.config, dtype.itemsize
-    copies = 0 if dtype == torch.float32 else small * _linear_weights(model)
-    tokens = min(tokens_per_pass(device), -(-args.mini_batch_size * width // args.accumulation_steps))
+    copies = 0 if dtype == torch.float32 or args.lora_r else small * model.linear
     hidden = config.hidden_size
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 4 * KEPT["fp32"] * hidden + small * (
         KEPT["hidden"] * hidden + KEPT["intermediate"] * intermediate
     )
     if args.gradient_checkpointing:  # the residual of every layer, and one layer at a time
-        layers = 4 * hidden * config.num_hidden_layers + layer
-    else:
-        layers = layer * config.num_hidden_layers
-    logits = tokens * config.vocab_size
-    chunk = min(logits, max(CHUNK[device.type], MIN_CHUNK_TOKENS * config.vocab_size))
-    return copies + tokens * layers + 4 * (min(logits, MAX_KEPT) + 2 * chunk)
-
-
-def free_memory(device):
-    """Bytes that this process can still get: of the GPU, or its share of the machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def check_memory(args, actor, critic_source, device, dtype, held_out=0):
-    """-> a line that says what the run needs and what is free. InputError where its models cannot fit."""
-    plan = memory_plan(args, actor, critic_source, device, dtype, held_out)
-    free = free_memory(device)
-    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in plan.items())
-    text = f"about {sum(plan.values()) / GB:.1f} GB ({parts}); {free / GB:.1f} GB are free on {device}"
-    if plan["weights"] + plan["optimizers"] > free:
-        raise InputError(f"--model {args.model}: the run needs {text}; add --lora_r 16, or a smaller model")
-    if sum(plan.values()) > free:
-        text += ", so it will work in smaller pieces: lower --max_gen_len, --max_seq_len or --batch_size"
-    return f"memory   {text}"
+        return copies + tokens * (4 * hidden * config.num_hidden_layers + layer)
+    return copies + tokens * layer * config.num_hidden_layers

@@ -17,8 +17,11 @@ from model.compatibility import is_moe
 from model.lora import describe as describe_adapters
 from model.lora import learned
 from model.saving import save_policy
+from trainer.compute.host_memory import HostMemory
 from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import keep_exact, round_frozen
 from trainer.generation.engine import Sampler
+from trainer.memory_plan import Plan
 from trainer.rewards.reward import Reward
 from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
 from trainer.rewards.rules import LENGTHS
@@ -45,17 +48,19 @@ class PpoRun:
     reward: Reward
     total_steps: int  # batches
     learners: dict  # {"critic": Learner, "actor": Learner}: the models that train
-    # The behaviour policy: the rollouts are its samples. Every --update_old_actor_freq batches ``learn`` in
-    # train_ppo.py makes it a copy of the actor; ``prepare_frozen`` does so when a run starts or is resumed.
+    # The behaviour policy: the rollouts are its samples. It is the actor, if --update_old_actor_freq is 1.
+    # Else it is a copy, which ``learn`` in train_ppo.py makes equal to the actor every so many batches.
     old_actor: torch.nn.Module
     ref: torch.nn.Module  # the reference: the actor's start, frozen
     sampler: Sampler  # generates with the weights of the old actor, or of the actor to evaluate it
     loss_scale: LossScale  # of fp16
+    plan: Plan  # of the memory
     progress: Progress
 
     script, display = "train_ppo.py", displays.PPO
 
     def __post_init__(self):
+        self.host = HostMemory(self.world.device)  # where frozen models wait with --offload_frozen 1
         if Path(self.args.model).resolve() == self.pth_path.resolve():
             raise InputError(
                 f"--model {self.args.model}: this run would write its result there; copy it elsewhere"
@@ -80,7 +85,7 @@ class PpoRun:
     def modules(self):
         """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
         modules = {"actor": self.actor, "critic": self.critic}
-        if self.args.update_old_actor_freq > 1:  # otherwise it equals the actor between steps
+        if self.old_actor is not self.actor:
             modules["old_actor"] = self.old_actor
         return {name: learned(module) for name, module in modules.items()}
 
@@ -120,6 +125,11 @@ class PpoRun:
         means |= self.reward.metrics()
         means["perf/samples_per_second"] = args.batch_size * self.world.size / sum(seconds.values())
         return means
+
+    def free_cache(self):
+        """Free the sampler's keys and values before the next phases, where memory is short."""
+        if self.plan.release_cache:
+            self.sampler.release()
 
     def save_result(self):
         """Write the actor as a ``.pth`` and the folder beside it."""
@@ -172,6 +182,23 @@ class PpoRun:
             + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
             + "".join(f"\n{note}" for note in self.notes)
         )
+
+
+def prepare_frozen(run):
+    """Make the frozen models ready, after fingerprints were taken and a checkpoint, if any, was loaded."""
+    args = run.args
+    reward_models = [reward_model.model for reward_model, _ in run.reward.models.values()]
+    frozen = [run.ref, *reward_models]
+    if run.old_actor is not run.actor:
+        frozen.append(run.old_actor)
+    if not args.trust_remote_code:  # code from outside may use its weights in other ways
+        if args.lora_r:  # all share frozen weights of which the result is made: nothing may be lost
+            keep_exact([run.actor, run.critic, *frozen], run.dtype)
+        else:
+            round_frozen(frozen, run.dtype)
+            keep_exact([run.ref, *reward_models], run.dtype)  # not the old actor, which will change
+    if args.offload_frozen:
+        run.host.take(frozen, [run.actor, run.critic])
 
 
 def describe_reward(args, reward):

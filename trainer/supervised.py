@@ -14,7 +14,6 @@ import math
 import time
 
 import torch
-from torch.optim import AdamW
 from torch.utils.data import Subset
 
 from dataset.data_order import RecordBatches, next_batch, record_loader
@@ -25,6 +24,7 @@ from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.evaluation import share_of
+from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.fingerprints import short_hash, weights_hash
@@ -32,7 +32,7 @@ from trainer.runs.interrupts import StopRequest
 from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, gradients_that_fit, step_if_finite
+from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import start_or_resume
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
@@ -72,7 +72,8 @@ class SupervisedRun:
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.note = self._choose_rate(parameters)
-        optimizer = AdamW(groups, args.learning_rate, betas=(0.9, 0.95), fused=True)
+        kind = (args.moments_dtype, args.seed)
+        optimizer = make_optimizer(groups, args.learning_rate, *kind, betas=(0.9, 0.95))
         self.optimizers = {"optimizer": optimizer}
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
         self.total_steps = total = min(steps, args.max_steps or steps)
@@ -168,12 +169,13 @@ def learn(run, step, items):
     *totals, tokens = world.sum(torch.tensor(totals, dtype=torch.float64, device=world.device)).tolist()
     sums = gradients_that_fit(run, lambda budget: backward(run, items, lengths, totals, budget), lengths)
     means = sums.means(world)
-    finite, (norm,) = step_if_finite(run, means["train/loss"], [run.learner], step)
+    taken = step_if_finite(run, run.learner, means["train/loss"], step)
+    note_steps(run, [taken])
     seconds = time.perf_counter() - start
     return means | {
-        "train/grad_norm": norm,
+        "train/grad_norm": taken.norm,
         "train/learning_rate": run.learner.learning_rate(step),
-        "train/skipped_steps": float(not finite),
+        "train/skipped_steps": float(not taken.finite),
         "perf/step_seconds": seconds,
         "perf/samples_per_second": args.batch_size * world.size / seconds,
         "perf/tokens_per_second": tokens / seconds,

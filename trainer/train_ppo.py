@@ -8,7 +8,7 @@
                   for each PPO epoch, for each minibatch:
                       critic: vf_coef * value loss
                       actor:  clipped policy loss + kl_coef * KL to the reference
-                      backward, clip, one optimizer step of each           runs/optimizer_step.py
+                      one after the other: backward, clip, step            runs/optimizer_step.py
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor
 
 Left out on purpose: top-k and top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
@@ -83,13 +83,14 @@ def flag_parser():
     add("--cliprange_value", default=0.5, above=0, help="clip of a value's change in a batch")
     add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
     add("--kl_in", default="loss", choices=["loss", "reward"], help="k2 in the loss, or k1 off the rewards")
-    add("--target_kl", default=0.0, at_least=0, help="above this KL to the old actor a batch's updates end")
+    add("--target_kl", default=0.0, at_least=0, help="above this KL the actor's updates on a batch end")
     add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
     add("--lam", default=0.95, at_least=0, at_most=1, help="GAE lambda")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
     add("--critic_warmup_steps", type=int, at_least=0, help="first batches: only the critic trains [2]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: they wait in host memory")
     add_output_flags(p, save_interval=20, eval_interval=20)
     return p
 
@@ -99,33 +100,33 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(flag_parser().parse_args)
 
 import torch
-from torch.optim import AdamW
 
 from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
 from model.compatibility import eos_ids
 from model.critic import CriticModel
 from model.lora import add_adapters, frozen_copy, trained
 from trainer import ppo
-from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.batching import micro_batches
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import keep_freed_memory
-from trainer.compute.precision import check_range, round_frozen, set_precision
+from trainer.compute.precision import check_range, set_precision
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.engine import Sampler, response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs, sampling_sizes
-from trainer.memory_plan import check_memory
-from trainer.ppo_models import PpoRun
+from trainer.memory_check import check_memory
+from trainer.ppo_models import PpoRun, prepare_frozen
 from trainer.rewards.reward import load_reward
 from trainer.rewards.reward_models import critic_start
+from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, forget_gradients, gradients_that_fit, step_if_finite
+from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import start_or_resume
 from trainer.runs.run_logger import sample_rows
 
@@ -144,7 +145,8 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    memory = check_memory(args, actor, start, device, dtype, len(held_out or ()))
+    judges = [judge.model for judge, _ in reward.models.values()]
+    plan, memory = check_memory(args, actor, start, judges, device, dtype, len(held_out or ()))
     notes = [*notes, choose_rates(args, actor, start), memory]
     critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
     sampler = Sampler(actor, dtype, sizes=sampling_sizes(args, prompts, held_out))  # a copy of its own
@@ -154,22 +156,19 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
         add_adapters(actor.base_model, args.lora_r, args.seed)
         add_adapters(critic.backbone, args.lora_r, args.seed + 1)
-    old_actor = frozen_copy(actor)  # after: it has the actor's adapters
+    # With 1 it is the actor, which samples and scores before it learns. A copy has the actor's adapters.
+    old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
     total_steps = count_steps(args, len(prompts), world.size)
     per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
 
     def learner(model, scorer, peak, warmup_batches=0):
-        optimizer, total = AdamW(trained(model), peak, weight_decay=0.0, fused=True), total_steps * per_batch
+        total = total_steps * per_batch
+        optimizer = make_optimizer(trained(model), peak, args.moments_dtype, args.seed, weight_decay=0.0)
         return Learner(model, scorer, optimizer, peak, total, first_step=warmup_batches * per_batch)
 
+    inputs = args, flag_parser().flags, world, dtype, tokenizer, prompts, held_out
     return PpoRun(
-        args=args,
-        flags=flag_parser().flags,
-        world=world,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        held_out=held_out,
+        *inputs,
         notes=[note for note in notes if note],
         eos=eos_ids(tokenizer, actor),
         reward=reward,
@@ -182,21 +181,9 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         ref=ref,
         sampler=sampler,
         loss_scale=LossScale(dtype),
-        progress=Progress(token_budget=tokens_per_pass(device)),
+        plan=plan,
+        progress=Progress(token_budget=plan.token_budget),
     )
-
-
-def prepare_frozen(run):
-    """Make the frozen models ready, after a checkpoint has been loaded, if there is one. The order matters:
-    the old actor takes the actor's weights where no checkpoint has its own; only then may they be rounded."""
-    args = run.args
-    if args.update_old_actor_freq == 1:
-        run.old_actor.load_state_dict(run.actor.state_dict())
-    # Not with adapters, whose frozen weights the actor shares; not in code from outside, which may use its
-    # weights in other ways.
-    if not (args.lora_r or args.trust_remote_code):
-        reward_models = [reward_model.model for reward_model, _ in run.reward.models.values()]
-        round_frozen([run.ref, run.old_actor, *reward_models], run.dtype)
 
 
 # ------------------------------------------------------------------ collect: prompts -> scored responses
@@ -217,13 +204,15 @@ def respond(run, model, prompts, keys, temperature):
     """Prompts -> (rollout, response texts), sampled from this model's weights."""
     ids = [p.prompt_ids for p in prompts]
     rollout = run.sampler.load(model).sample(ids, keys, run.eos, run.args.max_gen_len, temperature)
+    run.free_cache()
     return rollout, response_texts(rollout, run.tokenizer)
 
 
 def raw_scores(run, prompts, rollout, texts):
     """What each reward says of the responses, before it is normalised, clipped and weighed."""
     asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
-    return run.reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
+    with run.host.on_device(*(judge.model for judge, _ in run.reward.models.values())):
+        return run.reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
 
 
 def collect(run, step, batches, positions):
@@ -260,7 +249,8 @@ def fill_rollout(run, batch, metrics):
     """All that stays fixed while a batch is learned from: log-probs, values, rewards, advantages, returns."""
     rollout = batch.rollout
     old_actor, ref = (PolicyScorer(model, run.dtype) for model in (run.old_actor, run.ref))
-    score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, run.args.temperature)
+    with run.host.on_device(run.old_actor, run.ref):
+        score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, run.args.temperature)
     estimate_advantages(run, rollout, batch.scores["score"])
     for name, (total, count) in ppo.rollout_metrics(rollout).items():
         metrics.add(name, total, count)
@@ -295,49 +285,56 @@ def actor_loss(run, mb, token_count):
 LOSSES = {"critic": critic_loss, "actor": actor_loss}
 
 
-def backward(run, minibatch, token_count, names, token_budget):
-    """Gradients of one minibatch for these learners, micro-batch by micro-batch -> Metrics.
+def backward(run, minibatch, token_count, name, token_budget):
+    """Gradients of one minibatch for this learner, micro-batch by micro-batch -> Metrics.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
     sums = Metrics()
-    pieces = [minibatch.rows(index) for index in micro_batches(minibatch.lengths.tolist(), token_budget)]
-    for name in names:  # one model after the other, so that its weights stay in the cache
-        for mb in pieces:
-            loss, metrics = LOSSES[name](run, mb, token_count)
-            run.loss_scale.scaled(loss).backward()
-            sums.merge(metrics)
+    for index in micro_batches(minibatch.lengths.tolist(), token_budget):
+        loss, metrics = LOSSES[name](run, minibatch.rows(index), token_count)
+        run.loss_scale.scaled(loss).backward()
+        sums.merge(metrics)
     return sums
 
 
+def train_model(run, name, minibatch, token_count, number, metrics):
+    """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
+    gradients = partial(backward, run, minibatch, token_count, name)
+    sums = gradients_that_fit(run, gradients, minibatch.lengths.tolist(), run.args.accumulation_steps)
+    metrics.merge(sums)
+    watched = {"critic": ["value/loss"], "actor": ["policy/loss", "policy/approx_kl"]}[name]
+    totals = run.world.sum(sums.totals(watched, run.world.device))
+    loss, *approx_kl = (totals / token_count).tolist()
+    if name == "actor" and 0 < run.args.target_kl < approx_kl[0]:
+        run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
+        return None
+    step = step_if_finite(run, run.learners[name], loss, number)
+    metrics.add("policy/skipped_steps", not step.finite, 1)
+    return step
+
+
 def update(run, rollout, step, metrics):
-    """PPO epochs over a rollout, minibatches in a new order each time; ends early above ``target_kl``."""
+    """PPO epochs over a rollout, minibatches in a new order each time. In each the critic steps first, then
+    the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
+    of the batch; the critic, which the KL does not concern, goes on."""
     args, world, size, count = run.args, run.world, run.args.mini_batch_size, run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
     names = [name for name, learner in run.learners.items() if first >= learner.first_step]
-    watched = ["value/loss", *(["policy/loss", "policy/approx_kl"] if "actor" in names else [])]
     minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(count)]
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    stopped = False  # by --target_kl
     for ppo_epoch in range(args.ppo_epochs):
         order = epoch_order(count, args.seed, step * args.ppo_epochs + ppo_epoch)
         for place, k in enumerate(order):  # minibatch k
-            gradients = partial(backward, run, minibatches[k], token_counts[k], names)
-            lengths = minibatches[k].lengths.tolist()
-            sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
-            metrics.merge(sums)
-            totals = world.sum(sums.totals(watched, world.device)) / token_counts[k]
-            means = dict(zip(watched, totals.tolist(), strict=True))
-            approx_kl = means.pop("policy/approx_kl", 0.0)
-            stop = 0 < args.target_kl < approx_kl
-            metrics.add("policy/early_stop", stop, 1)
-            if stop:  # before the optimizer step: momentum must not move the weights either
-                forget_gradients(run)
-                return
-            number = first + ppo_epoch * count + place
-            learners, losses = [run.learners[name] for name in names], sum(means.values())
-            stepped, _ = step_if_finite(run, losses, learners, number)
-            metrics.add("policy/skipped_steps", not stepped, 1)
+            number, steps = first + ppo_epoch * count + place, {}
+            for name in names if not stopped else names[:1]:
+                steps[name] = train_model(run, name, minibatches[k], token_counts[k], number, metrics)
+            if not stopped:
+                stopped = None in steps.values()
+                metrics.add("policy/early_stop", stopped, 1)
+            note_steps(run, filter(None, steps.values()))
 
 
 def learn(run, step, batch):
@@ -346,7 +343,7 @@ def learn(run, step, batch):
     fill_rollout(run, batch, metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, metrics)
-    if (step + 1) % args.update_old_actor_freq == 0:
+    if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
     means = run.step_metrics(batch, metrics, clock)

@@ -488,12 +488,31 @@ def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
     def look(self):
         live.append((self.done[: self.live].sum().item(), sum(self.flags.receive(self.live))))
         compact(self)
+        true, counted = self.position[: self.live].tolist(), self.lengths
+        assert all(0 <= most - length <= 2 * 3 for length, most in zip(true, counted, strict=True))
 
     gpu.setattr(engine.Engine, "compact", look)
     rollout = answers(sampler)
     assert any(known < ended for ended, known in live)
     assert rollout.tokens.equal(plain(model).tokens)
     assert max(rollout.lengths.tolist()) <= sampler.engine.cache.width
+
+
+def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
+    """Ctrl-C in the middle: the flags that were sent are those of sequences that are gone."""
+    sampler, steps, advance = Sampler(model, slots=7), [], engine.Engine.advance
+
+    def interrupted(self):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        advance(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.Engine, "advance", interrupted)
+        answers(sampler)
+    assert sampler.engine.flags.receive(7).count(True)
+    assert answers(sampler).responses() == plain(model).responses()
 
 
 # ------------------------------------------------------------------- prompts that are the same

@@ -15,6 +15,7 @@ from trainer.compute.cuda import kernels as cuda
 from trainer.compute.packing import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
+from trainer.generation.rotary_table import tabulate_rotary
 from trainer.generation.sampler_copy import JoinedLinear, SamplerCopy
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import noise_keys, uniform
@@ -167,11 +168,12 @@ def test_the_last_draw_of_many_rows_has_a_probability():
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature, monkeypatch):
-    logits = numbers(4, 5000)
+    size = 3 * 4096  # three full blocks, and an empty one
+    logits = numbers(4, size)
     logits[0, 4500], logits[1], logits[2], logits[3, 7] = torch.nan, torch.nan, -torch.inf, torch.inf
     args = logits, temperature, draws(4)
     for tokens, logs in (cuda.sample_tokens(*args), by_torch(*args, monkeypatch)):
-        assert ((tokens >= 0) & (tokens < 5000)).all()
+        assert ((tokens >= 0) & (tokens < size)).all()
         assert logs.isnan().all()
 
 
@@ -235,7 +237,7 @@ def test_what_is_kept_of_a_token(monkeypatch):
 @pytest.fixture
 def forced(monkeypatch):
     """-> a function: from its call on, sampling on a CPU takes a GPU's branches and kernels in decoding."""
-    decoding = ("lanes", "decode_attention", "cached_attention", "sample_tokens", "sample_and_store")
+    decoding = ("TYPES", "lanes", "decode_attention", "cached_attention", "sample_tokens", "sample_and_store")
     mixed = SimpleNamespace(**vars(kernels.cpu) | {name: getattr(cuda, name) for name in decoding})
 
     def force():
@@ -272,6 +274,8 @@ def test_families_sample_the_same(name, forced):
         fused is False,
         fused is None,
     )
+    rotary = getattr(sampler.copy.model.base_model, "rotary_emb", None)
+    assert ("forward" in vars(rotary)) == cache.fused if rotary else not cache.fused
     assert found.responses() == wanted.responses()
     assert (found.sampler_logprobs.cpu() - wanted.sampler_logprobs).abs().max() < 1e-4
 
@@ -280,9 +284,38 @@ def test_positions_take_the_place_of_masks(forced):
     model = build(FAMILIES["gpt2"][0]())
     pack_sequences(model.base_model)
     forced()
-    cache = kv_cache.KVCache(model, 4, 20)
-    positions = torch.tensor([3, 0, 7])
+    cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
+    positions = torch.tensor([3, 0, 7], device=DEVICE)
     assert cache.decode(positions, 8).equal(positions.view(3, 1, 1, 1))
+
+
+def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
+    model = build(FAMILIES["llama"][0]())
+    pack_sequences(model.base_model)
+    assert not kv_cache.decodes_fused(model.cpu().half())  # on a CPU
+    forced()
+    cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
+    assert cache.fused
+    assert (cache.dtype, cache.width, cache.block) == (torch.float16, 20, None)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "dynamic"])
+def test_rotary_positions_from_a_table(kind):
+    more = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    more |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    config = FAMILIES["llama"][0]()
+    config.rope_parameters = more
+    model = build(config).bfloat16().to(DEVICE)
+    rotary, x = model.model.rotary_emb, numbers(2, 3, 8, dtype=torch.bfloat16)
+    positions = torch.tensor([[0, 59, 7], [17, 1, 2]], device=DEVICE)
+    wanted = rotary(x, positions)
+    tabulate_rotary(model, 60)
+    found = rotary(x, positions)
+    assert ("forward" in vars(rotary)) == (kind != "dynamic")
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert a.is_contiguous()
+        assert a.equal(b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

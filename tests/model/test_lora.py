@@ -9,7 +9,7 @@ from test_families import FAMILIES, build, logits
 from test_invariants import filled_rollout, furthest, make_run, same
 from tiny import WORDS, finish, flags, launch_torchrun, load_weights, run_files, same_run, word_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from errors import InputError
 from model.loading import load_policy
@@ -19,6 +19,7 @@ from trainer import train_ppo
 from trainer.compute.layout import Layout
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
 from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import forget_gradients
 
 RANK = 4
 FAST = {"lora_r": RANK, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
@@ -160,7 +161,7 @@ def test_parameters_without_an_adapter_are_listed():
 
 @pytest.mark.parametrize("start", ["actor", "reward"])
 def test_everyone_shares_the_frozen_weights(files, start):
-    run, _ = make_run(files, lora_r=RANK, critic_init=start)
+    run, _ = make_run(files, lora_r=RANK, critic_init=start, update_old_actor_freq=2)
     base = pointers(run.ref.parameters())
     ((reward_model, _),) = run.reward.models.values()
     assert pointers(frozen(run.actor)) == base
@@ -196,9 +197,10 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files, dtype):
 
 def gradients_of_trained(run, minibatch):
     """A minibatch -> (gradients of the trained parameters, metrics). Frozen parameters have no gradient."""
-    train_ppo.forget_gradients(run)
-    tokens, names = minibatch.response_len.sum().item(), list(run.learners)
-    sums = train_ppo.backward(run, minibatch, tokens, names, run.progress.token_budget)
+    forget_gradients(run)
+    sums, tokens = Metrics(), minibatch.response_len.sum().item()
+    for name in run.learners:
+        sums.merge(train_ppo.backward(run, minibatch, tokens, name, run.progress.token_budget))
     assert all(p.grad is None for m in (run.actor, run.critic) for p in frozen(m))
     return [p.grad.clone() for m in (run.actor, run.critic) for p in trained(m)], sums
 
@@ -401,3 +403,42 @@ def test_without_peft(files, tmp_path, monkeypatch):
         train_ppo.main(argv_of(files, tmp_path))
     assert not list(tmp_path.iterdir())
     make_run(files)  # without adapters peft is not needed
+
+
+@pytest.mark.parametrize("start", ["actor", "reward"])
+def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_changes(files, tmp_path, start):
+    """A policy and a reward model that were saved in bf16: the same steps, with half of the bytes."""
+    for name in ("model", "reward_model"):
+        folder = shutil.copytree(files[name], tmp_path / name)
+        kind = AutoModelForCausalLM if name == "model" else AutoModelForSequenceClassification
+        kind.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    saved = files | {name: str(tmp_path / name) for name in ("model", "reward_model")}
+    results, sizes = [], []
+    for halved in (False, True):
+        run, prompts = make_run(saved, critic_init=start, dtype="bfloat16", **FAST)
+        if halved:
+            train_ppo.prepare_frozen(run)
+        sizes.append(sum(p.numel() * p.element_size() for p in run.ref.parameters()))
+        batches, rows = iter([[prompts[i] for i in range(16)]] * 3), []
+        for step in range(3):
+            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            means, _ = train_ppo.learn(run, step, batch)
+            rows += [torch.tensor([v for k, v in means.items() if not k.startswith("perf/")])]
+        rows += [p for model in (run.actor, run.critic) for p in trained(model)]
+        result = dict(merged(run.actor))
+        assert all(x.dtype == torch.float32 for name, x in result.items() if "proj" in name)
+        results.append([*rows, *(x.float() for x in result.values())])
+    assert same(*results)
+    assert sizes[1] < 0.52 * sizes[0]
+    assert run.ref.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in trained(model))
+    tokenizer = run.tokenizer
+    save_directory(run.actor, tokenizer, tmp_path / "out", torch.float32)
+    saved = load_policy(str(tmp_path / "out")).state_dict()
+    assert all(saved[name].equal(x.float()) for name, x in merged(run.actor))
+
+
+def test_frozen_weights_that_16_bits_do_not_hold_stay(files):
+    run, _ = make_run(files, lora_r=RANK, dtype="bfloat16")
+    train_ppo.prepare_frozen(run)
+    assert {p.dtype for model in (run.actor, run.ref) for p in model.parameters()} == {torch.float32}

@@ -13,6 +13,10 @@ balance_loss.py  the load-balancing loss of a mixture of experts
 precision.py     fp32, bf16, fp16 and TF32: which dtype a device computes in
 loss_scale.py    the scale of the loss in fp16, so that small gradients do not become 0
 memory.py        what happens when memory runs out; freed memory is kept for reuse
+free_memory.py   how much memory is free, on a GPU, on the machine and in a container
+host_memory.py   frozen models that wait outside the GPU
 threads.py       CPU threads: how many there are, and how they wait on a machine that others use too
-cpu/             the same operations in C, compiled for this machine's CPU
+kernels.py       which compiled kernels there are for some tensors: those of the two folders below
+cpu/             what a model computes besides matrix products, in C, compiled for this machine's CPU
+cuda/            the same in Triton, for GPUs
 """

@@ -1,8 +1,8 @@
 """Compiled kernels: what a model computes besides matrix products, in few passes over memory.
 
 A CPU's are C functions (cpu/kernels.py), a GPU's are written in Triton (cuda/kernels.py). Both offer the same
-functions. A caller asks ``kernels_for`` with its tensors, and computes with torch's operations where the
-answer is None.
+functions; only those of token log-probs differ in what they take (logprobs.py). A caller asks ``kernels_for``
+with its tensors, and computes with torch's operations where the answer is None.
 """
 
 import warnings

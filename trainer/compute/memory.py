@@ -3,7 +3,7 @@
 Training keeps the smaller micro-batches for the rest of the run (runs/optimizer_step.py), scoring halves the
 micro-batch that did not fit (``each_micro_batch``), and sampling starts again with half the slots
 (generation/engine.py). To need less from the start: ``--accumulation_steps``, ``--gradient_checkpointing 1``,
-``--lora_r``, a smaller ``--max_gen_len`` or ``--max_seq_len``. What fills the memory: docs/performance.md.
+``--moments_dtype bfloat16``, ``--offload_frozen 1``, ``--lora_r``. What fills it: docs/performance.md.
 
 ``keep_freed_memory`` is about speed: it makes the C library reuse what tensors free. ``peak_memory`` is for
 the summary of a run.

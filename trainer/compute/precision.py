@@ -6,6 +6,7 @@ softmax of the logits, log-probs, entropy,
 values, advantages, losses                       fp32 (in fp16 multiplied by a scale: loss_scale.py)
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
+frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``keep_exact``)
 reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
 value heads, score heads                         fp32, never TF32 (``fp32_head`` in model/half_precision.py)
 the result, ppo_actor_*.pth                      fp16
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from errors import InputError
-from model.half_precision import HalfLinear
+from model.half_precision import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
 PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
@@ -130,6 +131,34 @@ def round_frozen(models, dtype):
     must not depend on the machine."""
     for model in models:
         round_linears(model, dtype)
+
+
+def keep_exact(models, dtype):
+    """Keep frozen weights of linear layers and embeddings in ``dtype``, in place, where they are the same
+    numbers in it. A model that was saved in 16 bits has such weights. Results stay the same.
+
+    models: all that share these weights. Weights of theirs that train, and adapters, stay as they are.
+    """
+    if dtype == torch.float32:
+        return
+    kinds, stay = (*LINEAR, nn.Embedding, HalfEmbedding), set()
+    for model in models:
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                if p.requires_grad or "lora_" in name or type(module) not in kinds or not holds(p, dtype):
+                    stay.add(id(p))
+    for model in models:
+        for module in model.modules():
+            for p in module.parameters(recurse=False):
+                if id(p) not in stay:
+                    p.data = p.data.to(dtype)
+                    if type(module) is nn.Embedding:
+                        module.__class__ = HalfEmbedding  # it returns fp32
+
+
+def holds(p, dtype):
+    """Whether every number of this tensor is the same in ``dtype``."""
+    return p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x):

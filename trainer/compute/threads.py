@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN = Path("/sys/fs/cgroup"), "/proc/self/cgroup"
 PERIOD = 0.5  # seconds between two looks at what other programs use
 BUSY, QUIET = 0.3, 0.15  # CPUs that others take from us: threads sleep from BUSY on, and spin below QUIET
 SPINS = "300000"  # GNU OpenMP's own default
@@ -39,17 +39,24 @@ def set_up_threads():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
 
 
-def cpu_quota(groups=CGROUPS, own="/proc/self/cgroup"):
+def cpu_quota(groups=CGROUPS, own=OWN):
     """The CPUs that the control groups of this process grant it, a float; infinity if there is no limit."""
-    quotas = [float("inf")]
+    return min(map(_quota_of, own_groups("cpu", groups, own)), default=float("inf"))
+
+
+def own_groups(controller, groups=CGROUPS, own=OWN):
+    """The folders of the control groups that limit this process, its own and those above it -> a list.
+
+    controller: "cpu" or "memory"; groups: where the groups lie; own: the file that says which are its own.
+    """
+    found = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path(own).read_text().splitlines():
             _, controllers, place = line.split(":", 2)
-            root = groups / "cpu" if "cpu" in controllers.split(",") else groups  # version 1, version 2
+            root = groups / controller if controller in controllers.split(",") else groups  # version 1, 2
             folder = root / place.strip("/")
-            above = [group for group in (folder, *folder.parents) if group.is_relative_to(groups)]
-            quotas += map(_quota_of, above)
-    return min(quotas)
+            found += [group for group in (folder, *folder.parents) if group.is_relative_to(groups)]
+    return found
 
 
 def _quota_of(group):

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from trainer.compute.attention import ATTENTION, hidden_places
 from trainer.compute.fused_layers import attention_forward, is_fused
 from trainer.compute.kernels import kernels_of
+from trainer.generation.rotary_table import tabulate_rotary
 
 
 def bytes_per_token(config, bytes_each):
@@ -125,6 +126,8 @@ class KVCache(Cache):
         self.needs_columns = not (self.fused or self.by_position)  # whether ``longest`` of a step is used
         self.block = self.kernels.lanes() if self.fused else None
         self.width = width = width + (-width % self.block if self.block else 0)
+        if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
+            tabulate_rotary(model, width)
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         self.no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -9,6 +9,7 @@ garbage.py          Python's garbage collector, which works between two steps on
 interrupts.py       Ctrl-C and SIGTERM: stop after the current step
 
 optimizer_step.py   ``Learner``; gradients that fit into memory, clipping, the optimizer step
+adamw.py            AdamW, and one whose moments are kept in bf16
 learning_rate.py    the schedule of learning rates
 distributed.py      several processes or GPUs: sums of gradients, comparing weights, errors of one process
 heartbeat.py        ends a process if another one has died or hangs

@@ -1,7 +1,7 @@
 """Checkpoints: the folder ``checkpoints/step_<n>/``, all that a run needs to continue after batch n.
 
 actor.safetensors critic.safetensors        PPO: weights, fp32; with --lora_r only what trains
-old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it equals the actor
+old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it is the actor
 actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
 model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
 state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
@@ -199,9 +199,12 @@ def _load_moments(optimizer, path):
     for key, x in load_file(path).items():
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = x
-    groups = optimizer.state_dict()["param_groups"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [(p, group.get("fused")) for group in optimizer.param_groups for p in group["params"]]
     for number, moments in state.items():
-        if moments["exp_avg"].shape != parameters[number].shape:
+        p, fused = parameters[number]
+        if moments["exp_avg"].shape != p.shape:
             raise ValueError(f"moments of parameter {number} have shape {list(moments['exp_avg'].shape)}")
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        step = moments.pop("step")
+        # Not load_state_dict: it would make moments in bf16 fp32.
+        optimizer.state[p] = {"step": step.to(p.device) if fused else step}
+        optimizer.state[p] |= {name: x.to(p.device) for name, x in moments.items()}

@@ -45,8 +45,9 @@ class Metrics:
 
 
 def _stack(numbers, device):
-    """Numbers and tensors of one element, some on the device -> fp64 [n] on the device."""
-    there = [i for i, x in enumerate(numbers) if torch.is_tensor(x) and x.device.type != "cpu"]
+    """Numbers and tensors of one element, on the CPU or the device -> fp64 [n] on the device."""
+    kind = torch.device(device).type
+    there = [i for i, x in enumerate(numbers) if torch.is_tensor(x) and x.device.type == kind]
     flat = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
     flat = send(torch.tensor(flat, dtype=torch.float64), device)
     if there:

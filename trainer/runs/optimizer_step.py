@@ -1,12 +1,14 @@
 """One optimizer step, for all training scripts: gradients, their sum over processes, clipping, AdamW.
 
 ``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
-``step_if_finite`` then sums, clips and steps. If a loss or gradient is NaN or infinite, the step is left out.
-In fp16 losses are multiplied by a scale, which a gradient that is not finite lowers (compute/loss_scale.py).
+``step_if_finite`` then sums, clips and steps one model. If its loss or gradient is NaN or infinite, the step
+is left out. PPO's models step one after the other; ``note_steps`` looks at both steps of a minibatch, ends a
+run that goes on with such steps, and adapts the scale of fp16's losses (compute/loss_scale.py).
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -15,7 +17,7 @@ from trainer.compute.batching import pass_size
 from trainer.compute.memory import halve_until_it_fits
 from trainer.runs.learning_rate import cosine_lr
 
-MAX_BAD_STEPS = 5  # non-finite optimizer steps in a row that end the run
+MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 
 
 @dataclass
@@ -64,34 +66,46 @@ def forget_gradients(run):
         optimizer.zero_grad()
 
 
-def step_if_finite(run, loss, learners, number):
-    """Optimizer step ``number`` of the run: sum gradients over processes, clip each model's norm to
-    --grad_clip, step -> (False if the step was left out, each learner's gradient norm before clipping).
+class Step(NamedTuple):
+    """What an optimizer step was made from: the loss, and the gradient's norm before clipping."""
 
-    If the loss or a gradient is not finite, the step is left out: weights, moments and weight decay do not
-    move. ``MAX_BAD_STEPS`` such steps in a row end the run (SystemExit). A step does not count as one of them
-    if the loss scale of fp16 was too large for it and could be lowered.
+    loss: float
+    norm: float
+
+    @property
+    def finite(self):
+        return math.isfinite(self.loss + self.norm)
+
+
+def step_if_finite(run, learner, loss, number):
+    """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
+    --grad_clip, step, free the gradients -> ``Step``. If it is not ``finite``, the step is left out: weights,
+    moments and weight decay do not move. ``note_steps`` has to be told of it."""
+    run.world.sum_gradients(learner.model)
+    run.loss_scale.unscale(learner.model)
+    step = Step(loss, clip_grad_norm_(learner.model.parameters(), run.args.grad_clip).item())
+    for group in learner.optimizer.param_groups:
+        group["lr"] = learner.learning_rate(number)
+    if step.finite:
+        learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    return step
+
+
+def note_steps(run, steps):
+    """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which the
+    models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
+    run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
     """
-    progress, scale = run.progress, run.loss_scale
-    for learner in learners:
-        run.world.sum_gradients(learner.model)
-        scale.unscale(learner.model)
-    norms = [clip_grad_norm_(learner.model.parameters(), run.args.grad_clip).item() for learner in learners]
-    finite = math.isfinite(loss + sum(norms))
-    for learner in learners:
-        for group in learner.optimizer.param_groups:
-            group["lr"] = learner.learning_rate(number)
-        if finite:
-            learner.optimizer.step()
-    forget_gradients(run)
+    progress, scale, steps = run.progress, run.loss_scale, list(steps)
+    bad = sum(not step.finite for step in steps)
     # The loss is computed without the scale: if it is not finite, a lower scale does not help.
-    lowered = math.isfinite(loss) and scale.adapt(finite)
+    lowered = all(math.isfinite(step.loss) for step in steps) and scale.adapt(not bad)
     if not lowered:
-        progress.bad_steps = 0 if finite else progress.bad_steps + 1
-    progress.skipped_steps += not finite
+        progress.bad_steps = progress.bad_steps + 1 if bad else 0
+    progress.skipped_steps += bad
     if progress.bad_steps >= MAX_BAD_STEPS:
         remedy = "use --dtype float32, or lower" if scale.active else "lower"
         raise SystemExit(
             f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; {remedy} the learning rates"
         )
-    return finite, norms

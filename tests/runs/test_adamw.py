@@ -1,0 +1,176 @@
+"""AdamW with moments in bf16: its formulas beside torch's, random rounding, and runs that use it."""
+
+import math
+import shutil
+from functools import partial
+
+import pytest
+import test_stages
+import torch
+from tiny import flags, run_files, same_run
+from torch.optim import AdamW
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.runs import adamw
+from trainer.runs.adamw import AdamWInHalf, rounded_at_random
+
+BF16 = torch.bfloat16
+
+
+def random_bits(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.empty(count, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+
+
+def test_random_rounding_is_right_in_the_mean_and_never_further_than_a_neighbour():
+    x = torch.tensor([1.001, 3.14159, 1e-12, 7.3e20, 1.3 * 2.0**-100]).repeat_interleave(100_000)
+    rounded = rounded_at_random(x.clone(), random_bits(len(x)))
+    assert rounded.equal(rounded.to(BF16).float())  # all are numbers of bf16
+    for exact, part in zip(x.view(5, -1), rounded.view(5, -1), strict=True):
+        neighbours = part.unique()
+        assert len(neighbours) == 2
+        assert neighbours[0] < exact[0] < neighbours[1]
+        assert not ((exact[0] < neighbours) & (neighbours < neighbours[1])).any()
+        spacing = (neighbours[1] - neighbours[0]).double().item()
+        assert abs(part.double().mean().item() - exact[0].double().item()) < 4 * spacing / math.sqrt(400_000)
+
+
+def test_what_bf16_holds_stays():
+    x = torch.randn(10_000).to(BF16).float().abs()
+    assert rounded_at_random(x.clone(), random_bits(len(x))).equal(x)
+
+
+def decayed(kept):
+    """The second moment, at first 1, after 1,000 steps with gradients 0. kept(v, step): v as it is kept."""
+    v = torch.ones(20_000)
+    for step in range(1000):
+        v = kept(v.mul_(0.999), step)
+    return v
+
+
+def test_rounded_to_the_nearest_the_second_moment_would_stand_still():
+    assert decayed(lambda v, _: v.to(BF16).float()).eq(1.0).all()
+    by_chance = decayed(lambda v, step: rounded_at_random(v, random_bits(len(v), step)))
+    assert by_chance.mean().item() == pytest.approx(0.999**1000, rel=0.005)
+
+
+def test_the_optimizers_second_moment_falls_as_it_should():
+    p = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = AdamWInHalf([p], 0.0, seed=1)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.state[p]["exp_avg_sq"].fill_(1.0)
+    p.grad.zero_()
+    for _ in range(700):
+        optimizer.step()
+    assert optimizer.state[p]["exp_avg_sq"].double().mean().item() == pytest.approx(0.999**700, rel=0.005)
+    assert optimizer.state[p]["exp_avg_sq"].dtype == optimizer.state[p]["exp_avg"].dtype == BF16
+
+
+@pytest.mark.parametrize("options", [{}, {"betas": (0.9, 0.95), "weight_decay": 0.1}])
+def test_beside_torchs_adamw(options, monkeypatch):
+    """The first step is the same: moments are rounded after use. Later ones differ as bf16 does."""
+    monkeypatch.setitem(adamw.CHUNK, "cpu", 1000)  # several chunks, the last one smaller
+    torch.manual_seed(0)
+    start, pairs = torch.randn(70, 50), []
+    for kind in (
+        lambda p: AdamW([p], 1e-2, fused=True, **options),
+        lambda p: AdamWInHalf([p], 1e-2, 7, **options),
+    ):
+        p = torch.nn.Parameter(start.clone())
+        pairs.append((p, kind(p)))
+    for step in range(100):
+        grad = torch.randn(70, 50) + 0.3
+        for p, optimizer in pairs:
+            p.grad = grad.clone()
+            optimizer.step()
+        (full, _), (half, _) = pairs
+        if step == 0:
+            assert (full - half).abs().max() < 1e-6
+    assert (full - half).norm() < 0.005 * (full - start).norm()
+    ours = pairs[1][1].state[half]
+    assert int(ours["step"]) == 100
+    theirs = pairs[0][1].state[full]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert (ours[name].float() - theirs[name]).norm() < 0.02 * theirs[name].norm()
+
+
+def test_bits_depend_on_seed_step_and_parameter_alone():
+    def moments(seed, count):
+        torch.manual_seed(count)  # the global random state has no part in it
+        parameters = [torch.nn.Parameter(torch.zeros(5000)) for _ in range(2)]
+        optimizer, seen = AdamWInHalf(parameters, 1e-3, seed), []
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.full_like(p, 0.7)
+            optimizer.step()
+            seen += [optimizer.state[p]["exp_avg_sq"].clone() for p in parameters]
+        return seen
+
+    one, again, other = moments(3, 0), moments(3, 1), moments(4, 0)
+    assert all(a.equal(b) for a, b in zip(one, again, strict=True))
+    assert not any(a.equal(b) for a, b in zip(one, other, strict=True))
+    assert not one[0].equal(one[1])  # another parameter
+    ups = [x > x.float().mean() for x in (one[0], one[2])]
+    assert not ups[0].equal(ups[1])  # another step
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return run_files(tmp_path_factory.mktemp("files"))
+
+
+SIZES = {
+    "batch_size": 8,
+    "mini_batch_size": 4,
+    "max_gen_len": 6,
+    "max_steps": 4,
+    "epochs": 9,
+    "run_name": "r",
+}
+SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "eval_interval": 0}
+SIZES |= {
+    "critic_warmup_steps": 1,
+    "device": "cpu",
+    "log_interval": 1000,
+    "save_interval": 2,
+    "keep_checkpoints": 9,
+}
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(files, tmp_path):
+    argv = flags(**files, **SIZES, moments_dtype="bfloat16")
+    train_ppo.main([*argv, "--out_dir", str(tmp_path / "whole")])
+    half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
+    train_ppo.main(
+        [*argv, "--out_dir", str(tmp_path / "half"), "--resume", str(half / "checkpoints" / "step_2")]
+    )
+    same_run(tmp_path / "whole" / "r", half, step=4)
+    last = "checkpoints/step_4/actor_optimizer.safetensors"
+    one, other = ((folder / last).read_bytes() for folder in (tmp_path / "whole" / "r", half))
+    assert one == other
+    full = flags(**files, **SIZES, out_dir=tmp_path / "full")
+    train_ppo.main(full)
+    assert len(one) < 0.6 * len((tmp_path / "full" / "r" / last).read_bytes())
+
+
+stage_files = test_stages.files  # a fixture
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_stages_have_it_and_resume_too(stage_files, tmp_path, kind):
+    argv = partial(test_stages.argv_of, stage_files, kind, moments_dtype="bfloat16")
+    test_stages.SCRIPTS[kind].main(argv(tmp_path / "whole"))
+    half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
+    test_stages.SCRIPTS[kind].main(argv(tmp_path / "half", resume=half / "checkpoints" / "step_4"))
+    for name in ("model", "optimizer"):
+        last = f"checkpoints/step_6/{name}.safetensors"
+        assert (half / last).read_bytes() == (tmp_path / "whole" / "r" / last).read_bytes()
+
+
+def test_another_type_of_moments_is_another_run(files, tmp_path):
+    argv = flags(**files, **{**SIZES, "max_steps": 2}, out_dir=tmp_path)
+    train_ppo.main(argv)
+    with pytest.raises(InputError, match="--moments_dtype was 'float32' and is now 'bfloat16'"):
+        train_ppo.main([*argv, "--resume", "auto", "--moments_dtype", "bfloat16"])
