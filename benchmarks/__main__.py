@@ -1,7 +1,9 @@
 """Runs the benchmarks against other libraries (`make bench`); prints tables, writes results/*.json.
 
-    python benchmarks                            # all of SUITE, on the CPU and on a GPU if there is one
+    python benchmarks                            # all of SUITE, on a GPU if there is one, else on the CPU
     python benchmarks generation update          # only these
+    python benchmarks --device cpu generation    # on the CPU, though there is a GPU
+    python benchmarks gpu                        # a GPU's tests, then its benchmarks, in 25 minutes: gpu.py
 
 In each case this program and the peer run alternately in one process, several times. The tables have medians
 with the least and the most. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
@@ -14,7 +16,8 @@ import torch
 from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
-ASKED_FOR = ("lora",)  # runs only when named: it compares with no peer, and its demo runs take minutes
+# These run only when they are named: they compare with no peer, or need a GPU.
+ASKED_FOR = ("lora", "demo", "cards", "kernel_times")
 
 
 def run(name, device):
@@ -38,18 +41,27 @@ def run(name, device):
     return results
 
 
-def main():
-    names = sys.argv[1:] or SUITE
+def main(argv):
+    if argv[:1] == ["gpu"]:
+        if not torch.cuda.is_available():
+            raise SystemExit("error: gpu: there is no GPU here")
+        import gpu
+
+        return gpu.main(argv[1:])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if argv[:1] == ["--device"]:
+        device, argv = argv[1], argv[2:]
+    names = argv or SUITE
     unknown = set(names) - {*SUITE, *ASKED_FOR}
     if unknown:
         raise SystemExit(
             f"error: {', '.join(sorted(unknown))}: choose from {', '.join((*SUITE, *ASKED_FOR))}"
         )
     print(machine())
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for name in names:
-            write_results(f"{name}_{device}", {"results": run(name, device)})
+    for name in names:
+        write_results(f"{name}_{device}", {"results": run(name, device)})
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """Shared by all benchmarks: the models that are measured, alternating timing, facts about the machine."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -9,15 +10,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results")
 sys.path.insert(0, str(ROOT))
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 VOCABULARY = 6400
-# the sizes of MiniMind 2, and of a small model
+QWEN_VOCABULARY = 151_936
+# the sizes of MiniMind 2, of a small model, and of Qwen 2.5
 SIZES = {
     "512x8": {
         "hidden_size": 512,
@@ -33,25 +42,53 @@ SIZES = {
         "num_key_value_heads": 4,
         "intermediate_size": 512,
     },
+    "0.5B": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+    },
+    "1.5B": {
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+    },
 }
+QWEN = ("0.5B", "1.5B")  # these are Qwen2 models, the others are Llamas
 EOS, PAD = 0, 1
 
 
-def llama_config(size, vocabulary=VOCABULARY, **more):
+def made(size, vocabulary, classifier=False, **more):
+    """A random model of this size (a name of SIZES, or the sizes), on torch's default device. Every model has
+    a head of its own, also where Qwen's has the embedding's weights."""
+    qwen = size in QWEN
+    config_of, causal, scoring = (
+        (Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification)
+        if qwen
+        else (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification)
+    )
     sizes = SIZES[size] if isinstance(size, str) else size
     ids = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": None}
-    return LlamaConfig(vocab_size=vocabulary, max_position_embeddings=1024, **sizes, **ids, **more)
+    config = config_of(vocab_size=vocabulary, max_position_embeddings=1024, **sizes, **ids, **more)
+    return (scoring if classifier else causal)(config).eval()
 
 
-def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0):
-    """A random Llama that ends a response with probability 1 / ``mean_length`` at every token; None: never.
+def vocabulary_of(size):
+    return QWEN_VOCABULARY if size in QWEN else VOCABULARY
+
+
+def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0, device="cpu"):
+    """A random model that ends a response with probability 1 / ``mean_length`` at every token; None: never.
 
     Every embedding has the same large first coordinate, and only the head's rows for EOS and pad use it. So
     the logit of EOS is the same in every state.
     """
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(size, vocabulary, tie_word_embeddings=False)).eval()
-    with torch.no_grad():
+    with torch.device(device), torch.no_grad():
+        model = made(size, vocabulary, tie_word_embeddings=False)
         model.get_input_embeddings().weight[:, 0] = 1.0
         head = model.get_output_embeddings().weight
         head[:, 0] = 0.0
@@ -66,9 +103,10 @@ def policy(size, mean_length=None, vocabulary=VOCABULARY, seed=0):
     return model
 
 
-def reward_model(size, seed=1, vocabulary=VOCABULARY):
+def reward_model(size, seed=1, vocabulary=VOCABULARY, device="cpu"):
     torch.manual_seed(seed)
-    return LlamaForSequenceClassification(llama_config(size, vocabulary, num_labels=1)).eval()
+    with torch.device(device):
+        return made(size, vocabulary, classifier=True, num_labels=1)
 
 
 def in_turns(functions, repetitions, warm_up=1):
@@ -95,7 +133,9 @@ def spread(values, digits=3):
 
 
 def show(value):
-    """A ``spread`` as the text of a table cell."""
+    """A ``spread`` as the text of a table cell; None stands for a peer that is not installed."""
+    if value is None:
+        return "not installed"
     if value["least"] == value["most"]:  # measured only once
         return str(value["median"])
     return f"{value['median']} ({value['least']} to {value['most']})"
@@ -118,18 +158,33 @@ def machine():
     return result
 
 
-def matrix_rate(dtype=torch.float32, size=2048, device="cpu"):
-    """FLOP/s of a large matrix product: the best of six."""
+def matrix_rate(dtype=torch.float32, size=None, device="cpu"):
+    """FLOP/s of a large matrix product: the best of six. On a GPU products are larger, and four follow each
+    other, so that starting them and waiting for them costs nothing."""
+    gpu = device != "cpu"
+    size, products = size or (8192 if gpu else 2048), 4 if gpu else 1
     a = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = in_turns({"product": lambda: a @ a}, 6)["product"]
-    return 2 * size**3 / min(seconds)
+    b = torch.empty_like(a)
+
+    def multiply():
+        for _ in range(products):
+            torch.mm(a, a, out=b)
+
+    return products * 2 * size**3 / min(in_turns({"product": multiply}, 6)["product"])
 
 
 def copy_rate(device="cpu"):
-    """Bytes read and written per second by a large copy: the best of four."""
-    a = torch.empty(1 << 26, device=device)
+    """Bytes read and written per second by a large copy: the best of four. On a GPU copies are larger, and
+    eight follow each other."""
+    gpu = device != "cpu"
+    a, copies = torch.empty(1 << (28 if gpu else 26), device=device), 8 if gpu else 1
     b = torch.empty_like(a)
-    return 2 * a.nbytes / min(in_turns({"copy": lambda: b.copy_(a)}, 4)["copy"])
+
+    def copy():
+        for _ in range(copies):
+            b.copy_(a)
+
+    return copies * 2 * a.nbytes / min(in_turns({"copy": copy}, 4)["copy"])
 
 
 def read(path):
@@ -137,14 +192,22 @@ def read(path):
 
 
 def write_results(name, results):
-    RESULTS.mkdir(exist_ok=True)
+    """Into benchmarks/results, or into the folder that the environment variable RESULTS names."""
+    RESULTS.mkdir(exist_ok=True, parents=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n", encoding="utf-8")
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+    print(f"\nwritten to {path}")
+
+
+def installed(name):
+    """Whether this package can be imported here."""
+    return importlib.util.find_spec(name) is not None
 
 
 def table(rows):
-    """Dicts with the same keys -> a Markdown table."""
+    """Dicts with the same keys -> a Markdown table; without dicts, no text."""
+    if not rows:
+        return ""
     names = list(rows[0])
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]

@@ -40,6 +40,10 @@ def run_seed(seed, flags=()):
     }
 
 
+def run(device):
+    return [run_seed(42, ["--device", device])]
+
+
 def rows(results):
     for r in results:
         cells = {name: f"{r['before'][name]:.3f} -> {r['after'][name]:.3f}" for name in SHOWN}

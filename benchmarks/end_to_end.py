@@ -2,8 +2,9 @@
 
 The peer is the PPOTrainer of TRL 1.12.0, the last release with PPO (requirements-bench.txt). Both trainers
 run in one process and take steps alternately. Both get the same policy, reward model, prompts, batch, PPO
-epochs (one minibatch each) and longest response, and start the critic from the reward model. TRL trains in
-fp32, this trainer in the type that ``--dtype auto`` chooses.
+epochs (one minibatch each) and longest response, and start the critic from the reward model. Both compute in
+the type that ``--dtype auto`` chooses (TRL: ``bf16`` where that is bf16, else fp32). Where TRL is not
+installed, this trainer runs alone.
 
 "fixed": no response ends early. "varying": each token is an EOS with probability 4 / max_gen_len. A step is
 rollout, rewards, log-probs, values and updates, first with one PPO epoch, then with four. The first step is
@@ -22,17 +23,19 @@ import time
 from pathlib import Path
 
 import torch
-from common import EOS, PAD, VOCABULARY, policy, read, reward_model, show, spread
+from common import EOS, PAD, QWEN, VOCABULARY, installed, policy, read, reward_model, show, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from dataset.data_order import local_positions
 from trainer import train_ppo
+from trainer.compute.precision import fast_dtype
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
 
 CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 CASES = [("128x4", 64, 128), ("512x8", 32, 64)]  # (size, batch, longest response)
+GPU_CASES = [("512x8", 128, 128)]
 EPOCHS = [1, 1, 1, 4]  # PPO epochs of each step; the first step is warm-up
 MEMORY_SIZE = {
     "hidden_size": 256,
@@ -53,13 +56,15 @@ def word_tokenizer(vocabulary):
 
 
 def write_inputs(folder, size, mean_length, vocabulary, count=256):
-    """Write a policy, a reward model and prompts of 16 to 48 words to a folder, as a user would have them."""
+    """Write a policy, a reward model and prompts of 16 to 48 words to a folder, as a user would have them.
+    Models of Qwen's sizes are written in bf16, as those on the hub are."""
     tokenizer, rng = word_tokenizer(vocabulary), random.Random(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, model in (
-        ("policy", policy(size, mean_length, vocabulary)),
-        ("reward", reward_model(size, vocabulary=vocabulary)),
+        ("policy", policy(size, mean_length, vocabulary, device=device)),
+        ("reward", reward_model(size, vocabulary=vocabulary, device=device)),
     ):
-        model.save_pretrained(folder / name)
+        (model.bfloat16() if size in QWEN else model).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     lines = []
     for _ in range(count):
@@ -90,10 +95,9 @@ class Ours:
             **more,
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
-        actor, tokenizer, self.prompts, _ = load_inputs(self.args)
-        self.run = train_ppo.build_run(
-            self.args, World(0, 1, torch.device(device)), actor, tokenizer, self.prompts
-        )
+        world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
+        self.run = train_ppo.build_run(self.args, world, *load_inputs(self.args))
+        self.prompts = self.run.prompts
         train_ppo.prepare_frozen(self.run)
         self.number, self.metrics = 0, []
 
@@ -108,7 +112,11 @@ class Ours:
         self.metrics.append(metrics)
 
 
-def trl_trainer(folder, batch, new_tokens, callback, cpu):
+def in_bf16(device):
+    return fast_dtype("auto", torch.device(device)) == torch.bfloat16
+
+
+def trl_trainer(folder, batch, new_tokens, callback, device):
     """TRL's PPOTrainer with the same settings. ``callback`` (``Turns``) has the number of steps."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -135,8 +143,8 @@ def trl_trainer(folder, batch, new_tokens, callback, cpu):
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
-        bf16=False,
-        use_cpu=cpu,
+        bf16=in_bf16(device),
+        use_cpu=device == "cpu",
         disable_tqdm=True,
     )
     load = AutoModelForCausalLM.from_pretrained
@@ -165,15 +173,27 @@ class Turns(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args, *rest, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         end = time.perf_counter()
         self.seconds["trl"].append(end - self.start)
         if self.ours:
-            self.ours.args.ppo_epochs = args.num_ppo_epochs
-            self.ours.step()
-            self.seconds["ours"].append(time.perf_counter() - end)
+            self.one_of_ours(args.num_ppo_epochs)
         done = len(self.seconds["trl"])
         args.num_ppo_epochs = (*self.epochs, 0)[done]
         self.start = time.perf_counter()
+
+    def one_of_ours(self, epochs):
+        start = time.perf_counter()
+        self.ours.args.ppo_epochs = epochs
+        self.ours.step()
+        self.seconds["ours"].append(time.perf_counter() - start)
+
+    def alone(self):
+        """The same steps without TRL."""
+        for epochs in self.epochs:
+            self.seconds["trl"].append(None)
+            self.one_of_ours(epochs)
 
 
 def measure(size, batch, new_tokens, varying, device):
@@ -183,10 +203,14 @@ def measure(size, batch, new_tokens, varying, device):
         write_inputs(folder, size, new_tokens / 4 if varying else None, VOCABULARY)
         turns = Turns(EPOCHS, Ours(folder, EPOCHS[0], batch, new_tokens, device))
         turns.ours.step()
-        trl_trainer(folder, batch, new_tokens, turns, device == "cpu").train()
+        if installed("trl"):
+            trl_trainer(folder, batch, new_tokens, turns, device).train()
+        else:
+            turns.alone()
     steps = list(zip(EPOCHS, *turns.seconds.values(), turns.ours.metrics[1:], strict=True))[1:]
+    more = {"TRL in": "bfloat16" if in_bf16(device) else "float32"}
     return [
-        result(size, batch, new_tokens, varying, epochs, [step[1:] for step in steps if step[0] == epochs])
+        result(size, batch, new_tokens, varying, epochs, [x[1:] for x in steps if x[0] == epochs]) | more
         for epochs in sorted({step[0] for step in steps})
     ]
 
@@ -201,24 +225,25 @@ def result(size, batch, new_tokens, varying, epochs, steps):
         "max_gen_len": new_tokens,
         "mean length": round(statistics.mean(m["rollout/length"] for *_, m in steps), 1),
         "ours samples/s": spread([batch / ours for _, ours, _ in steps], 2),
-        "TRL samples/s": spread([batch / trl for trl, *_ in steps], 2),
-        "ratio": spread([trl / ours for trl, ours, _ in steps], 2),
     }
-    print(
-        f"  {size} {found['lengths']}, {epochs} PPO epochs: {found['ratio']['median']} times TRL", flush=True
-    )
+    if steps[0][0]:
+        found["TRL samples/s"] = spread([batch / trl for trl, *_ in steps], 2)
+        found["ratio"] = spread([trl / ours for trl, ours, _ in steps], 2)
+    ratio = show(found.get("ratio"))
+    print(f"  {size} {found['lengths']}, {epochs} PPO epochs: {ratio} times TRL", flush=True)
     return found
 
 
-def run(device, cases=CASES):
+def run(device, cases=None):
+    cases = cases or (CASES if device == "cpu" else GPU_CASES)
     return [x for case in cases for varying in (False, True) for x in measure(*case, varying, device)]
 
 
 def rows(results):
     for r in results:
         setting = {k: r[k] for k in ("model", "lengths", "PPO epochs", "mean length")}
-        rates = {k: r[k]["median"] for k in ("ours samples/s", "TRL samples/s")}
-        yield setting | rates | {"ratio": show(r["ratio"])}
+        rates = {k: show(r.get(k)) for k in ("ours samples/s", "TRL samples/s", "ratio")}
+        yield setting | rates
 
 
 # ------------------------------------------------------------------------------------------------- memory
@@ -232,7 +257,7 @@ def use_memory(who, folder, device):
         for _ in range(2):
             ours.step()
     else:
-        trl_trainer(folder, 32, 64, Turns([1, 1]), device == "cpu").train()
+        trl_trainer(folder, 32, 64, Turns([1, 1]), device).train()
     print(f"peak {peak_memory(device):.3f}")
 
 
@@ -250,15 +275,16 @@ def memory(device):
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), MEMORY_SIZE, None, 151_936, count=64)
-        for who in ("ours", "trl"):
+        for who in ("ours", "trl") if installed("trl") else ("ours",):
             command = [sys.executable, __file__, who, folder, device]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr)
             peaks[who] = float(done.stdout.split()[-1])
-    return {"vocabulary": 151_936, "hidden": 256, "ours GiB": peaks["ours"], "TRL GiB": peaks["trl"]} | {
-        "ratio": round(peaks["ours"] / peaks["trl"], 3)
-    }
+    found = {"vocabulary": 151_936, "hidden": 256, "ours GiB": peaks["ours"]}
+    if "trl" in peaks:
+        found |= {"TRL GiB": peaks["trl"], "ratio": round(peaks["ours"] / peaks["trl"], 3)}
+    return found
 
 
 if __name__ == "__main__":  # started by memory(), in a process of its own

@@ -1,31 +1,37 @@
 """Tokens per second of generation: this program's engine compared with transformers' ``generate``.
 
-Both have the same model, prompts and lengths, and sample from the whole softmax. Fixed lengths: 64 prompts of
-32 tokens, 128 new tokens each. Varying lengths: 256 prompts of 16 to 48 tokens; each new token is an EOS
-with probability 1/32, so responses have 32 tokens on average, and 128 at most. ``generate`` gets the batch
-size at which it is fastest. It runs in fp32 or bf16, whichever is faster at fixed lengths; the engine runs in
-the type that ``--dtype auto`` chooses.
+Both have the same model, prompts and lengths, and sample from the whole softmax. "fixed": no response ends
+early. "varying": each new token is an EOS with probability 1/32, so responses have 32 tokens on average, and
+128 at most. ``generate`` gets the batch size at which it is fastest. On a CPU it runs in fp32 or bf16,
+whichever is faster at fixed lengths, on a GPU in bf16; the engine runs in the type that ``--dtype auto``
+chooses. Where vLLM is installed and there is a GPU, it samples the same prompts, at fixed lengths.
+
+"of copy rate": the bytes that decoding has to read (every weight once a step, and the keys and values of the
+tokens before), as a share of what a large copy reads and writes in the same time.
 """
 
 import random
+import tempfile
 import time
 
 import torch
-from common import EOS, PAD, VOCABULARY, in_turns, policy, show, spread
+from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy, show, spread, vocabulary_of
+from update import weights_per_token
 
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype
 from trainer.generation.engine import Sampler
+from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling_noise import noise_keys
 
 REPETITIONS = 3
-DTYPES = ("float32", "bfloat16")  # generate is tried with each
+DTYPES = ("float32", "bfloat16")  # generate is tried with each, on a CPU
 
 
-def make_prompts(count, shortest, longest, seed=0):
+def make_prompts(count, shortest, longest, seed=0, vocabulary=VOCABULARY):
     rng = random.Random(seed)
     return [
-        [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
+        [rng.randrange(2, vocabulary) for _ in range(rng.randint(shortest, longest))] for _ in range(count)
     ]
 
 
@@ -71,10 +77,37 @@ def best_generate(models, prompts, new_tokens, batch_sizes):
     return max(rates, key=rates.get)
 
 
+def needed_bytes(model, prompts, new_tokens, slots, bytes_each):
+    """What decoding ``new_tokens`` for every prompt, ``slots`` at a time, has to read from memory."""
+    head = model.get_output_embeddings().weight.numel()
+    steps = -(-len(prompts) // slots) * new_tokens
+    tokens = sum(new_tokens * len(p) + new_tokens * (new_tokens - 1) / 2 for p in prompts)
+    weights = bytes_each * (weights_per_token(model) + head)
+    return steps * weights + tokens * bytes_per_token(model.config, bytes_each)
+
+
+def vllm_rates(model, prompts, new_tokens, repetitions=REPETITIONS):
+    """Tokens per second of vLLM with its defaults, in bf16, on the same prompts."""
+    from vllm import LLM, SamplingParams
+
+    params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    with tempfile.TemporaryDirectory() as folder:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        llm = LLM(folder, dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.4)
+    rates = []
+    for _ in range(1 + repetitions):
+        start = time.perf_counter()
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        tokens = sum(len(x.outputs[0].token_ids) for x in found)
+        rates.append(tokens / (time.perf_counter() - start))
+    return rates[1:]
+
+
 def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, device, dtypes=DTYPES):
     print(f"{name}, {size}")
-    base = policy(size, mean_length).to(device)
-    models = {d: policy(size, mean_length).to(device, getattr(torch, d)) for d in dtypes}
+    vocabulary = vocabulary_of(size)
+    base = policy(size, mean_length, vocabulary, device=device)
+    models = {d: policy(size, mean_length, vocabulary, device=device).to(getattr(torch, d)) for d in dtypes}
     dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)
     pack_sequences(base.base_model)
     ours = fast_dtype("auto", base.device)
@@ -92,7 +125,7 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     )
     rates = {k: [n / s for n, s in zip(tokens[k], seconds[k], strict=True)] for k in seconds}
     ratios = [a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)]
-    return {
+    result = {
         "case": name,
         "model": size,
         "engine": f"{str(ours)[6:]}, {slots} slots",
@@ -101,20 +134,41 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
         "generate tokens/s": spread(rates["generate"], 0),
         "ratio": spread(ratios, 2),
     }
+    if mean_length is None:
+        needs = needed_bytes(base, prompts, new_tokens, slots, ours.itemsize)
+        result["of copy rate"] = round(needs / min(seconds["engine"]) / copy_rate(device), 3)
+        if device != "cpu" and installed("vllm"):
+            del sampler, models
+            torch.cuda.empty_cache()
+            result["vLLM tokens/s"] = spread(vllm_rates(base, prompts, new_tokens), 0)
+    return result
+
+
+def run_on_gpu(sizes=("512x8", "0.5B"), slots=128, new_tokens=512):
+    """The two shapes of the page, then varying lengths."""
+    results, bf16 = [], ["bfloat16"]
+    for size in sizes:
+        prompts = make_prompts(slots, 32, 32, vocabulary=vocabulary_of(size))
+        more = ([slots], slots, "cuda", bf16)
+        results.append(measure(f"fixed, {new_tokens} new tokens", size, prompts, new_tokens, None, *more))
+    prompts = make_prompts(2 * slots, 16, 48)
+    more = ([slots, 2 * slots], 2 * slots, "cuda", bf16)
+    results.append(measure("varying", sizes[0], prompts, 128, 32, *more))
+    return results
 
 
 def run(device):
+    if device != "cpu":
+        return run_on_gpu()
     fixed = measure("fixed", "512x8", make_prompts(64, 32, 32), 128, None, [64], 64, device)
     faster = [fixed["generate"].split(",")[0]]  # the faster type; trying both again takes half a minute
-    varied = make_prompts(256, 16, 48)
-    results = [fixed, measure("varying", "512x8", varied, 128, 32, [64, 256], 256, device, faster)]
-    if device != "cpu":  # a case large enough for a GPU
-        prompts = make_prompts(128, 32, 32)
-        results.append(measure("fixed, 512 new tokens", "512x8", prompts, 512, None, [128], 128, device))
-    return results
+    prompts = make_prompts(256, 16, 48)
+    return [fixed, measure("varying", "512x8", prompts, 128, 32, [64, 256], 256, device, faster)]
 
 
 def rows(results):
     for r in results:
         cells = {k: f"{r[k]['median']:.0f}" for k in ("engine tokens/s", "generate tokens/s")}
-        yield {k: r[k] for k in ("case", "model", "engine", "generate")} | cells | {"ratio": show(r["ratio"])}
+        setting = {k: r[k] for k in ("case", "model", "engine", "generate")}
+        found = {"ratio": show(r["ratio"]), "of copy rate": r.get("of copy rate", "")}
+        yield setting | cells | found | {"vLLM tokens/s": show(r.get("vLLM tokens/s"))}

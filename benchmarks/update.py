@@ -1,8 +1,9 @@
 """Speed of an update compared with the machine's matrix rate: forward, backward, clip and step of a policy.
 
-64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens on average and 128 at most. Only operations
-that the task needs are counted: two per weight and token in the forward and four in the backward, for real
-tokens only, the head at response positions only, attention only over tokens that a token may see.
+64 sequences: prompts of 16 to 48 tokens, responses of 32 tokens on average and 128 at most; on a GPU 256
+sequences, with responses of 239 tokens in the case "0.5B". Only operations that the task needs are counted:
+two per weight and token in the forward and four in the backward, for real tokens only, the head at response
+positions only, attention only over tokens that a token may see.
 "plain" is the best case of a transformers model: equal lengths, no padding, logits at every position.
 """
 
@@ -10,7 +11,7 @@ import random
 import time
 
 import torch
-from common import VOCABULARY, matrix_rate, policy, show, spread
+from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
 
 from trainer import ppo
 from trainer.compute.batching import micro_batches, tokens_per_pass
@@ -23,14 +24,18 @@ from trainer.compute.scoring import PolicyScorer
 
 REPETITIONS = 3
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
+# On a GPU: (size, dtype, sequences, response tokens of each or None for varying ones)
+GPU_CASES = [("512x8", "bfloat16", 256, None), ("0.5B", "bfloat16", 256, 239)]
 
 
-def make_rollout(rows=64, seed=0, device="cpu"):
-    """A ``Rollout`` filled with random numbers; only its lengths matter here."""
+def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABULARY):
+    """A ``Rollout`` filled with random numbers; only its lengths matter here. response: tokens of every
+    response, or None for 32 on average."""
     rng = random.Random(seed)
     prompt_len = torch.tensor([rng.randint(16, 48) for _ in range(rows)])
-    response_len = torch.tensor([min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(rows)])
-    tokens = torch.randint(2, VOCABULARY, (rows, int((prompt_len + response_len).max())))
+    drawn = [min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(rows)]
+    response_len = torch.tensor([response or n for n in drawn])
+    tokens = torch.randint(2, vocabulary, (rows, int((prompt_len + response_len).max())))
     floats = [0.1 * torch.randn(rows, int(response_len.max())) for _ in range(7)]
     finished = torch.ones(rows, dtype=torch.bool)
     fields = (tokens, prompt_len, response_len, finished, *floats[:3], *floats[3:])
@@ -46,7 +51,7 @@ def weights_per_token(model):
 def needed_operations(model, lengths, predicted):
     """Operations of forward and backward. lengths: tokens per sequence; predicted: positions with logits."""
     config = model.config
-    width = config.num_attention_heads * config.head_dim
+    width = config.hidden_size  # of all heads together, in the models of common.py
     attention = sum(2 * 2 * width * n * (n + 1) / 2 for n in lengths) * config.num_hidden_layers
     head = 2 * config.hidden_size * config.vocab_size * predicted
     return 3 * (2 * weights_per_token(model) * sum(lengths) + attention + head)
@@ -94,14 +99,15 @@ def padding_waste(rollout):
     return tuple(round(1 - sum(lengths) / computed, 3) for computed in (outside, inside))
 
 
-def measure(size, dtype_name, device):
+def measure(size, dtype_name, device, sequences=64, response=None):
     keep_freed_memory()  # as the trainer does; the peer profits as well
-    dtype, rollout = getattr(torch, dtype_name), make_rollout(device=device)
-    model, peer = policy(size, 32).to(device), policy(size, 32).to(device)
+    dtype, vocabulary = getattr(torch, dtype_name), vocabulary_of(size)
+    rollout = make_rollout(sequences, device=device, response=response, vocabulary=vocabulary)
+    model, peer = (policy(size, 32, vocabulary, device=device) for _ in range(2))
     pack_sequences(model.base_model)
     scorer = PolicyScorer(model, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
-    lengths, equal = rollout.lengths.tolist(), torch.randint(2, VOCABULARY, (16, 128), device=device)
+    lengths, equal = rollout.lengths.tolist(), torch.randint(2, vocabulary, (16, 128), device=device)
     needs = {
         "ours": needed_operations(model, lengths, rollout.response_len.sum().item()),
         "plain": needed_operations(model, [128] * 16, 16 * 128),
@@ -116,20 +122,23 @@ def measure(size, dtype_name, device):
             if repetition >= 0:
                 shares[name].append(needs[name] / seconds / rate)
                 rates.append(rate / 1e9)
-    outside, inside = padding_waste(rollout)
-    return {
+    found = {
         "model": size,
         "dtype": dtype_name,
         "matrix GFLOP/s": spread(rates, 0),
         "ours": spread(shares["ours"]),
         "plain transformers": spread(shares["plain"]),
-        "padding": outside,
-        "padding in attention": inside,
     }
+    names = ("padding", "padding in attention") if device == "cpu" else ()
+    return found | dict(zip(names, padding_waste(rollout) if names else (), strict=True))
 
 
 def run(device):
-    return [measure(size, dtype, device) for size, dtype in CASES]
+    return [measure(*case, device) for case in CASES] if device == "cpu" else run_on_gpu()
+
+
+def run_on_gpu(cases=GPU_CASES):
+    return [measure(size, dtype, "cuda", sequences, response) for size, dtype, sequences, response in cases]
 
 
 def rows(results):

@@ -8,7 +8,7 @@ CPU nothing is captured: ``CudaGraphs.run`` just calls the step.
 All graphs of a sampler share one pool of memory, because only one of them runs at a time. All captures use
 one stream: cuBLAS keeps a workspace for every stream that it has met.
 
-Code that runs only on a GPU, tested by tests/test_gpu.py where there is one and by
+Code that runs only on a GPU, tested by tests/gpu where there is one and by
 tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a few branches more):
 
 - this file: capture and replay;

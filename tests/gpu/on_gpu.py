@@ -1,0 +1,114 @@
+"""Shared by the tests that need a GPU: what they are skipped by, models, prompts, and runs of the trainer.
+
+The simulated GPU of ../shared/tools/simcuda.py runs these tests too, but for those marked ``needs_real_gpu``:
+it has no memory, no kernels of CUDA and no second process.
+"""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from test_families import FAMILIES, SIZES, build
+from tiny import WORDS, flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+
+from model.saving import save_policy
+from trainer import train_ppo
+from trainer.generation.cuda_graphs import CudaGraphs
+
+THERE = torch.cuda.is_available()
+REAL = THERE and torch.cuda.get_device_name() != "simulated"
+needs_gpu = pytest.mark.skipif(not THERE, reason="needs a GPU")
+needs_real_gpu = pytest.mark.skipif(not REAL, reason="needs a real GPU")
+needs_bf16 = pytest.mark.skipif(
+    not THERE or not torch.cuda.is_bf16_supported(including_emulation=False), reason="needs a GPU with bf16"
+)
+HALVES = [pytest.param(torch.bfloat16, marks=needs_bf16), torch.float16]
+
+PROMPTS = [[2 + (3 * i + j) % 7 for j in range(1 + (5 * i) % 9)] for i in range(24)]
+MODELS = {name: FAMILIES[name] for name in ("Llama, tied", "Qwen2", "Qwen3", "Mistral", "GPT-2", "Gemma 3")}
+MOE = {name: FAMILIES[name] for name in ("MiniMind 2 MoE", "MiniMind 3 MoE", "Qwen3-MoE")}
+QWEN_VOCABULARY = 151_936
+WIDE = {**SIZES, "vocab_size": QWEN_VOCABULARY, "tie_word_embeddings": True}
+
+
+def made(name):
+    """A random model of a family of MODELS or MOE, on the CPU; its weights depend on the name alone."""
+    return build({**MODELS, **MOE}[name](), spread=2.0).eval()
+
+
+def made_wide():
+    """A tiny Qwen2 with the vocabulary of Qwen 2.5."""
+    return build(transformers.Qwen2Config(**WIDE), spread=2.0).eval()
+
+
+def changed(model):
+    """Change every weight of the model a little, in place -> the model"""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.linspace(-1, 1, p.numel(), device=p.device).view(p.shape).to(p.dtype))
+    return model
+
+
+@contextmanager
+def no_graphs():
+    """Decoding steps are called and not captured, in the same shapes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaGraphs, "run", lambda self, key, step, *more, **others: step())
+        yield
+
+
+@contextmanager
+def waits():
+    """-> a list that fills with the warnings of operations for which the host waits for the GPU"""
+    before = torch.cuda.get_sync_debug_mode()
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            found += [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+
+
+def run_files(folder, name=None, **more):
+    """Flags of a short run with a policy of the family ``name`` (None: tiny.py's Llama), eight words and a
+    reward model, every file in ``folder``."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
+    if name is None:
+        policy = save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
+    else:
+        policy = folder / "policy.pth"
+        save_policy(made(name), tokenizer, policy, torch.float32)
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 8, "max_steps": 3, "ppo_epochs": 2}
+    sizes |= {"critic_warmup_steps": 1, "log_interval": 1000, "eval_interval": 0, "save_interval": 100}
+    return {
+        "model": policy,
+        "reward_model": save_reward_dir(folder / "reward", tokenizer),
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        **sizes,
+        **more,
+    }
+
+
+def train(out_dir, **values):
+    """Run train_ppo.py's main -> the lines of metrics.jsonl of the run in out_dir/r"""
+    before = torch.get_float32_matmul_precision()
+    try:
+        train_ppo.main(flags(**{"device": "cuda", "run_name": "r", **values}, out_dir=out_dir))
+    finally:
+        torch.set_float32_matmul_precision(before)  # a run sets it for its process
+    return read_jsonl(out_dir / "r" / "metrics.jsonl")
+
+
+def assert_near(here, there, tolerance):
+    """Two runs logged the same numbers, up to rounding. What counts tokens or time is left out."""
+    for one, other in zip(here, there, strict=True):
+        for name, value in one.items():
+            if value is not None and not name.startswith("perf/") and "sampler_gap" not in name:
+                assert other[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name

@@ -1,0 +1,77 @@
+"""Stages 1 and 2, reward models and chat on a GPU beside the CPU's."""
+
+import pytest
+import torch
+from on_gpu import needs_gpu
+from tiny import WORDS, flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+
+import chat
+from trainer import train_reward, train_sft
+from trainer.rewards.reward_models import load_reward_model
+
+pytestmark = needs_gpu
+
+
+def text(n, k):
+    return " ".join(WORDS[(n + i) % 8] for i in range(1 + (n + k) % 6))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{name: path} of a policy, conversations, pairs and ratings."""
+    folder = tmp_path_factory.mktemp("stages")
+    records = {"talk": [], "pairs": [], "ratings": []}
+    for n in range(40):
+        turns = [{"role": "user", "content": text(n, 0)}, {"role": "assistant", "content": text(n, 2)}]
+        records["talk"].append({"conversations": turns})
+        records["pairs"].append({"prompt": text(n, 0), "chosen": text(n, 1), "rejected": text(n + 3, 2)})
+        records["ratings"].append({"prompt": text(n, 0), "completion": text(n, 1), "score": n % 5 - 2.0})
+    found = {name: write_jsonl(folder / f"{name}.jsonl", lines) for name, lines in records.items()}
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    return found | {"policy": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)}
+
+
+AIDS = {"parting_coef": 1, "lm_coef": 1, "score_penalty": 0.1, "extra_layers": 1, "reference_samples": 12}
+CASES = {
+    "demonstrations": (train_sft, "talk", {}),
+    "demonstrations, checkpointing": (train_sft, "talk", {"gradient_checkpointing": 1}),
+    "pairs": (train_reward, "pairs", {**AIDS, "max_gen_len": 6}),
+    "ratings": (train_reward, "ratings", {"reference_samples": 5}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_stage_logs_what_the_cpu_logs(files, tmp_path, case):
+    script, data, more = case
+    sizes = {"batch_size": 8, "epochs": 1, "eval_size": 8, "eval_interval": 2, "save_interval": 2}
+    given = {"model": files["policy"], "data_path": files[data], "run_name": "r", **sizes, **more}
+    lines, before = {}, torch.get_float32_matmul_precision()
+    for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "auto")):
+        out = tmp_path / f"{device}_{dtype}"
+        script.main(flags(**given, device=device, dtype=dtype, out_dir=out))
+        torch.set_float32_matmul_precision(before)
+        lines[device, dtype] = read_jsonl(out / "r" / "metrics.jsonl")
+    for here, there in zip(lines["cpu", "float32"], lines["cuda", "float32"], strict=True):
+        for name in here:
+            if not name.startswith("perf/"):
+                assert there[name] == pytest.approx(here[name], rel=1e-2, abs=1e-2), name
+    assert len(lines["cuda", "auto"]) == len(lines["cpu", "float32"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_reward_model_scores_as_on_the_cpu(tmp_path, dtype):
+    path = save_reward_dir(tmp_path / "reward", word_tokenizer(WORDS, chat=True))
+    asked = [(" ".join(WORDS[: 1 + n % 7]), " ".join(WORDS[n % 5 :])) for n in range(20)]
+    here = load_reward_model(path, torch.device("cpu"))(asked)
+    there = load_reward_model(path, torch.device("cuda", 0), dtype=dtype)(asked)
+    assert there.device.type == "cpu"
+    assert torch.allclose(here, there, atol=1e-4 if dtype == torch.float32 else 0.02)
+
+
+def test_chat_answers(files, capsys):
+    said = []
+    for device in ("cpu", "cuda"):
+        more = {"model": files["policy"], "prompt": "a b c", "max_gen_len": 6, "temperature": 0}
+        chat.main(flags(**more, device=device))
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]

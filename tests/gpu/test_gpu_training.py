@@ -1,0 +1,260 @@
+"""Scores, gradients and whole runs on a GPU beside the CPU's; its kernels, waits and kinds of attention."""
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from on_gpu import (
+    HALVES,
+    MODELS,
+    MOE,
+    PROMPTS,
+    assert_near,
+    made,
+    made_wide,
+    needs_bf16,
+    needs_gpu,
+    needs_real_gpu,
+    run_files,
+    train,
+    waits,
+)
+from tiny import same_run
+
+from model.critic import CriticModel
+from model.lora import add_adapters
+from trainer import train_ppo
+from trainer.compute import kernels
+from trainer.compute.attention import ATTENTION
+from trainer.compute.fused_layers import KNOWN
+from trainer.compute.packing import pack_sequences
+from trainer.compute.precision import set_precision
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.generation.engine import sample
+from trainer.generation.sampling_noise import noise_keys
+
+pytestmark = needs_gpu
+
+
+@pytest.fixture(autouse=True)
+def precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
+    """-> {name: tensor on the CPU}: what one micro-batch gives, and every gradient"""
+    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    critic = CriticModel.from_model(model).eval()
+    generator = torch.Generator().manual_seed(0)
+    critic.value_head.weight.data.normal_(generator=generator)
+    model, critic = model.to(device), critic.to(device)
+    model.requires_grad_(True)
+    for backbone in (model.base_model, critic.backbone):
+        prepare_training(backbone, checkpointing)
+        if lora_r:
+            add_adapters(backbone, lora_r, seed=3)
+            for name, p in backbone.named_parameters():
+                if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
+                    p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    parts = [x.to(device) if torch.is_tensor(x) else x for x in rollout.sequences]
+    logprobs, entropy, balance = PolicyScorer(model, dtype)(*parts, 0.9)
+    (logprobs.sin().sum() + balance).backward()
+    values = ValueScorer(critic, dtype)(*parts)
+    values.cos().sum().backward()
+    found = {"logprobs": logprobs, "entropy": entropy, "values": values, "balance": torch.as_tensor(balance)}
+    for kind, module in (("actor", model), ("critic", critic)):
+        found |= {f"{kind}.{n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {name: x.detach().float().cpu() for name, x in found.items()}
+
+
+def worst_gap(here, there):
+    """The largest difference, as a share of the tensor's largest number, and where it is."""
+    assert here.keys() == there.keys()
+    gaps = {n: ((here[n] - there[n]).abs().max() / (here[n].abs().max() + 1e-3)).item() for n in here}
+    name = max(gaps, key=gaps.get)
+    return gaps[name], name
+
+
+def likeness(here, there):
+    """The cosine between all gradients of the two, as one vector each."""
+    a, b = (torch.cat([x[n].flatten() for n in sorted(here) if "." in n]) for x in (here, there))
+    return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
+
+
+@pytest.mark.parametrize("more", [{}, {"checkpointing": 1}, {"lora_r": 4}], ids=str)
+@pytest.mark.parametrize("name", [*MODELS, *MOE])
+def test_scores_and_gradients_are_the_cpus(name, more):
+    if "lora_r" in more and name in (*MOE, "GPT-2"):
+        pytest.skip("adapters of these have tests of their own")
+    here, there = scored(made(name), "cpu"), scored(made(name), "cuda", **more)
+    if "lora_r" in more:
+        here = scored(made(name), "cpu", **more)
+    gap, where = worst_gap(here, there)
+    assert gap < 2e-3, where
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_half_precision_gradients_point_where_those_of_fp32_do(name, dtype):
+    here, there = scored(made(name), "cpu"), scored(made(name), "cuda", dtype)
+    assert likeness(here, there) > 0.99
+    assert (here["logprobs"] - there["logprobs"]).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+def test_the_vocabulary_of_qwen(dtype):
+    here, there = scored(made_wide(), "cpu"), scored(made_wide(), "cuda", dtype)
+    assert likeness(here, there) > 0.99
+    if dtype == torch.float32:
+        assert worst_gap(here, there)[0] < 2e-3
+
+
+# ------------------------------------------------------------------------------- what the GPU's own code is
+
+
+def wide(family, heads):
+    """One layer of the sizes of a small real model, so that TF32 would show."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 1, "vocab_size": 640}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": heads, "head_dim": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
+    """Under the precision that a run sets: where TF32 made the comparison fail, all would train padded."""
+    set_precision(dtype, torch.device("cuda", 0))
+    backbone = wide(family, heads).cuda().base_model
+    assert pack_sequences(backbone)
+    assert backbone.config._attn_implementation == ATTENTION
+    known = [m for m in backbone.modules() if type(m).__name__ in KNOWN]
+    assert known
+    assert [type(m).__name__ for m in known if "forward" not in vars(m)] == []
+
+
+def test_cudnn_attention_is_off():
+    """It makes a plan for every new pair of count and length: many milliseconds each."""
+    set_precision("auto", torch.device("cuda", 0))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@needs_real_gpu
+def test_there_are_triton_kernels():
+    assert kernels.kernels_of("cuda") is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_triton_kernels_compute_what_torch_does(dtype, monkeypatch):
+    with_kernels = scored(made("Qwen3"), "cuda", dtype)
+    monkeypatch.setattr(kernels, "_cuda", lambda: None)
+    without = scored(made("Qwen3"), "cuda", dtype)
+    assert likeness(with_kernels, without) > 0.995
+    limit = 1e-4 if dtype == torch.float32 else 0.2
+    assert (with_kernels["logprobs"] - without["logprobs"]).abs().max() < limit
+
+
+@needs_real_gpu
+@needs_bf16
+def test_the_kernels_that_attention_runs():
+    """In bf16 with gradients: flash attention, and none of cuDNN's."""
+    set_precision("auto", torch.device("cuda", 0))
+    model = wide("Llama", 2).cuda()
+    prepare_training(model.base_model, 0)
+    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    scorer = PolicyScorer(model, torch.bfloat16)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        scorer(*rollout.sequences, 1.0)[0].sum().backward()
+        torch.cuda.synchronize()
+    names = {event.key.lower() for event in profile.key_averages()}
+    assert not [n for n in names if "cudnn" in n and ("sdpa" in n or "attention" in n or "flash" in n)]
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert [n for n in names if "flash" in n], sorted(names)
+
+
+def test_a_micro_batch_hardly_waits_for_the_gpu():
+    """At most two waits for forward and backward together, the choice of its rows included."""
+    model = made("Llama, tied").cuda()
+    critic = CriticModel.from_model(model).cuda().eval()
+    model.requires_grad_(True)
+    for backbone in (model.base_model, critic.backbone):
+        prepare_training(backbone, 0)
+    rollout = sample(model, PROMPTS, noise_keys(1, 2, range(24)), [0], 10, 1.0)
+    scorers = {"actor": PolicyScorer(model), "critic": ValueScorer(critic)}
+    more = {"actor": (1.0,), "critic": ()}
+    for name, scorer in scorers.items():
+        for turn in range(2):  # the first may set something up
+            with waits() as found:
+                out = scorer(*rollout.rows(range(8 * turn, 8 * turn + 8)).sequences, *more[name])
+                (out[0] if name == "actor" else out).sum().backward()
+        assert len(found) <= 2, (name, [str(w.message) for w in found])
+
+
+# --------------------------------------------------------------------------------------------- whole runs
+
+RUNS = {
+    "plain": {},
+    "KL in the reward": {"kl_in": "reward", "normalize_reward": 1, "accumulation_steps": 3},
+    "old actor": {"update_old_actor_freq": 2, "target_kl": 0.5},
+    "LoRA": {"lora_r": 2},
+    "LoRA, checkpointing": {"lora_r": 2, "gradient_checkpointing": 1},
+    "checkpointing": {"gradient_checkpointing": 1},
+}
+
+
+@pytest.mark.parametrize("more", RUNS.values(), ids=RUNS)
+def test_a_run_in_fp32_logs_what_the_cpu_logs(tmp_path, more):
+    files = run_files(tmp_path / "files", dtype="float32", **more)
+    here = train(tmp_path / "cpu", **{**files, "device": "cpu"})
+    assert_near(here, train(tmp_path / "gpu", **files), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Mistral", "GPT-2", *MOE])
+def test_families_train(tmp_path, name):
+    files = run_files(tmp_path / "files", name)
+    here = train(tmp_path / "cpu", **{**files, "device": "cpu", "dtype": "float32"})
+    assert_near(here, train(tmp_path / "gpu", **{**files, "dtype": "float32"}), 2e-2)
+    half = train(tmp_path / "half", **files, dtype="auto")
+    assert half[-1]["rollout/sampler_gap"] < 0.1
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=needs_bf16), "float16"])
+@pytest.mark.parametrize("more", [{}, {"lora_r": 2}, {"gradient_checkpointing": 1}], ids=str)
+def test_a_run_in_half_precision(tmp_path, dtype, more):
+    """One minibatch a step: the ratio is 1 before its update."""
+    sizes = {"mini_batch_size": 8, "ppo_epochs": 1, "critic_warmup_steps": 0}
+    steps = train(tmp_path, **run_files(tmp_path / "files", dtype=dtype, **sizes, **more))
+    assert [step["policy/ratio"] for step in steps[1:]] == [pytest.approx(1.0, abs=1e-3)] * 3
+    assert steps[1]["rollout/sampler_gap"] < 0.1
+
+
+DETERMINISTIC = "deterministic" in train_ppo.flag_parser().flags
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("more", [{}, {"lora_r": 2}, {"update_old_actor_freq": 2}], ids=str)
+@pytest.mark.skipif(not DETERMINISTIC, reason="the flag is not there yet")
+def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
+    files = run_files(tmp_path / "files", max_steps=4, save_interval=2, dtype=dtype, deterministic=1, **more)
+    try:
+        for name in ("whole", "parts"):
+            train(tmp_path / name, **files)
+        shutil.rmtree(tmp_path / "parts/r/checkpoints/step_4")
+        train(tmp_path / "parts", **files, resume="auto")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same_run(tmp_path / "whole/r", tmp_path / "parts/r", 4)
+
+
+def test_a_run_of_the_cpu_goes_on_on_the_gpu(tmp_path):
+    files = run_files(tmp_path / "files", max_steps=4, save_interval=2, dtype="float32")
+    here = train(tmp_path / "cpu", **{**files, "device": "cpu"})
+    shutil.rmtree(tmp_path / "cpu/r/checkpoints/step_4")
+    there = train(tmp_path / "cpu", **files, resume="auto")
+    assert_near(here, there, 2e-2)
