@@ -44,10 +44,13 @@ def run(name, device):
 def main(argv):
     if argv[:1] == ["gpu"]:
         if not torch.cuda.is_available():
-            raise SystemExit("error: gpu: there is no GPU here")
+            raise SystemExit("error: gpu: torch sees no GPU here; `python benchmarks` measures on the CPU")
         import gpu
 
         return gpu.main(argv[1:])
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if argv[:1] == ["--device"]:
         device, argv = argv[1], argv[2:]
@@ -55,7 +58,7 @@ def main(argv):
     unknown = set(names) - {*SUITE, *ASKED_FOR}
     if unknown:
         raise SystemExit(
-            f"error: {', '.join(sorted(unknown))}: choose from {', '.join((*SUITE, *ASKED_FOR))}"
+            f"error: {', '.join(sorted(unknown))}: choose from {', '.join((*SUITE, *ASKED_FOR))}; or gpu"
         )
     print(machine())
     for name in names:

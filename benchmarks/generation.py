@@ -19,7 +19,7 @@ from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy,
 from update import weights_per_token
 
 from trainer.compute.packing import pack_sequences
-from trainer.compute.precision import fast_dtype
+from trainer.compute.precision import fast_dtype, set_precision
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling_noise import noise_keys
@@ -106,6 +106,7 @@ def vllm_rates(model, prompts, new_tokens, repetitions=REPETITIONS):
 def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, device, dtypes=DTYPES):
     print(f"{name}, {size}")
     vocabulary = vocabulary_of(size)
+    set_precision("auto", torch.device(device))  # without cuDNN's attention, which would slow generate down
     base = policy(size, mean_length, vocabulary, device=device)
     models = {d: policy(size, mean_length, vocabulary, device=device).to(getattr(torch, d)) for d in dtypes}
     dtype, batch_size = best_generate(models, prompts, new_tokens, batch_sizes)

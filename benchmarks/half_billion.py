@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import takewhile
 from pathlib import Path
 
-from common import ROOT, machine, write_results
+from common import ROOT, write_results
 
 GIB = 1 << 30
 VOCABULARY = 151_936
@@ -119,10 +120,12 @@ def measure(folder, flags):
     phases = [
         {phase: round(line[f"perf/{phase}_seconds"], 1) for phase in PHASES} for line in lines if line["step"]
     ]
-    plan = [line for line in said.splitlines() if line.startswith(("memory", "         "))]
+    said = said.splitlines()
+    first = next(i for i, line in enumerate(said) if line.startswith("memory"))
+    plan = [said[first], *takewhile(lambda line: line.startswith(" " * 9), said[first + 1 :])]
     rows = {"flags": flags, "peak GiB": peaks, "seconds": seconds, "steps": phases, "plan": plan}
     rows["pth GB"] = round(result.stat().st_size / 1e9, 2)
-    write_results("half_billion_cpu", rows | {"machine": machine()})
+    write_results("half_billion_cpu", rows)
     return 0
 
 

@@ -18,7 +18,7 @@ from trainer.compute.batching import micro_batches, tokens_per_pass
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.packing import Packing, pack_sequences
-from trainer.compute.precision import autocast
+from trainer.compute.precision import autocast, set_precision
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer
 
@@ -101,6 +101,7 @@ def padding_waste(rollout):
 
 def measure(size, dtype_name, device, sequences=64, response=None):
     keep_freed_memory()  # as the trainer does; the peer profits as well
+    set_precision(dtype_name, torch.device(device))
     dtype, vocabulary = getattr(torch, dtype_name), vocabulary_of(size)
     rollout = make_rollout(sequences, device=device, response=response, vocabulary=vocabulary)
     model, peer = (policy(size, 32, vocabulary, device=device) for _ in range(2))

@@ -1,6 +1,6 @@
 """The benchmarks still run: with tiny models, and with parts that fail or take too long."""
 
-import importlib
+import importlib.util
 import io
 import sys
 
@@ -85,3 +85,17 @@ def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_p
     monkeypatch.setattr(gpu, "LEAST", 0)
     gpu.main(["update"])
     assert "| update |" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):
+    """No GPU, and names that there are not; --help measures nothing."""
+    spec = importlib.util.spec_from_file_location("benchmarks_main", ROOT / "benchmarks" / "__main__.py")
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    main.main(["--help"])
+    assert "python benchmarks gpu" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: nonsense: choose from generation, .*; or gpu$"):
+        main.main(["nonsense"])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="error: gpu: torch sees no GPU here"):
+            main.main(["gpu"])

@@ -204,20 +204,31 @@ def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
     assert not plan.release_cache
     short, note = checked(monkeypatch, HALF, 16.5 * GB, *argv)
     assert short.release_cache
-    assert "between rollouts no KV cache" in note
+    assert "with 256 sequences sampled at a time and the KV cache freed after sampling" in note
+    argv += ["--max_gen_len", "2000", "--mini_batch_size", "4"]  # the rollout takes the most
+    plan, _ = checked(monkeypatch, HALF, 40 * GB, *argv)
+    fewer, note = checked(monkeypatch, HALF, 18 * GB, *argv)
+    assert (plan.slots, fewer.slots) == (256, 128)
+    assert fewer.cache == plan.cache // 2
+    assert f"with {fewer.slots} sequences" in note
 
 
 def test_a_run_that_releases_them_is_the_same(monkeypatch, tmp_path):
     files, engines, learn, plan = run_files(tmp_path, count=16), [], train_ppo.learn, memory_plan
     monkeypatch.setattr(
-        train_ppo, "learn", lambda run, *more: engines.append(run.sampler.engine) or learn(run, *more)
+        train_ppo,
+        "learn",
+        lambda run, *more: engines.append((run.sampler.engine, run.sampler.slots)) or learn(run, *more),
     )
     for name in ("kept", "released"):
         train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")
         monkeypatch.setattr(
-            memory_check, "memory_plan", lambda *x, **more: plan(*x, **more | {"release_cache": True})
+            memory_check,
+            "memory_plan",
+            lambda *x, **more: plan(*x, **more | {"release_cache": True, "slots": 2}),
         )
-    assert [engine is None for engine in engines] == [False] * 3 + [True] * 3
+    assert [engine is None for engine, _ in engines] == [False] * 3 + [True] * 3
+    assert [slots for _, slots in engines] == [4] * 3 + [2] * 3  # sequences that are sampled together
     same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)
 
 
@@ -235,7 +246,7 @@ def test_what_is_suggested_fits_and_without_it_the_run_is_refused_or_smaller(mon
             said = str(error)
             assert "\n" not in said
             assert said.startswith("--model x: does not fit: about ")
-        seen.append(re.findall(r"--\S+ \S+", said.partition("fit")[2] or said))
+        seen.append(re.findall(r"--\w+ \S+", said.partition("fit")[2] or said))
         remedy = re.search(r"(?:add|to avoid that:) (--.*)$", said)
         if remedy:
             plan, note = checked(monkeypatch, HALF, room * GB, *shlex.split(remedy[1]), device=device)
@@ -258,16 +269,18 @@ def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
     given = model, model, [], CPU, torch.float32
     loaded = 4 * TOTAL
     monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded - 1)
-    with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give .*; add --\w+"):
+    with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give .*; add --\w+") as ended:
         check_memory(args, *given)
+    assert "about 1 MB (in MB: actor 0, " in str(ended.value)
+    assert "can give 1 MB; " in str(ended.value)
     monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded + 1)
     plan, note = check_memory(args, *given)
     assert plan.peak == peak
-    assert "between rollouts no KV cache" in note
+    assert "the KV cache freed after sampling" in note
     monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
     note = check_memory(args, *given)[1]
-    first = "memory   about 0.0 GB of the 2.9 GB that cpu can give; in GB:"
-    assert note.startswith(f"{first}\n         actor 0.0, ")
+    first = "memory   about 1 MB of the 2.9 GB that cpu can give; in MB:"
+    assert note.startswith(f"{first}\n         actor 0, ")
 
 
 def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path):
@@ -288,7 +301,7 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
         free[0] = 12 * 2 * numbers // bytes_each
         check_loading(policy)
         free[0] -= 1
-        with pytest.raises(InputError, match=r"policy: loading takes about 0\.0 GB of main memory"):
+        with pytest.raises(InputError, match=r"policy: loading takes about (6|12) MB of main memory"):
             check_loading(policy)
     (tmp_path / "a.pth").write_bytes(bytes(400))
     free[0] = 1199
@@ -315,7 +328,19 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
     files.pop("reward_model")
     train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
-    assert counted == [(1, 8), (0, 0)]
+    assert [(models, sampled[0]) for models, sampled in counted] == [(1, 8), (0, 4)]
+
+
+def test_prompts_count_as_long_as_they_are_whatever_the_limit(monkeypatch):
+    monkeypatch.setattr(memory_check, "free_memory", lambda device: GB)
+    model = tiny_llama(10)
+
+    def plan(limit, *sampled):
+        args = arguments("--max_seq_len", str(limit))
+        return check_memory(args, model, model, [], CPU, BF16, *sampled)[0]
+
+    assert plan(20_000, (8, 10 + 6, 6)) == plan(10)
+    assert plan(20_000).peak > plan(10).peak  # where nothing is known of the prompts
 
 
 def test_a_run_in_a_container_that_is_too_small_ends_with_code_2(monkeypatch, tmp_path, capsys):

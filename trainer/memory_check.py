@@ -21,20 +21,26 @@ from trainer.compute.batching import tokens_per_pass
 from trainer.compute.free_memory import free_memory
 from trainer.memory_plan import GB, Sizes, memory_plan
 
+MB = 1e6
+
 # Tokens of a micro-batch on a GPU: the first that fits. With deterministic algorithms they never change.
 BUDGETS = [1 << 16, 1 << 15, 1 << 14, 1 << 13, 1 << 12]
 USABLE = {"cuda": 0.9, "cpu": 0.95}  # of what is left: the plan is about right, and memory has gaps
 LORA_R = 16  # the rank that is suggested
+LEAST_SLOTS = 16  # so many sequences should be sampled together, or rollouts take too long
 WEIGHTS = ("*.safetensors", "*.bin")  # the files of a model directory, of the first kind that is there
 
 
-def check_memory(args, actor, start, reward_models, device, dtype, held_out=0):
+def check_memory(args, actor, start, reward_models, device, dtype, sampled=None):
     """-> (``Plan``, a note that says where memory goes and how much is free).
 
     actor: the policy; start: the model that the critic starts from; reward_models: with ``start`` among them,
-    if it is one; held_out: the number of prompts of the evaluation. Raises InputError where the run cannot
-    fit, for --offload_frozen without a GPU, or for adapters that cannot be made.
+    if it is one; sampled: (most prompts of a call, longest prompt plus response, …) from ``sampling_sizes``;
+    None: what the flags allow. Raises InputError where the run cannot fit, for --offload_frozen without a
+    GPU, or for adapters that cannot be made.
     """
+    held_out, width, *_ = sampled or (0, args.max_seq_len + args.max_gen_len)
+    args = _with(args, max_seq_len=width - args.max_gen_len)  # no prompt is longer
     if args.offload_frozen and device.type == "cpu":
         raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
     for model in (actor, start) if args.lora_r else ():
@@ -52,8 +58,9 @@ def check_memory(args, actor, start, reward_models, device, dtype, held_out=0):
     if fits:
         return plan, text
     remedy = remedies(args, sizes, device, dtype, held_out, room)
-    if needed(args, sizes, device, dtype, held_out) > room:
-        flags = f"add {remedy}" if remedy else "no flags make it fit: take a smaller model"
+    if not works_in_pieces(args, sizes, device, dtype, room):
+        other = "shorten the texts (--max_gen_len, --max_seq_len), or take a smaller model"
+        flags = f"add {remedy}" if remedy else f"no flags make it fit: {other}"
         raise InputError(f"--model {args.model}: does not fit: {one_line(plan, room, device)}; {flags}")
     text += "\n         it will work in smaller pieces"
     return plan, text + (f"; to avoid that: {remedy}" if remedy else "")
@@ -74,32 +81,30 @@ def check_loading(path):
     needs, free = 3 * 4 * numbers, free_memory(torch.device("cpu"))
     if needs > free:
         raise InputError(
-            f"--model {path}: loading takes about {needs / GB:.1f} GB of main memory, and {free / GB:.1f} GB "
-            "are free; close other programs, or take a smaller model"
+            f"--model {path}: loading takes about {shown(needs)} of main memory, and {shown(free)} are free; "
+            "close other programs, or take a smaller model"
         )
 
 
 def fitted_plan(args, sizes, device, dtype, held_out, room):
-    """-> (the plan with the largest micro-batches that fit into ``room`` bytes, whether any fit). Keys and
-    values are freed between rollouts only where nothing fits otherwise."""
+    """-> (the plan with the largest micro-batches that fit into ``room`` bytes, True), or (the one that needs
+    the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, and
+    fewer sequences are sampled together."""
     budgets = [tokens_per_pass(device)]
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         budgets = BUDGETS
-    for release_cache in (False, True):
-        for budget in budgets:
-            plan = _plan(args, sizes, device, dtype, held_out, budget=budget, release_cache=release_cache)
-            if plan.peak <= room:
-                return plan, True
-    return plan, False
+    options = [{"budget": budget, "release_cache": free} for free in (False, True) for budget in budgets]
+    options += [options[-1] | {"slots": slots} for slots in (128, 64, 32, LEAST_SLOTS)]
+    plans = [_plan(args, sizes, device, dtype, held_out, **option) for option in options]
+    fitting = [plan for plan in plans if plan.peak <= room]
+    return (fitting[0], True) if fitting else (min(plans, key=lambda plan: plan.peak), False)
 
 
-def needed(args, sizes, device, dtype, held_out):
-    """The least bytes with which a run can work: on a GPU with one sequence at a time, which it falls back to
-    by itself; on a CPU all, because memory that runs out there is not an error that can be caught."""
-    if device.type == "cpu":
-        return _plan(args, sizes, device, dtype, held_out, release_cache=True).peak
-    width = args.max_seq_len + args.max_gen_len
-    return _plan(_with(args, batch_size=1), sizes, device, dtype, 0, budget=width, release_cache=True).peak
+def works_in_pieces(args, sizes, device, dtype, room):
+    """Whether a run works with one sequence at a time. A GPU falls back to that by itself. On a CPU memory
+    that runs out is not an error that can be caught."""
+    least = {"budget": args.max_seq_len + args.max_gen_len, "release_cache": True, "slots": 1}
+    return device.type == "cuda" and _plan(args, sizes, device, dtype, 0, **least).peak <= room
 
 
 def remedies(args, sizes, device, dtype, held_out, room):
@@ -134,16 +139,26 @@ def _with(args, **changes):
 
 def describe(plan, room, device):
     """The plan in lines: all parts of the fullest phase."""
-    parts = plan.parts(plan.fullest)
-    named = [f"{name} {size / GB:.1f}" for name, size in parts.items()]
-    lines, kept = [], ", and between rollouts no KV cache" if plan.release_cache else ""
-    for start in range(0, len(named), 6):
-        lines.append(", ".join(named[start : start + 6]))
-    share = f"about {plan.peak / GB:.1f} GB of the {room / GB:.1f} GB that {device} can give{kept}; in GB:"
-    return f"memory   {share}\n         " + ",\n         ".join(lines)
+    unit, parts = parts_of(plan)
+    text = f"memory   about {shown(plan.peak)} of the {shown(room)} that {device} can give"
+    if plan.release_cache:
+        text += f", with {plan.slots} sequences sampled at a time and the KV cache freed after sampling"
+    rows = [", ".join(parts[start : start + 6]) for start in range(0, len(parts), 6)]
+    return f"{text}; in {unit}:\n         " + ",\n         ".join(rows)
 
 
 def one_line(plan, room, device):
     """The same in one line."""
-    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in plan.parts(plan.fullest).items())
-    return f"about {plan.peak / GB:.1f} GB ({parts}); {device} can give {room / GB:.1f} GB"
+    unit, parts = parts_of(plan)
+    return f"about {shown(plan.peak)} (in {unit}: {', '.join(parts)}); {device} can give {shown(room)}"
+
+
+def parts_of(plan):
+    """-> (the unit, [each part of the fullest phase as text, in this unit])"""
+    unit, name, digits = (GB, "GB", 1) if plan.peak >= GB else (MB, "MB", 0)
+    return name, [f"{part} {size / unit:.{digits}f}" for part, size in plan.parts(plan.fullest).items()]
+
+
+def shown(size):
+    """Bytes as text: in GB, below one in MB."""
+    return f"{size / GB:.1f} GB" if size >= GB else f"{size / MB:.0f} MB"

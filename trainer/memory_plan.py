@@ -84,6 +84,7 @@ class Plan:
     phases: dict  # {phase: {part: bytes}} what a phase has besides, without keys and values
     building: dict  # {part: bytes} all that is there while the run is built
     cache: int
+    slots: int  # sequences that are sampled together
     token_budget: int
     release_cache: bool  # whether keys and values are freed between rollouts
 
@@ -105,16 +106,19 @@ class Plan:
         return sum(self.parts(self.fullest).values())
 
 
-def memory_plan(args, sizes, device, dtype, held_out=0, budget=None, release_cache=False, processes=1):
+def memory_plan(
+    args, sizes, device, dtype, held_out=0, budget=None, release_cache=False, slots=SLOTS, processes=1
+):
     """The memory of a run with these flags -> ``Plan``.
 
     sizes: {"actor": ``Sizes``, "critic": of the model that the critic starts from, "rewards": a list};
     dtype: of mixed precision; held_out: prompts of the evaluation, which are sampled like a batch's; budget:
-    tokens of a micro-batch, by default the fixed number of the device; processes: that train together.
+    tokens of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled
+    together at most; processes: that train together.
     """
     actor, small = sizes["actor"], dtype.itemsize
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
-    slots = min(SLOTS, max(args.batch_size, held_out))
+    slots = min(slots, max(args.batch_size, held_out))
     cache = slots * width * bytes_per_token(actor.config, small)
     weights = _weights(args, sizes, device, small)
     updates = [_update(args, sizes, name, budget, device, dtype, processes) for name in ("critic", "actor")]
@@ -128,7 +132,7 @@ def memory_plan(args, sizes, device, dtype, held_out=0, budget=None, release_cac
             phases[phase] = {name: weights.pop(name) for name in names if name in weights}
     moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(_trained(args, sizes).values())
     cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
-    return Plan(weights | {"moments": moments}, phases, building, cache, budget, release_cache)
+    return Plan(weights | {"moments": moments}, phases, building, cache, slots, budget, release_cache)
 
 
 def _trained(args, sizes):
@@ -181,10 +185,13 @@ def _update(args, sizes, name, budget, device, dtype, processes):
     head = chunk = 0
     if name == "actor":
         logits = tokens * model.config.vocab_size
-        chunk = max(CHUNK[device.type], MIN_CHUNK_TOKENS * model.config.vocab_size)
-        chunk = 4 * (min(logits, MAX_KEPT) + 2 * min(logits, chunk))
+        chunk = min(logits, max(CHUNK[device.type], MIN_CHUNK_TOKENS * model.config.vocab_size))
+        mixed, on_gpu = dtype != torch.float32, device.type == "cuda"
+        # a GPU: logits and their gradient; elsewhere probabilities, some kept and the others made again
+        chunk *= (4 + small * mixed) if on_gpu else 8
+        chunk += 0 if on_gpu else 4 * min(logits, MAX_KEPT)
         head = 4 * model.head if full else 0
-        head += (2 if full else 1) * small * model.head if dtype != torch.float32 else 0
+        head += (2 if full and not on_gpu else 1) * small * model.head * mixed
     table = 4 * model.table if full and (name == "actor" or tokens < needed) else 0
     if processes > 1:
         gradients += 8 * model.table if full else 0  # a large one is copied where processes are summed up

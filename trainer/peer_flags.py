@@ -54,6 +54,7 @@ PEER_FLAGS = {
     "reward.remote_url": "reward_url",
     "critic_pretrain": "critic_init",  # actor or reward, no path
     "critic.model_name_or_path": "critic_init",
+    "ref_reward_offload": "offload_frozen",  # a switch there
     "prompt_data": "data_path",
     "data.prompt_dataset": "data_path",
     "eval_dataset": "eval_data_path",
@@ -126,6 +127,7 @@ VALUES = {
     "resume_from_checkpoint": "auto, or a run or checkpoint folder",
     "critic_pretrain": "actor or reward",
     "critic.model_name_or_path": "actor or reward",
+    "ref_reward_offload": "1",
     "use_kl_loss": "loss",
     "algo.kl.use_loss": "loss",
     "use_peft": "the rank",

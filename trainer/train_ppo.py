@@ -9,7 +9,8 @@
                       critic: vf_coef * value loss
                       actor:  clipped policy loss + kl_coef * KL to the reference
                       one after the other: backward, clip, step            runs/optimizer_step.py
-                  every --update_old_actor_freq batches the old actor becomes a copy of the actor
+                  every --update_old_actor_freq batches the old actor becomes a copy of the actor;
+                  with 1, the default, it is the actor itself
 
 Left out on purpose: top-k and top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
 bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
@@ -90,7 +91,7 @@ def flag_parser():
     add("--critic_warmup_steps", type=int, at_least=0, help="first batches: only the critic trains [2]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
-    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: they wait in host memory")
+    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
     return p
 
@@ -146,10 +147,12 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
     judges = [judge.model for judge, _ in reward.models.values()]
-    plan, memory = check_memory(args, actor, start, judges, device, dtype, len(held_out or ()))
+    sizes = sampling_sizes(args, prompts, held_out)
+    plan, memory = check_memory(args, actor, start, judges, device, dtype, sizes)
     notes = [*notes, choose_rates(args, actor, start), memory]
     critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
-    sampler = Sampler(actor, dtype, sizes=sampling_sizes(args, prompts, held_out))  # a copy of its own
+    room = plan.cache if device.type == "cuda" else None  # None: what suits a CPU
+    sampler = Sampler(actor, dtype, plan.slots, room, sizes)
     for backbone in (actor.base_model, critic.backbone):
         prepare_training(backbone, args.gradient_checkpointing)
     ref = frozen_copy(actor)  # before there are adapters: the reference has none

@@ -1,10 +1,16 @@
 """The GPU kernels beside torch's operations: on a GPU where there is one, else in Triton's interpreter."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import triton_interpreter  # noqa: F401
+
+import trainer.compute.cuda as room
 from trainer.compute.cuda import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,3 +217,30 @@ def test_ready_asks_for_contiguous_tensors_of_known_types():
     assert not kernels.ready(x, x.double())
     assert not kernels.ready(x, x.T)
     assert not kernels.ready(x, result=torch.float64)
+
+
+def test_check_runs_every_kernel(monkeypatch):
+    """``kernels_of`` asks it. A kernel that it left out could fail in the middle of a run."""
+    names = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
+    things = [x for name in names for x in vars(importlib.import_module(name)).values()]
+    known = {x.fn.__name__ for x in things if hasattr(x, "fn") and not x.fn.__name__.startswith("_")}
+    start, launched = kernels.launch, set()
+
+    def launch(kernel, grid, *args, **constants):
+        launched.add(kernel.fn.__name__)
+        start(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    kernels.check(DEVICE)
+    assert launched == known
+    assert len(known) >= 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_check_finds_attention_that_is_wrong(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "fast_dtype", lambda *_: dtype)
+    kernels.check(DEVICE)
+    right = kernels._decode
+    monkeypatch.setattr(kernels, "_decode", lambda *args: 1.1 * right(*args))
+    with pytest.raises(RuntimeError, match="attention gives wrong numbers"):
+        kernels.check(DEVICE)

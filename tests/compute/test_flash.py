@@ -17,6 +17,7 @@ from torch.nn.attention import varlen
 
 from trainer.compute import attention, flash
 from trainer.compute.packing import Packing, pack_sequences, packed_states
+from trainer.compute.scoring import prepare_training
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 7, 1, 12, 3]
@@ -45,9 +46,6 @@ def with_gqa(*args, enable_gqa=False, **more):
     """The same as torch 2.13 has it: grouped heads must be announced."""
     assert enable_gqa
     return by_definition(*args, **more)
-
-
-with_gqa.__signature__ = inspect.signature(varlen.varlen_attn)
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +142,23 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_about_the_kernel(here, m
         flash.flash_attention(*rows, packing, None, None)
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
     assert flash.flash_attention(*rows, packing, None, None) is not None
+
+
+def test_the_trial_may_be_in_the_first_forward_of_gradient_checkpointing(here, monkeypatch):
+    """What the trial keeps for its gradients must not count as the layer's: that layer is computed again
+    without the trial, and torch compares the two numbers of kept tensors."""
+    monkeypatch.setattr(varlen, "varlen_attn", by_definition)
+    tokens, lengths = padded_batch()
+    net, gradients = tiny_llama(20, layers=2).base_model, []
+    for checkpointing in (1, 0):
+        model = copy.deepcopy(net)
+        prepare_training(model, checkpointing)
+        flash._works.cache_clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            packed_states(model, tokens, lengths).last_hidden_state.float().sin().sum().backward()
+        assert flash._works.cache_info().currsize == 1
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
 def test_on_a_cpu_and_in_fp32_it_is_not_tried(monkeypatch):

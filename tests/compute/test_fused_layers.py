@@ -69,6 +69,8 @@ def gpu_kernels(monkeypatch):
     """The layers compute with a GPU's kernels, in Triton's interpreter, but for attention, which is torch's.
     -> the names of the kernels, one for each start"""
     pytest.importorskip("triton", reason="Triton exists for Linux only")
+    import triton_interpreter  # noqa: F401
+
     from trainer.compute.cuda import kernels
 
     if torch.cuda.is_available():

@@ -422,11 +422,15 @@ def test_on_a_cpu_an_engine_has_the_sizes_of_its_call(model):
 
 
 def test_the_cache_of_a_gpu_gets_a_share_of_what_is_free(model, monkeypatch):
-    figures = {"memory_reserved": 7000, "memory_allocated": 5000, "mem_get_info": (6000, 9000)}
+    figures = {"memory_reserved": 7000, "memory_allocated": 5000, "mem_get_info": (6000, 20_000)}
+    figures["get_per_process_memory_fraction"] = 1.0
     for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value, raising=False)
     card, cpu = torch.device("cuda"), torch.device("cpu")
     assert engine.cache_room(card) == (6000 + 7000 - 5000) // 4
+    with monkeypatch.context() as part:  # torch may use so much of the GPU
+        part.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.4)
+        assert engine.cache_room(card) == (8000 - 5000) // 4
     assert engine.cache_room(cpu) == engine.CACHE_BYTES
     torch.use_deterministic_algorithms(True)
     try:  # the same number of slots in every run

@@ -3,13 +3,14 @@ interpreter."""
 
 from types import SimpleNamespace
 
-import bf16_dot  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
 from test_engine import FAMILIES, build
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
+import triton_interpreter  # noqa: F401
+
 from trainer.compute import attention, kernels
 from trainer.compute.cuda import kernels as cuda
 from trainer.compute.packing import pack_sequences

@@ -34,9 +34,9 @@ class LossScale:
             torch._foreach_mul_(gradients, 1 / self.value)
 
     def adapt(self, finite):
-        """Halve or double the scale after an optimizer step -> whether it was halved.
+        """Halve or double the scale after a minibatch's optimizer steps -> whether it was halved.
 
-        finite: whether all gradients of this step were. A scale of ``LEAST`` is not halved any more.
+        finite: whether all gradients of these steps were. A scale of ``LEAST`` is not halved any more.
         """
         if not self.active:
             return False

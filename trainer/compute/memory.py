@@ -48,13 +48,6 @@ def free_unused_memory():
         torch.cuda.empty_cache()
 
 
-def unused_gpu_memory(device):
-    """Bytes of a GPU that this process can still get: free ones, and those that torch keeps but nothing
-    uses."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
-
-
 def halve_until_it_fits(work, token_budget, longest, undo):
     """Call ``work(token_budget)``. Where memory runs out, call ``undo()`` and try again with half the budget.
 

@@ -13,15 +13,20 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 
 - this file: capture and replay;
 - generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
-  sequences, in few shapes; the size of the KV cache (``cache_room``);
+  sequences, in few shapes; the size of the KV cache (``cache_room``); logits in fp32 (``_logits``); the
+  kernel that samples and stores (``_sample_and_store``);
 - generation/done_flags.py: which sequences have finished, copied without waiting;
 - generation/experts.py: a mixture of experts without shapes that depend on data;
+- generation/rotary_table.py, sampler_copy.py (``JoinedLinear``), kv_cache.py (``by_position``);
+- compute/cuda: the Triton kernels; compute/flash.py: attention of packed rows;
+- compute/attention.py: torch's fused attention (``_fused``), positions in the place of a mask;
 - compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
-- compute/logprobs.py: a larger chunk of logits (``CHUNK``);
-- compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32 and sums in fp32
-  (``set_precision``);
-- compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``), free
-  memory is counted (``unused_gpu_memory``);
+- compute/logprobs.py: logits in fp32 and larger chunks of them (``_GpuTokenLogprobs``, ``CHUNK``);
+- compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32, no cuDNN attention
+  (``set_precision``), heads without TF32 (``fp32_head``);
+- compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``);
+  compute/free_memory.py: free memory is counted; compute/host_memory.py: frozen models that wait outside it;
+- trainer/memory_check.py: micro-batches as large as the memory allows;
 - runs/distributed.py, ``init_world``: which GPU a process uses, and nccl as the backend;
 - runs/run_logger.py, ``summary``: the peak of GPU memory;
 - errors.py, ``run_script``: an out-of-memory error of the GPU is printed as one line.

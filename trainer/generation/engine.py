@@ -16,9 +16,10 @@ rewards/reward.py takes ``--missing_eos_penalty`` off its score. It is trained o
 import torch
 
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
+from trainer.compute.free_memory import free_memory
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
-from trainer.compute.memory import attempt, out_of_memory_error, unused_gpu_memory
+from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import check_finite
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.done_flags import DoneFlags
@@ -113,7 +114,7 @@ def cache_room(device):
     that is not in use; on a CPU, and with deterministic algorithms, a fixed number."""
     if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return CACHE_BYTES
-    return int(CACHE_SHARE * unused_gpu_memory(device))
+    return int(CACHE_SHARE * free_memory(device))
 
 
 def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):

@@ -23,4 +23,6 @@ def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
     inside = (column >= 0) & (column < response_len[:, None])
     sequences = torch.where(inside, responses, F.pad(prompts, (0, width - prompts.shape[1])))
     logprobs = torch.where(real, logprobs[:, : real.shape[1]], 0.0)
-    return Rollout(sequences, prompt_len, response_len.clone(), finished.clone(), logprobs)
+    lengths = [len(prompt) for prompt in prompt_ids], counts
+    kept = response_len.clone(), finished.clone()  # the engine's own tensors change in its next call
+    return Rollout(sequences, prompt_len, *kept, logprobs, host_lengths=lengths)

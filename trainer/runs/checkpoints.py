@@ -46,8 +46,8 @@ class Progress:
 
     token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
     step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
-    bad_steps: int = 0  # optimizer steps left out in a row, because a loss or gradient was not finite
-    skipped_steps: int = 0  # all optimizer steps left out for this reason
+    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
+    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
 
 
 def save(folder, run, config, keep):

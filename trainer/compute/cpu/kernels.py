@@ -72,11 +72,6 @@ def _keep(built, kept):
         copy.unlink()
 
 
-def available(device):
-    """Whether there are kernels for this device."""
-    return device.type == "cpu" and library() is not None
-
-
 def ready(*tensors, result=torch.float32):
     """Whether the kernels can compute with these tensors (None stands for one that is left out) and write a
     result in this dtype, where it is not that of the tensors."""

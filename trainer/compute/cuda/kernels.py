@@ -12,6 +12,7 @@ import torch
 import triton
 
 from trainer.compute.cuda import attention, layers, sampling, tokens
+from trainer.compute.precision import fast_dtype
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # numbers that one program of a pointwise kernel computes; of a kernel with rows, at least
@@ -19,10 +20,38 @@ PARTS = 512  # programs that share the rows where sums over all rows are wanted
 LANES = 2048  # numbers of a row that a program reads at a time where a row is a vocabulary
 
 
-def check():
-    """Compile and run one kernel. Raises whatever Triton raises where it cannot work on this GPU."""
-    gate = torch.zeros(2, 8, device="cuda")
-    silu_mul(gate, gate)
+def check(device="cuda"):
+    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
+    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
+    numbers: its products of matrices are compiled in ways that differ between GPUs."""
+    dtype = fast_dtype("auto", torch.device(device))
+    x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
+    half, ids, each = x.to(dtype), torch.zeros(2, dtype=torch.int64, device=device), x[:, 0].contiguous()
+    rms_norm_backward(x, x[0], rms_norm(x, x[0], 1e-6, dtype, half)[2], half, x, dtype)
+    rotate(half.view(2, 1, 2, 16), *[half[:, :16].reshape(2, 1, 1, 16)] * 2)
+    silu_mul_backward(half, half, silu_mul(half, half))
+    token_logprobs(x, ids, 1.0, *(torch.empty_like(each) for _ in range(3)))
+    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype)
+    sample_tokens(x, 1.0, each.double().abs() / 4)
+    done, kept = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    results = kept, kept.float(), ids.clone(), done.clone()
+    state = torch.arange(2, device=device), ids.clone(), ids.clone(), done
+    sample_and_store(x, 1.0, kept.double(), ids[:1], ids[:1] + 1, state, results)
+    _check_attention(half, ids + 19)
+
+
+def _check_attention(x, positions):
+    """Attention of two tokens, whose own keys and values are the last, beside its definition. x [2, 32]"""
+    keys = torch.linspace(-3, 3, 2 * 20 * 32, device=x.device).cos().to(x.dtype).view(2, 1, 20, 32)
+    joint, values = torch.stack([x, x.cos(), x.sin()], 1), keys.flip(2)  # a query, a key and a value
+    cos, sin = torch.ones_like(x).view(2, 1, 1, 32), torch.zeros_like(x).view(2, 1, 1, 32)  # no rotation
+    found = decode_attention(joint, cos, sin, (None, None), 0.0, positions, keys, values, None, 0.2)
+    keys, values = (
+        torch.cat([old[:, 0, :19], joint[:, k : k + 1]], 1).float() for k, old in ((1, keys), (2, values))
+    )
+    share = (0.2 * (joint[:, :1].float() * keys).sum(-1)).softmax(-1)
+    if not (found[:, 0] - (share[:, :, None] * values).sum(1)).abs().max() < 0.03:
+        raise RuntimeError("attention gives wrong numbers")
 
 
 def ready(*tensors, result=torch.float32):
