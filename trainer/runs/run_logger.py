@@ -168,7 +168,7 @@ class RunLogger:
             memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
         self.say(
             f"\n{text}\n{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
-            f"{rates[len(rates) // 2] if rates else 0:.0f} samples/s, at most {memory}"
+            f"{rates[len(rates) // 2] if rates else 0:.1f} samples/s, at most {memory}"
             + (
                 f"\nskipped  {run.progress.skipped_steps} updates, not finite"
                 if run.progress.skipped_steps
