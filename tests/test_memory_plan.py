@@ -9,7 +9,13 @@ import sys
 import pytest
 import torch
 from tiny import ROOT, run_files, same_run, tiny_llama, train
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from errors import InputError, run_script
 from trainer import memory_check, train_ppo
@@ -329,6 +335,16 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     files.pop("reward_model")
     train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
     assert [(models, sampled[0]) for models, sampled in counted] == [(1, 8), (0, 4)]
+
+
+def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
+    class Scorer(PreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = torch.nn.Linear(3, 5)
+
+    sizes = Sizes.of(Scorer(PretrainedConfig()), BF16)
+    assert (sizes.all, sizes.linear, sizes.table, sizes.head, sizes.bytes) == (20, 15, 0, 0, 80)
 
 
 def test_prompts_count_as_long_as_they_are_whatever_the_limit(monkeypatch):

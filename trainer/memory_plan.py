@@ -49,7 +49,7 @@ class Sizes:
     @classmethod
     def of(cls, model, dtype):
         """Count a model's numbers. Weights without memory (torch's meta device) count as exact."""
-        tables = [x.weight for x in (model.get_input_embeddings(), model.get_output_embeddings()) if x]
+        tables = _tables(model)
         known = {id(p) for p in tables}
         linear = [m.weight for m in model.base_model.modules() if isinstance(m, nn.Linear)]
         linear += tables[1:] if len(known) == 2 else []  # a head that is not tied
@@ -62,10 +62,10 @@ class Sizes:
             all=sum(p.numel() for p in model.parameters()),
             body=sum(p.numel() for p in model.base_model.parameters()),
             linear=sum(p.numel() for p in linear),
-            table=tables[0].numel(),
-            head=tables[0].numel(),
+            table=tables[0].numel() if tables else 0,
+            head=tables[0].numel() if tables else 0,
             adapters=adapters,
-            exact=all(p.is_meta or holds(p, dtype) for p in (*linear, tables[0])),
+            exact=all(p.is_meta or holds(p, dtype) for p in (*linear, *tables[:1])),
             bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         )
 
@@ -74,6 +74,15 @@ class Sizes:
         layers are kept in it even where they are not the same numbers then."""
         halved = (self.linear + self.table) if self.exact else self.linear * (rounded and self.rounds)
         return halved * small + (self.all - halved) * 4
+
+
+def _tables(model):
+    """The weights of embeddings and head; none where the code of a reward model does not name them."""
+    try:
+        found = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        return []
+    return [module.weight for module in found if module]
 
 
 @dataclass
