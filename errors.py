@@ -18,6 +18,11 @@ class SaidElsewhere(InputError):
     """The same error in the other processes of a run. It is not printed: the main process prints it."""
 
 
+def first_line(error):
+    """The first line of an exception's message, or its type's name where it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def run_script(main):
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
     out-of-memory error exit with code 1, on Ctrl-C with 130; on an operation that has no form for
@@ -32,7 +37,7 @@ def run_script(main):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
+        reason = first_line(error)
         if "use_deterministic_algorithms" in reason:  # an operation that has no such form
             print(f"error: --deterministic 1: {reason[:160]}; leave the flag out", file=sys.stderr)
             sys.exit(2)

@@ -116,7 +116,7 @@ def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
     query, key, value [1, tokens, heads, head_dim]; cos and sin [1, tokens, 1, head_dim], by which queries and
     keys are rotated here.
     """
-    fits = packing is not None and max(packing.lengths) * max(LANES, query.shape[3]) <= MAX_COMPILED_SIZE
+    fits = packing is not None and packing.longest * max(LANES, query.shape[3]) <= MAX_COMPILED_SIZE
     if not fits or not kernels.ready(query, key, value, cos, sin):
         return None
     return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from errors import first_line
 from trainer.compute.layout import ragged
 from trainer.compute.precision import compute_dtype
 
@@ -72,7 +73,7 @@ def _works(device, dtype, heads, groups, dim, value_dim, windowed):
     except torch.OutOfMemoryError:  # says nothing about the kernel
         raise
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = first_line(error)[:120]
     if reason:
         warnings.warn(f"no flash attention of packed rows, which is faster: {reason}", stacklevel=2)
     return not reason

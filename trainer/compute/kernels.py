@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from errors import first_line
 from trainer.compute.cpu import kernels as cpu
 
 
@@ -27,7 +28,7 @@ def _cuda():
 
         cuda.check()
     except Exception as error:  # no Triton, a GPU too old for it, no compiler: whatever it raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        reason = first_line(error)[:120]
         warnings.warn(f"no Triton kernels, plain torch is slower: {reason}", stacklevel=3)
         return None
     return cuda

@@ -41,6 +41,7 @@ from functools import cache
 
 import torch
 
+from errors import first_line
 from trainer.compute.memory import is_out_of_memory
 
 
@@ -80,8 +81,7 @@ class CudaGraphs:
                 raise
             self.possible = False
             self.forget()
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"no CUDA graphs, decoding is slower: {reason}", stacklevel=4)
+            warnings.warn(f"no CUDA graphs, decoding is slower: {first_line(error)}", stacklevel=4)
         for x, before in zip(state, saved, strict=True):
             x.copy_(before)
 

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 from atomic_files import move, sync, writing
-from errors import InputError
+from errors import InputError, first_line
 from model.compatibility import not_finite
 
 SUMS = "SHA256SUMS"
@@ -179,7 +179,7 @@ def load(path, run):
             holder.load_state_dict(state.get(name, {}))
         run.progress = _progress_of(state, run.total_steps)
     except LOAD_ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older checkpoint") from None
 
 

@@ -33,7 +33,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from errors import InputError, SaidElsewhere
+from errors import InputError, SaidElsewhere, first_line
 from trainer.runs.heartbeat import Heartbeat
 
 BUCKET = 1 << 24  # numbers in one sum of gradients (64 MiB); a larger parameter is summed on its own
@@ -78,7 +78,7 @@ class World:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # the connection broke; torchrun prints which process ended, and why
-            reason = str(error).strip().splitlines()[0][:120]
+            reason = first_line(error)[:120]
             raise SystemExit(
                 f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
             ) from None
@@ -191,7 +191,7 @@ def init_world(device, require=False):
             raise RuntimeError("only cpu and cuda are supported")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
     if size == 1:
         return World(0, 1, device)
