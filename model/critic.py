@@ -12,6 +12,7 @@ trainer/rewards/reward_models.py).
 
 import copy
 
+import torch
 from torch import nn
 
 from model.half_precision import fp32_head, make_fp32
@@ -23,10 +24,13 @@ class CriticModel(nn.Module):
     """``values[b, p]`` estimates the return after ``tokens[b, : p + 1]`` have been written.
 
     ``backbone`` is the ``base_model`` of a transformers model. Its ``last_hidden_state`` has already gone
-    through the final norm, so the head applies no norm. The head starts at zero: the first values are 0
+    through the final norm, so the head applies no norm. The head starts at zero: the first values are equal
     everywhere, and no random values get into the advantages. A critic that starts from a reward model
     takes over its score head instead, as in InstructGPT (Ouyang et al. 2022, arXiv:2203.02155, appendix C.4).
+    ``scale``: what the head's output is multiplied by (trainer/value_scale.py).
     """
+
+    scale = 1.0
 
     def __init__(self, backbone, hidden_size):
         super().__init__()
@@ -68,4 +72,17 @@ class CriticModel(nn.Module):
 
     def read(self, hidden):
         """Final hidden states [..., hidden] -> values [...] in fp32."""
-        return fp32_head(self.value_head, hidden).squeeze(-1)
+        return self.scale * fp32_head(self.value_head, hidden).squeeze(-1)
+
+    @torch.no_grad()
+    def rescale(self, scale):
+        """Multiply the head's output by ``scale`` from now on, and divide the head by as much: all values
+        stay."""
+        for p in self.value_head.parameters():
+            p.mul_(self.scale / scale)
+        self.scale = scale
+
+    @torch.no_grad()
+    def shift(self, amount):
+        """Add ``amount`` to all values."""
+        self.value_head.bias += amount / self.scale

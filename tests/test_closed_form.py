@@ -97,7 +97,7 @@ def test_only_k2_belongs_in_the_loss(estimator, reaches):
         p = log_p.exp().detach()
         advantages = reward - (p * reward).sum()
         std = (p * advantages.square()).sum().sqrt().clamp(min=1e-4)
-        loss, _ = ppo.policy_loss(log_p, log_p.detach(), p * advantages / std, mask, 0.2)
+        loss, _ = ppo.policy_loss(log_p, log_p.detach(), p * advantages / std, mask, ppo.Clip())
         loss = loss + beta / std * (p * ppo.kl_estimators(log_p, ref)[estimator]).sum()
         (grad,) = torch.autograd.grad(loss, logits)
         with torch.no_grad():

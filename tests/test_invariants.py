@@ -49,7 +49,7 @@ def filled_rollout(run, prompts, step=0):
     size = run.args.batch_size
     batches = iter([[prompts[i] for i in range(size)]])
     batch, metrics = train_ppo.collect(run, step, batches, list(range(size))), Metrics()
-    train_ppo.fill_rollout(run, batch, metrics)
+    train_ppo.fill_rollout(run, step, batch, metrics)
     return batch.rollout, metrics
 
 
@@ -91,11 +91,13 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     assert means["rollout/sampler_gap"] < 1e-5
 
 
-def test_values_start_at_zero_and_advantages_are_whitened(files):
+def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     run, prompts = make_run(files, critic_init="actor")
-    rollout, _ = filled_rollout(run, prompts)
-    real = rollout.advantages[rollout.mask]
-    assert rollout.values.abs().max() == 0
+    rollout, metrics = filled_rollout(run, prompts)
+    real, mean = rollout.advantages[rollout.mask], rollout.returns[rollout.mask].mean()
+    assert mean.abs() > 0.1
+    assert (rollout.values[rollout.mask] - mean).abs().max() < 1e-6
+    assert metrics.means(ALONE)["value/bias"] == pytest.approx(0, abs=1e-6)
     assert real.mean().abs() < 1e-6
     assert real.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
     assert rollout.advantages[~rollout.mask].abs().max() == 0

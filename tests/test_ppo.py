@@ -1,6 +1,7 @@
 """The pure functions of PPO against numbers worked out by hand and closed forms."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 from trainer import ppo
 from trainer.compute.balance_loss import load_balance_loss
 from trainer.compute.rollout_data import length_mask
-from trainer.runs.learning_rate import cosine_lr
+from trainer.runs.learning_rate import constant_lr, cosine_lr
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
+CLIP = ppo.Clip(0.2, 0.2)
 
 
 def test_length_mask():
@@ -110,7 +112,7 @@ def test_policy_loss_by_hand():
     ratio = torch.tensor([[1.5, 0.5, 99.0], [1.5, 0.5, 99.0]])
     advantages = torch.tensor([[1.0, 1.0, 7.0], [-1.0, -1.0, 7.0]])
     mask = torch.tensor([[True, True, False]] * 2)
-    loss, metrics = ppo.policy_loss(ratio.log(), torch.zeros(2, 3), advantages, mask, clip_epsilon=0.2)
+    loss, metrics = ppo.policy_loss(ratio.log(), torch.zeros(2, 3), advantages, mask, CLIP)
     assert loss.item() == pytest.approx(-1.7 + 2.3)
     assert metrics["policy/clip_fraction"] == 4
     assert metrics["policy/ratio"].item() == pytest.approx(4.0)
@@ -122,7 +124,7 @@ def test_policy_gradient_stops_where_the_clip_binds():
     logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
-    ppo.policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, 0.2)[0].backward()
+    ppo.policy_loss(logprobs, torch.zeros(1, 4), advantages, mask, CLIP)[0].backward()
     # -A * ratio where the surrogate is unclipped: ratio 0.5 with A = 1, ratio 1.5 with A = -1
     assert logprobs.grad.tolist() == [pytest.approx([0.0, -0.5, 1.5, 0.0])]
 
@@ -131,10 +133,74 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     advantages = torch.tensor([[0.3, -0.7]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss, metrics = ppo.policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2)
+    loss, metrics = ppo.policy_loss(logprobs, logprobs.detach(), advantages, mask, CLIP)
     loss.backward()
     assert logprobs.grad.tolist() == [pytest.approx([-0.3, 0.7])]
     assert metrics["policy/approx_kl"] == 0
+
+
+def test_the_clip_may_be_higher_above_one():
+    """0.2 below and 0.5 above: ratio 1.4 is not clipped, 1.6 is; 0.7 is, for a negative advantage."""
+    logprobs = torch.tensor([[1.4, 1.6, 0.7]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    loss, metrics = ppo.policy_loss(logprobs, torch.zeros(1, 3), advantages, mask, ppo.Clip(0.2, 0.5))
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.4 - 1.5 + 0.8)
+    assert logprobs.grad.tolist() == [pytest.approx([-1.4, 0.0, 0.0])]
+    assert metrics["policy/clip_fraction"] == 2
+
+
+def test_dual_clip_limits_the_loss_of_a_bad_token_whose_ratio_has_grown():
+    """A = -1: the loss is the ratio, at most 3. A = 1 is not concerned: min(5, 1.2)."""
+    logprobs = torch.tensor([[5.0, 2.0, 5.0]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[-1.0, -1.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    for dual, loss, grad in ((0.0, 5 + 2 - 1.2, [5.0, 2.0, 0.0]), (3.0, 3 + 2 - 1.2, [0.0, 2.0, 0.0])):
+        logprobs.grad = None
+        found, _ = ppo.policy_loss(logprobs, torch.zeros(1, 3), advantages, mask, ppo.Clip(0.2, 0.2, dual))
+        found.backward()
+        assert found.item() == pytest.approx(loss)
+        assert logprobs.grad.tolist() == [pytest.approx(grad)]
+
+
+def test_importance_weights_by_hand():
+    """pi_old / pi_sampler = 1.5, 0.5 and 8, cut at 2; 1 on padding and where the cap is 0."""
+    old, mask = torch.tensor([[1.5, 0.5, 8.0, 7.0]]).log(), torch.tensor([[True, True, True, False]])
+    weights = ppo.importance_weights(old, torch.zeros(1, 4), mask, 2.0)
+    assert weights.tolist() == [pytest.approx([1.5, 0.5, 2.0, 1.0])]
+    assert ppo.importance_weights(old, torch.zeros(1, 4), mask, 0.0).tolist() == [[1.0] * 4]
+
+
+def rows(**fields):
+    """Rows of a rollout as ``policy_objective`` reads them."""
+    return SimpleNamespace(mask=torch.ones(1, 3, dtype=torch.bool), **fields)
+
+
+def test_importance_weights_multiply_every_tokens_loss_and_kl():
+    logprobs, ref = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True), torch.tensor([[-1.5, -1.0, -1.0]])
+    mb = rows(old_logprobs=logprobs.detach(), ref_logprobs=ref, advantages=torch.tensor([[0.3, -0.7, 1.0]]))
+    mb.importance_weights = torch.tensor([[2.0, 0.5, 1.0]])
+    ppo.policy_objective(logprobs, mb, CLIP, 0.1)[0].backward()
+    # ratio 1: -weight * A of the policy loss, weight * 0.1 * (log p - log ref) of the KL
+    expected = [2 * (-0.3 + 0.1 * 0.5), 0.5 * (0.7 - 0.1 * 1.0), -1.0 + 0.1 * 0.5]
+    assert logprobs.grad.tolist() == [pytest.approx(expected)]
+
+
+def test_the_gradient_of_the_kl_loss_is_that_of_the_present_policy_after_updates_too():
+    """Tokens of the old policy, whose expectation is taken exactly: with the ratio the gradient is that of
+    KL(p || ref) of the present policy p, without it another one."""
+    old, ref = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.3, 0.3, 0.4]])
+    logits = torch.tensor([[0.5, -0.2, 0.1]], requires_grad=True)
+    logprobs = logits.log_softmax(-1)
+    fields = {"old_logprobs": old.log(), "ref_logprobs": ref.log(), "advantages": torch.zeros(1, 3)}
+    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref.log())).sum(), logits, retain_graph=True)
+    # p = old * ratio: what each token is drawn with (old) stands in the place of the importance weight
+    mb = rows(**fields, importance_weights=old)
+    (found,) = torch.autograd.grad(
+        ppo.policy_objective(logprobs, mb, CLIP, 1.0)[0], logits, retain_graph=True
+    )
+    (unweighted,) = torch.autograd.grad((old * 0.5 * (logprobs - ref.log()).square()).sum(), logits)
+    assert torch.allclose(found, true, atol=1e-6)
+    assert not torch.allclose(unweighted, true, atol=1e-2)
 
 
 def test_value_loss_by_hand():
@@ -142,10 +208,45 @@ def test_value_loss_by_hand():
     V 3, old 1, G 4: max(1, 6.25) = 6.25. Half the sum."""
     values, old = torch.tensor([[3.0, 1.2, 3.0, 9.0]]), torch.ones(1, 4)
     returns, mask = torch.tensor([[2.0, 2.0, 4.0, 0.0]]), torch.tensor([[True, True, True, False]])
-    loss, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.5)
+    loss, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.5, scale=1.0)
     assert loss.item() == pytest.approx(0.5 * (1 + 0.64 + 6.25))
     assert metrics["value/clip_fraction"] == 1
     assert metrics["value/error"].item() == pytest.approx(1 + 0.64 + 1)
+    without, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.0, scale=1.0)
+    assert without.item() == pytest.approx(0.5 * (1 + 0.64 + 1))
+    assert metrics["value/clip_fraction"] == 0
+
+
+def test_the_value_loss_and_its_clip_are_in_units_of_the_scale():
+    torch.manual_seed(0)
+    returns, old, mask = 3 * torch.randn(2, 3), torch.zeros(2, 3), MASK
+    values = 0.7 * returns  # moved by more than the clip
+    plain, metrics = ppo.value_loss(values, old, returns, mask, 0.3, 1.0)
+    scaled, same = ppo.value_loss(64 * values, 64 * old, 64 * returns, mask, 0.3, 64.0)
+    assert scaled.item() == pytest.approx(plain.item())
+    assert {k: x.item() for k, x in same.items()} == pytest.approx({k: x.item() for k, x in metrics.items()})
+    assert metrics["value/clip_fraction"] > 0
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_a_useless_critic_is_seen_as_such_at_any_length(length):
+    """Noise (a number for each response), the score with the wrong sign, and the score less one standard
+    deviation: explained variance by Monte-Carlo returns is about -1, -3 and 1, and the bias 0, 0 and -1. With
+    returns of lambda 0.95 noise would seem to explain half at 64 tokens, nearly all at 512."""
+    torch.manual_seed(0)
+    mask = length_mask(torch.full((2048,), length), length)
+    scores = torch.randn(2048)
+    rewards = ppo.token_rewards(scores, mask.sum(1), mask)
+    outcome = ppo.monte_carlo_returns(rewards, mask, 1.0)
+    known = scores[:, None].expand(mask.shape)
+    critics = {"noise": torch.randn(2048, 1).expand(mask.shape), "wrong sign": -known, "too low": known - 1}
+    wanted = {"noise": (-1, 0), "wrong sign": (-3, 0), "too low": (1, -1)}
+    for name, values in critics.items():
+        explained = ppo.explained_variance(outcome, values, mask, lambda x: x)
+        bias = ppo.masked_sum(values - outcome, mask).item() / mask.sum().item()
+        assert (explained, bias) == pytest.approx(wanted[name], abs=0.25), name
+    _, returns = ppo.gae(rewards, critics["noise"], mask, 1.0, 0.95)
+    assert ppo.explained_variance(returns, critics["noise"], mask, lambda x: x) > 0.4  # why not those
 
 
 def test_load_balance_loss_by_hand():
@@ -178,3 +279,10 @@ def test_warm_up_rises_in_equal_parts_to_the_peak():
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[3:] == [cosine_lr(2.0, step, 11) for step in range(11)]
     assert rates[13] == pytest.approx(0.2)
+
+
+def test_a_constant_rate_does_not_depend_on_the_length_of_the_run():
+    rates = [constant_lr(2.0, step, 14, warmup=3) for step in range(14)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert set(rates[3:]) == {2.0}
+    assert rates == [constant_lr(2.0, step, 10**6, warmup=3) for step in range(14)]

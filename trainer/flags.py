@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 LARGE = 1e6  # of weights and limits
+AUTO = "auto"  # of --critic_warmup_steps: see critic_warmup.py
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Flag:
         if self.at_most is not None and not value <= self.at_most:
             return f"at most {self.at_most:.0f}" if self.at_most >= 1 else f"at most {self.at_most}"
         return ""
+
+
+def steps_or_auto(text):
+    """The ``type`` of ``--critic_warmup_steps``: a whole number or "auto"."""
+    return text if text == AUTO else int(text)
 
 
 def path(text):

@@ -23,7 +23,7 @@ from model.compatibility import (
 from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
-from trainer.flags import ROOT, complete_output_flags
+from trainer.flags import AUTO, ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
 from trainer.memory_check import check_loading
@@ -108,7 +108,7 @@ def count_steps(args, n_prompts, processes):
     steps = min(steps, args.max_steps or steps)
     if args.critic_warmup_steps is None:
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, steps // 4)
-    if steps <= args.critic_warmup_steps:
+    if args.critic_warmup_steps != AUTO and steps <= args.critic_warmup_steps:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"

@@ -4,8 +4,8 @@ modules, no state.
 Shapes: B sequences, R response columns. Column t belongs to response token t; its state (what the policy and
 the critic had seen) is sequence position prompt_len + t - 1. ``mask`` [B, R] is True on response tokens.
 
-The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``, the
-default), or in ``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
+The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``), or in
+``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
 
 A new estimator of advantages is one function here, called in the place of ``gae`` by ``estimate_advantages``
 of train_ppo.py.
@@ -14,10 +14,14 @@ Losses are *sums* over response tokens. The caller divides by the token count of
 all micro-batches and processes: only then does an update not depend on how the minibatch was cut.
 
 Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016 (arXiv:1506.02438);
-k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html).
+k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al. 2025
+(arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 from trainer.compute.batching import send
 
@@ -53,20 +57,34 @@ def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), all [B, R] -> (advantages, returns).
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  the value after the last token
-    is 0. Returns = A + V, what the critic is fitted to. Both are 0 on padding. Computed on the CPU: the loop
-    has seven small operations a column, and a GPU takes longer to start one than a CPU to do it.
+    is 0. Returns = A + V. Both are 0 on padding. The sums run on the CPU, a column at a time: a GPU takes
+    longer to start such a small operation than a CPU to do it.
     """
-    device, values = values.device, torch.where(mask, values, 0.0)
-    rewards, values, mask = torch.stack([rewards, values, mask.to(values.dtype)]).cpu()  # one copy
-    mask = mask > 0
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, 0.0)
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
-    return send(torch.stack([advantages, advantages + values]), device).unbind()
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    deltas = (rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values).T.cpu()  # 0 on padding
+    advantages, following = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        following = torch.add(deltas[t], following, alpha=gamma * lam, out=advantages[t])
+    advantages = send(advantages.T.contiguous(), values.device)
+    return advantages, advantages + values
+
+
+def monte_carlo_returns(rewards, mask, gamma):
+    """The discounted sum of a token's reward and all later ones of its response, [B, R]: what the values
+    estimate, with no value in it. GAE's returns with lambda 1 are equal to it."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
+
+
+def importance_weights(old_logprobs, sampler_logprobs, mask, cap):
+    """min(pi_old / pi_sampler, cap) of each sampled token [B, R], 1 on padding; all 1 where ``cap`` is 0.
+
+    The tokens were drawn by the sampler, in its number type; the ratio's denominator is the training forward.
+    Where the two disagree, each token's loss is weighted by this: truncated importance sampling (Ionides
+    2008, doi.org/10.1198/106186008X320456).
+    """
+    if not cap:
+        return torch.ones_like(old_logprobs)
+    return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).exp().clamp(max=cap)
 
 
 def moments(x, mask):
@@ -99,64 +117,104 @@ def whiten(x, mask, sum_over_processes):
 
 def explained_variance(returns, values, mask, sum_over_processes):
     """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch: 1 for a critic
-    that foresees every return, 0 for one that says the same everywhere. Returns of lambda < 1 contain the
-    values themselves: then a useless critic can look good."""
+    that foresees every return, 0 for one that says the same everywhere, below 0 for one that is worse.
+
+    returns: ``monte_carlo_returns``. GAE's returns with lambda below 1 contain the values themselves: with
+    them even noise would seem to explain something. A constant error of the values does not show here; see
+    the metric value/bias.
+    """
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
     _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
     return 1 - (error_std / max(return_std, 1e-8)) ** 2
 
 
-def rollout_metrics(rollout):
-    """{name: (sum, count)}: KL to the reference, and how far the sampler's log-probs are from the
-    scorer's."""
+def rollout_metrics(rollout, returns):
+    """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and
+    the values beside ``returns`` [B, R], those of Monte Carlo."""
     mask, tokens = rollout.mask, rollout.response_len.sum()
     k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
     gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
     per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
+    per_token |= {"rollout/importance_weight": rollout.importance_weights}
+    per_token |= {
+        "value/mean": rollout.values,
+        "value/return": returns,
+        "value/bias": rollout.values - returns,
+    }
     sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
     return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
 
 
-def policy_objective(logprobs, mb, clip_epsilon, kl_weight):
-    """What the actor minimises: clipped policy loss + kl_weight * k2 to the reference, summed over tokens.
+class Clip(NamedTuple):
+    """How far a token's ratio may move before its gradient ends: 1 - low to 1 + high.
+
+    dual: where the advantage is negative, the loss of a token is at most dual * |advantage|; 0 for no limit.
+    Without it a token whose ratio has grown far above 1 + high pulls with all of that ratio.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float = 0.0
+
+
+def policy_objective(logprobs, mb, clip, kl_weight):
+    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference, summed over tokens.
 
     logprobs [B, R] of the actor; mb: the micro-batch, rows of a ``Rollout``; kl_weight: in units of the loss
     a nat, 0 leaves the KL out. -> (sum, metrics as sums over tokens).
+
+    The KL is k2 times the ratio, which has no gradient here. The tokens are the old actor's; the ratio makes
+    the gradient's expectation that of the present actor's KL (arXiv:2510.01555).
     """
-    loss, metrics = policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, clip_epsilon)
+    weights = mb.importance_weights
+    loss, metrics = policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, clip, weights)
     total = loss
     if kl_weight:
+        ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0).exp()
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
-        total = total + kl_weight * masked_sum(k2, mb.mask)
+        total = total + kl_weight * masked_sum(weights * ratio * k2, mb.mask)
     return total, metrics | {"policy/loss": loss}
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, clip_epsilon):
-    """Clipped surrogate (arXiv:1707.06347, eq. 7), token level -> (sum, metrics as sums over tokens).
+def policy_loss(logprobs, old_logprobs, advantages, mask, clip, weights=1.0):
+    """Clipped surrogate, token level -> (sum, metrics as sums over tokens).
 
-    approx_kl is k3 of the old policy against the new one: it is what ``--target_kl`` stops on.
+    -min(r A, clip(r) A) (arXiv:1707.06347, eq. 7) with a ``Clip``, each token times its weight (``weights``:
+    ``importance_weights`` [B, R]). approx_kl is k3 of the old policy against the new one: it is what
+    ``--target_kl`` stops on.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_epsilon, 1 + clip_epsilon)
-    loss = masked_sum(-torch.min(ratio * advantages, clipped * advantages), mask)
+    clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
+    per_token = -torch.min(ratio * advantages, clipped * advantages)
+    if clip.dual:
+        most = -clip.dual * advantages
+        per_token = torch.where(advantages < 0, torch.min(per_token, most), per_token)
+    loss = masked_sum(weights * per_token, mask)
     with torch.no_grad():
+        outside = (ratio < 1 - clip.low) | (ratio > 1 + clip.high)
         metrics = {
             "policy/approx_kl": masked_sum(ratio - 1 - log_ratio, mask),
-            "policy/clip_fraction": masked_sum(((ratio - 1).abs() > clip_epsilon).float(), mask),
+            "policy/clip_fraction": masked_sum(outside.float(), mask),
             "policy/ratio": masked_sum(ratio, mask),
         }
     return loss, metrics
 
 
-def value_loss(values, old_values, returns, mask, cliprange):
-    """0.5 max((V - G)^2, (clip(V, V_old ± cliprange) - G)^2), summed -> (sum, metrics as sums)."""
-    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
-    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+def value_loss(values, old_values, returns, mask, cliprange, scale):
+    """0.5 max((V - G)^2, (clip(V, V_old ± cliprange) - G)^2), summed -> (sum, metrics as sums).
+
+    All of it in units of ``scale``, the standard deviation of the returns (value_scale.py). cliprange 0: no
+    clip, 0.5 (V - G)^2.
+    """
+    error = ((values - returns) / scale).square()
+    change = (values - old_values) / scale
+    limit = cliprange or torch.inf
+    clipped_error = ((old_values - returns) / scale + change.clamp(-limit, limit)).square()
     loss = 0.5 * masked_sum(torch.max(error, clipped_error), mask)
     with torch.no_grad():
         metrics = {
             "value/error": masked_sum(error, mask),
-            "value/clip_fraction": masked_sum((clipped_error > error).float(), mask),
+            "value/clip_fraction": masked_sum((change.abs() > limit).float() * (clipped_error > error), mask),
         }
     return loss, metrics

@@ -17,9 +17,12 @@ from model.compatibility import is_moe
 from model.lora import describe as describe_adapters
 from model.lora import learned
 from model.saving import save_policy
+from trainer import ppo
 from trainer.compute.host_memory import HostMemory
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.precision import keep_exact, round_frozen
+from trainer.critic_warmup import CriticWarmup
+from trainer.flags import AUTO
 from trainer.generation.engine import Sampler
 from trainer.memory_plan import Plan
 from trainer.rewards.reward import Reward
@@ -30,6 +33,7 @@ from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
 from trainer.runs.fingerprints import short_hash, weights_hash
+from trainer.value_scale import ValueScale
 
 
 @dataclass
@@ -61,6 +65,10 @@ class PpoRun:
 
     def __post_init__(self):
         self.host = HostMemory(self.world.device)  # where frozen models wait with --offload_frozen 1
+        self.value_scale = ValueScale(self.critic)
+        per_batch = self.args.ppo_epochs * self.minibatches_per_batch
+        steps, most = self.args.critic_warmup_steps, self.total_steps // 4
+        self.critic_warmup = CriticWarmup(self.learners["actor"], steps, most, per_batch)
         if Path(self.args.model).resolve() == self.pth_path.resolve():
             raise InputError(
                 f"--model {self.args.model}: this run would write its result there; copy it elsewhere"
@@ -99,7 +107,8 @@ class PpoRun:
         """{name in state.json: what else a checkpoint keeps}"""
         models = {name: model for name, (model, _) in self.reward.models.items()}
         kept = {f"reward_{name}": model for name, model in models.items() if hasattr(model, "state_dict")}
-        return {"raw_scores": self.reward, "loss_scale": self.loss_scale, **kept}
+        own = {"value_scale": self.value_scale, "critic_warmup": self.critic_warmup}
+        return {"raw_scores": self.reward, "loss_scale": self.loss_scale, **own, **kept}
 
     @property
     def pth_path(self):
@@ -108,6 +117,25 @@ class PpoRun:
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
     result_path = pth_path
+
+    def note_rollout(self, rollout, returns, metrics):
+        """Add what a filled rollout shows to ``metrics``: KL, the sampler's gap, the values beside the
+        Monte-Carlo returns [B, R]."""
+        for name, (total, count) in ppo.rollout_metrics(rollout, returns).items():
+            metrics.add(name, total, count)
+        explained = ppo.explained_variance(returns, rollout.values, rollout.mask, self.world.sum)
+        metrics.add("value/explained_variance", explained, 1)
+        metrics.add("value/scale", self.critic.scale, 1)
+        metrics.add("policy/advantage_std", rollout.advantage_std, 1)
+
+    def note_step(self, name, step, metrics):
+        """Add an optimizer step (``Step``) of a learner to ``metrics``."""
+        group = {"critic": "value", "actor": "policy"}[name]
+        metrics.add("policy/skipped_steps", not step.finite, 1)
+        if step.finite:
+            metrics.add(f"{group}/grad_norm", step.norm, 1)
+        rate = self.learners[name].optimizer.param_groups[0]["lr"]
+        metrics.add(f"{group}/learning_rate", rate, 1)
 
     def step_metrics(self, batch, metrics, clock):
         """All that a step logs -> {name: mean over all processes}.
@@ -171,7 +199,9 @@ class PpoRun:
         adapters = describe_adapters(self.actor)
         tested = f", {len(held_out)} held out" if held_out else ""
         warmup = args.critic_warmup_steps
-        steps = f"steps 1 to {warmup} train only" if warmup > 1 else "step 1 trains only"
+        steps = "step 1 trains only" if warmup == 1 else f"steps 1 to {warmup} train only"
+        if warmup == AUTO:
+            steps = f"as long as its error falls, at most steps 1 to {self.total_steps // 4}, train only"
         return (
             f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
             + (f"lora     {adapters}\n" if adapters else "")

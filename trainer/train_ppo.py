@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import DTYPES, MANY, FlagParser, add_machine_flags, add_output_flags, path
+from trainer.flags import DTYPES, MANY, FlagParser, add_machine_flags, add_output_flags, path, steps_or_auto
 
 
 def flag_parser():
@@ -79,16 +79,22 @@ def flag_parser():
     add("--learning_rate", type=float, above=0, at_most=1, help="actor's peak; default: by its size")
     add("--critic_learning_rate", type=float, above=0, at_most=1, help="critic's peak; default: by its size")
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
-    add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor")
+    add("--lr_schedule", default="cosine", choices=["cosine", "constant"], help="of both learning rates")
+    add("--lr_warmup_steps", default=0, at_least=0, at_most=MANY, help="batches in which the rates rise")
+    add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor, below and above 1")
+    add("--clip_epsilon_high", type=float, above=0, at_most=1e6, help="the clip above 1 [--clip_epsilon]")
+    add("--dual_clip", default=0.0, at_least=0, help="largest ratio of a bad token's loss, as 3; 0: no limit")
+    add("--importance_cap", default=2.0, at_least=0, help="of the weights old actor / sampler; 0: none")
     add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
-    add("--cliprange_value", default=0.5, above=0, help="clip of a value's change in a batch")
+    add("--cliprange_value", default=0.5, at_least=0, help="clip of a value, in stds of returns; 0: none")
     add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
     add("--kl_in", default="loss", choices=["loss", "reward"], help="k2 in the loss, or k1 off the rewards")
     add("--target_kl", default=0.0, at_least=0, help="above this KL the actor's updates on a batch end")
     add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
-    add("--lam", default=0.95, at_least=0, at_most=1, help="GAE lambda")
+    add("--lam", default=0.95, at_least=0, at_most=1, help="lambda of GAE, for the advantages")
+    add("--critic_lam", default=1.0, at_least=0, at_most=1, help="lambda of the critic's returns")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
-    add("--critic_warmup_steps", type=int, at_least=0, help="first batches: only the critic trains [2]")
+    add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="first batches: only the critic [2]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
@@ -163,11 +169,11 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
     total_steps = count_steps(args, len(prompts), world.size)
     per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
+    schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
 
-    def learner(model, scorer, peak, warmup_batches=0):
-        total = total_steps * per_batch
+    def learner(model, scorer, peak):
         optimizer = make_optimizer(trained(model), peak, args.moments_dtype, args.seed, weight_decay=0.0)
-        return Learner(model, scorer, optimizer, peak, total, first_step=warmup_batches * per_batch)
+        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule)
 
     inputs = args, flag_parser().flags, world, dtype, tokenizer, prompts, held_out
     return PpoRun(
@@ -178,7 +184,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         total_steps=total_steps,
         learners={
             "critic": learner(critic, ValueScorer(critic, dtype), args.critic_learning_rate),
-            "actor": learner(actor, PolicyScorer(actor, dtype), args.learning_rate, args.critic_warmup_steps),
+            "actor": learner(actor, PolicyScorer(actor, dtype), args.learning_rate),
         },
         old_actor=old_actor,
         ref=ref,
@@ -238,27 +244,30 @@ def collect(run, step, batches, positions):
 # ------------------------------------------------------------------- learn: scored responses -> weights
 
 
-def estimate_advantages(run, rollout, scores):
-    """Scores [B] -> rewards of tokens, advantages and returns. Another estimator goes in the place of GAE."""
-    args, mask, penalty = run.args, rollout.mask, None
-    if args.kl_in == "reward":
-        penalty = args.kl_coef * ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]
-    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
-    advantages, rollout.returns = ppo.gae(rollout.rewards, rollout.values, mask, args.gamma, args.lam)
-    rollout.advantages, rollout.advantage_std = ppo.whiten(advantages, mask, run.world.sum)
+def estimate_advantages(run, rollout):
+    """Rewards of tokens and values -> advantages and returns. Another estimator goes in the place of GAE."""
+    args, fields = run.args, (rollout.rewards, rollout.values, rollout.mask, run.args.gamma)
+    advantages, _ = ppo.gae(*fields, args.lam)
+    _, rollout.returns = ppo.gae(*fields, args.critic_lam)
+    rollout.advantages, rollout.advantage_std = ppo.whiten(advantages, rollout.mask, run.world.sum)
 
 
-def fill_rollout(run, batch, metrics):
+def fill_rollout(run, step, batch, metrics):
     """All that stays fixed while a batch is learned from: log-probs, values, rewards, advantages, returns."""
-    rollout = batch.rollout
+    args, rollout, mask, penalty = run.args, batch.rollout, batch.rollout.mask, None
     old_actor, ref = (PolicyScorer(model, run.dtype) for model in (run.old_actor, run.ref))
     with run.host.on_device(run.old_actor, run.ref):
-        score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, run.args.temperature)
-    estimate_advantages(run, rollout, batch.scores["score"])
-    for name, (total, count) in ppo.rollout_metrics(rollout).items():
-        metrics.add(name, total, count)
-    explained = ppo.explained_variance(rollout.returns, rollout.values, rollout.mask, run.world.sum)
-    metrics.add("value/explained_variance", explained, 1)
+        score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, args.temperature)
+    old, sampled, scores = rollout.old_logprobs, rollout.sampler_logprobs, batch.scores["score"]
+    rollout.importance_weights = ppo.importance_weights(old, sampled, mask, args.importance_cap)
+    if args.kl_in == "reward":
+        penalty = args.kl_coef * ppo.kl_estimators(old, rollout.ref_logprobs)[0]
+    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
+    outcome = ppo.monte_carlo_returns(rollout.rewards, mask, args.gamma)
+    run.value_scale.update(rollout, outcome, run.world.sum)
+    run.critic_warmup.note(step, rollout, outcome, run.world.sum)
+    estimate_advantages(run, rollout)
+    run.note_rollout(rollout, outcome, metrics)
 
 
 def critic_loss(run, mb, token_count):
@@ -267,7 +276,8 @@ def critic_loss(run, mb, token_count):
     AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
     """
     values, metrics = run.learners["critic"].scorer(*mb.sequences), Metrics()
-    loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, run.args.cliprange_value)
+    clip, scale = run.args.cliprange_value, run.critic.scale
+    loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, clip, scale)
     metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
     return run.args.vf_coef * loss / token_count, metrics
 
@@ -278,7 +288,8 @@ def actor_loss(run, mb, token_count):
     logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
     # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
     kl_weight = args.kl_coef / mb.advantage_std if args.kl_in == "loss" else 0.0
-    loss, info = ppo.policy_objective(logprobs, mb, args.clip_epsilon, kl_weight)
+    clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
+    loss, info = ppo.policy_objective(logprobs, mb, clip, kl_weight)
     metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     count = args.mini_batch_size * run.world.size  # sequences of the minibatch
@@ -314,7 +325,7 @@ def train_model(run, name, minibatch, token_count, number, metrics):
         run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
     step = step_if_finite(run, run.learners[name], loss, number)
-    metrics.add("policy/skipped_steps", not step.finite, 1)
+    run.note_step(name, step, metrics)
     return step
 
 
@@ -343,7 +354,7 @@ def update(run, rollout, step, metrics):
 def learn(run, step, batch):
     """Fill the rollout's fields, update actor and critic -> (metrics, rows for samples.jsonl)."""
     args, rollout, metrics, clock = run.args, batch.rollout, Metrics(), [time.perf_counter()]
-    fill_rollout(run, batch, metrics)
+    fill_rollout(run, step, batch, metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, metrics)
     if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:

@@ -29,7 +29,7 @@ def make_rollout(count=7, seed=0):
     response = torch.tensor([rng.randint(1, 9) for _ in range(count)])
     tokens = torch.randint(20, (count, int((prompt + response).max())), generator=generator)
     shape = (count, int(response.max()))
-    fields = [torch.randn(shape, generator=generator) for _ in range(7)]
+    fields = [torch.randn(shape, generator=generator) for _ in range(8)]
     return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), *fields)
 
 
@@ -138,11 +138,11 @@ def test_a_micro_batch_never_waits_for_a_gpu(monkeypatch):
     with no_waits(monkeypatch):
         mb = rollout.rows([3, 1, 5])
         logprobs, entropy, balance = scorers[0](*mb.sequences, 0.7)
-        loss, info = ppo.policy_objective(logprobs, mb, 0.2, 0.1)
+        loss, info = ppo.policy_objective(logprobs, mb, ppo.Clip(), 0.1)
         metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss + balance).backward()
-        loss, info = ppo.value_loss(scorers[1](*mb.sequences), mb.values, mb.returns, mb.mask, 0.5)
+        loss, info = ppo.value_loss(scorers[1](*mb.sequences), mb.values, mb.returns, mb.mask, 0.5, 1.0)
         metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
         loss.backward()
     assert metrics.total("value/loss") > 0

@@ -46,8 +46,9 @@ SIZES = {
     "ppo_epochs": 2,
     "epochs": 9,
 }
-SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "run_name": "r"}
-SIZES |= {"normalize_reward": 1}  # checkpoints must keep its running statistics too
+SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "run_name": "r"}
+SIZES |= {"normalize_reward": 1, "critic_warmup_steps": "auto"}  # checkpoints must keep their states too
+SIZES |= {"lr_warmup_steps": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 QUIET = {"device": "cpu", "log_interval": 1000}
 
 
@@ -482,6 +483,20 @@ def test_resume_refuses_a_flag_that_changes_the_result(files, half):
     ):
         with pytest.raises(InputError, match=rf"--{flag} was {old} and is now {new}"):
             train_ppo.main([*argv, f"--{flag}", new, "--resume", "auto"])
+
+
+def test_with_a_constant_rate_a_run_can_be_made_longer(files, tmp_path):
+    """Six steps, then resumed with --max_steps 8: the weights of a run of eight steps. With a cosine, whose
+    rates depend on the length, it is refused (above)."""
+    argv = argv_of(files, tmp_path / "longer", lr_schedule="constant", critic_warmup_steps=1)
+    train_ppo.main(argv)
+    train_ppo.main([*argv, "--max_steps", "8", "--resume", "auto"])
+    train_ppo.main([*argv, "--max_steps", "8", "--out_dir", str(tmp_path / "whole")])
+    for name in ("actor", "critic"):
+        left, right = (load_weights(tmp_path / kind / "r", 8, name) for kind in ("longer", "whole"))
+        assert all(left[key].equal(right[key]) for key in left)
+    with pytest.raises(InputError, match="step 8 of 7"):
+        train_ppo.main([*argv, "--max_steps", "7", "--resume", "auto"])
 
 
 def test_resume_accepts_what_changes_nothing(whole, files, half, tmp_path):

@@ -30,8 +30,8 @@ from trainer.runs.heartbeat import Heartbeat
 
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
-RUN |= {"normalize_reward": 1}
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": "auto", "target_kl": 2e-3}
+RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
 SAME = {
@@ -134,8 +134,9 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
 
 def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files, tmp_path):
     """An overflow in one process is one in both. In fp16 the rounding of the two runs differs, as in bf16."""
-    more = {"dtype": "float16", "vf_coef": 100, "max_steps": 4, "target_kl": 0, "normalize_reward": 0}
+    more = {"dtype": "float16", "vf_coef": 100, "max_steps": 6, "target_kl": 0, "normalize_reward": 0}
     more |= {"clip_epsilon": 10, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
+    more |= {"clip_epsilon_high": 10, "critic_warmup_steps": 1}
     train_ppo.main(argv_of(files, tmp_path / "one", ONE, **more))
     for process in launch_two(argv_of(files, tmp_path / "two", TWO, **more)):
         finish(process)
@@ -145,7 +146,7 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
         assert [m[name] for m in left] == [m[name] for m in right]
     assert left[0]["policy/skipped_steps"] > 0
     assert left[-1]["policy/skipped_steps"] == 0
-    difference = furthest(one, two, step=4)
+    difference = furthest(one, two, step=6)
     print(f"largest weight difference in fp16: {difference:.1e}")
     assert difference < 6e-4
 

@@ -32,8 +32,9 @@ class Rollout:
     prompt_len: torch.Tensor  # [B] int64
     response_len: torch.Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
     finished: torch.Tensor  # [B] bool; True: ended by an EOS, False: cut at max_gen_len
-    sampler_logprobs: torch.Tensor  # [B, R] the sampler's own, only for rollout/sampler_gap
-    old_logprobs: torch.Tensor | None = None  # [B, R]
+    sampler_logprobs: torch.Tensor  # [B, R] the sampler's own
+    old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
+    importance_weights: torch.Tensor | None = None  # [B, R] what the two make of a token's loss
     ref_logprobs: torch.Tensor | None = None  # [B, R]
     values: torch.Tensor | None = None  # [B, R]
     rewards: torch.Tensor | None = None  # [B, R]

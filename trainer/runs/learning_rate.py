@@ -1,18 +1,20 @@
 """Learning rates: the peak that suits a model's size, and the schedule around it.
 
 ``suited_rate``: the peak where no flag gives one, by the number of trained parameters. ``cosine_lr``: linear
-warm-up, then a cosine from the peak down to a tenth of it.
+warm-up, then a cosine from the peak down to a tenth of it. ``constant_lr``: linear warm-up, then the peak.
 
 The learning rate is a pure function of the optimizer step's number, so there is no scheduler to save. A run
-knows at its start how many optimizer steps it will take:
+knows at its start how many optimizer steps it will take (with ``--lr_schedule constant`` it need not: such a
+run can be resumed with more steps):
 
 - PPO: batches x PPO epochs x minibatches of a batch (``build_run`` in train_ppo.py; ``count_steps`` in
   inputs.py counts the batches). The critic's schedule spans all of them. The actor's begins after the first
-  ``--critic_warmup_steps`` batches, which train only the critic, and spans the rest. No warm-up.
+  ``--critic_warmup_steps`` batches, which train only the critic, and spans the rest. Each rate rises in the
+  first ``--lr_warmup_steps`` batches in which its model trains.
 - Stages 1 and 2: one optimizer step a batch; warm-up in the first ``--warmup_ratio`` of them (supervised.py).
 
 Steps that are left out (an early stop by --target_kl, a loss that is not finite) are counted all the same.
-``Learner.learning_rate`` in optimizer_step.py calls ``cosine_lr`` with these numbers.
+``Learner.learning_rate`` in optimizer_step.py calls the schedule with these numbers.
 """
 
 import math
@@ -62,3 +64,12 @@ def cosine_lr(peak, step, total, warmup=0):
         return peak * (step + 1) / (warmup + 1)
     progress = min((step - warmup) / max(total - warmup - 1, 1), 1.0)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def constant_lr(peak, step, total, warmup=0):
+    """The learning rate of optimizer step ``step``: it rises linearly as in ``cosine_lr`` and then stays
+    ``peak``, whatever ``total`` is."""
+    return peak * min(1.0, (step + 1) / (warmup + 1))
+
+
+SCHEDULES = {"cosine": cosine_lr, "constant": constant_lr}

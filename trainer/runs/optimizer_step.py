@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from trainer.compute.batching import pass_size
 from trainer.compute.memory import halve_until_it_fits
-from trainer.runs.learning_rate import cosine_lr
+from trainer.runs.learning_rate import SCHEDULES
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 
@@ -31,13 +31,13 @@ class Learner:
     total_steps: int  # optimizer steps of the whole run
     first_step: int = 0  # the optimizer step with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
+    schedule: str = "cosine"  # one of SCHEDULES
 
     def learning_rate(self, number):
-        """The learning rate in optimizer step ``number`` of the run: a cosine over the steps in which this
+        """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
         model trains (learning_rate.py)."""
-        return cosine_lr(
-            self.peak, number - self.first_step, self.total_steps - self.first_step, self.warmup_steps
-        )
+        step, total = number - self.first_step, self.total_steps - self.first_step
+        return SCHEDULES[self.schedule](self.peak, step, total, self.warmup_steps)
 
 
 def gradients_that_fit(run, backward, lengths, pieces=1):

@@ -41,6 +41,7 @@ from trainer.runs.commands import quoted
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.run_logger import NullLogger, RunLogger
 
+LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")
 
 
@@ -106,8 +107,10 @@ def check_same_run(old, new, flags):
 
     Raises InputError, naming both values, for a difference that changes the result. flags: {name: ``Flag``}.
     A flag that did not exist when the run began counts as having its default. Batch sizes are per process, so
-    they are compared after multiplying by the number of processes.
+    they are compared after multiplying by the number of processes. With ``--lr_schedule constant`` nothing
+    depends on the number of steps: it may change.
     """
+    length_may_change = new.get("lr_schedule") == "constant"
     try:
         if old.get("script", "train_ppo.py") != new["script"]:
             raise InputError(f"--resume: this is a run of {old['script']}; name one of {new['script']}")
@@ -116,9 +119,10 @@ def check_same_run(old, new, flags):
             was, now = old.get(name, flag.default), new[name]
             if over:
                 was, now = was * old["processes"], now * new["processes"]
-            if was != now and not flag.may_change:
+            may_change = flag.may_change or (length_may_change and name in LENGTH)
+            if was != now and not may_change:
                 raise InputError(f"--resume: --{name} was {was!r} and is now {now!r}{over}; set it back")
-        if (was := old["total_steps"]) != (now := new["total_steps"]):
+        if (was := old["total_steps"]) != (now := new["total_steps"]) and not length_may_change:
             raise InputError(
                 f"--resume: the run had {was!r} steps and now has {now!r}; has the data changed?"
             )

@@ -1,0 +1,94 @@
+"""Critic warm-up: how many of the first batches train only the critic."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_invariants import files, make_run
+from tiny import read_jsonl, train
+
+from errors import InputError
+from trainer.critic_warmup import CriticWarmup
+from trainer.flags import AUTO, steps_or_auto
+from trainer.runs.optimizer_step import Learner
+
+assert files  # the fixture
+
+
+def warmup(steps, most=10):
+    learner = Learner(None, None, None, peak=1.0, total_steps=400)
+    return CriticWarmup(learner, steps, most, per_batch=8)
+
+
+def note(it, errors, first=0):
+    """Batches whose values are off by these numbers -> the first optimizer step of the actor after each."""
+    mask, found = torch.tensor([[True, False]]), []
+    for batch, error in enumerate(errors, first):
+        rollout = SimpleNamespace(values=torch.tensor([[error, 99.0]]), mask=mask)
+        it.note(batch, rollout, torch.zeros(1, 2), lambda x: x)
+        found.append(it.learner.first_step)
+    return found
+
+
+def test_a_number_is_a_number_of_batches():
+    assert note(warmup(2), [3.0, 2.0, 1.0]) == [16, 16, 16]
+    assert note(warmup(0), [3.0]) == [0]
+
+
+def test_auto_ends_when_the_error_no_longer_falls_by_a_tenth():
+    """Squared errors 9, 4, 3.8: the third is not a tenth below 4, so the actor begins with batch 2."""
+    assert note(warmup(AUTO), [3.0, 2.0, 3.8**0.5, 0.1]) == [400, 400, 16, 16]
+    assert note(warmup(AUTO), [3.0, 2.0, 3.5**0.5, 3.0]) == [400, 400, 400, 24]
+    assert note(warmup(AUTO), [3.0, float("nan")]) == [400, 8]  # no number: it has not fallen
+
+
+def test_auto_ends_after_a_quarter_of_the_run():
+    assert note(warmup(AUTO, most=2), [4.0, 2.0, 1.0]) == [400, 400, 16]
+    assert note(warmup(AUTO, most=0), [4.0]) == [0]
+
+
+def test_what_a_checkpoint_keeps_restores_it():
+    one, other = warmup(AUTO), warmup(AUTO)
+    note(one, [3.0, 2.0])
+    other.load_state_dict(one.state_dict())
+    assert note(other, [1.9], first=2) == note(one, [1.9], first=2) == [16]
+    third = warmup(AUTO)
+    third.load_state_dict(one.state_dict())
+    assert third.learner.first_step == 16
+
+
+def test_the_actor_begins_with_its_own_schedule_when_the_critic_is_fitted(files, tmp_path):
+    """In a run: the actor's rate is at its peak in the first batch in which it trains."""
+    sizes = {"batch_size": 16, "mini_batch_size": 16, "max_gen_len": 6, "epochs": 99, "max_steps": 16}
+    rates = {"learning_rate": 1e-3, "critic_learning_rate": 1e-2, "critic_init": "actor"}
+    files = {k: v for k, v in files.items() if k != "reward_model"}
+    train(**files, **sizes, **rates, critic_warmup_steps=AUTO, out_dir=tmp_path, run_name="r")
+    steps = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
+    begins = next(i for i, step in enumerate(steps) if "policy/loss" in step)
+    assert 1 <= begins <= 4
+    errors = [step["value/error"] for step in steps]
+    assert all(errors[i] < errors[i - 1] for i in range(1, begins - 1))
+    assert steps[begins]["policy/learning_rate"] == pytest.approx(1e-3)
+    assert all("policy/loss" in step for step in steps[begins:])
+
+
+def test_words_other_than_auto_are_refused(files):
+    assert steps_or_auto("auto") == AUTO
+    assert steps_or_auto("3") == 3
+    with pytest.raises(InputError, match="--critic_warmup_steps"):
+        make_run(files, critic_warmup_steps="some")
+    with pytest.raises(InputError, match="--critic_warmup_steps -1"):
+        make_run(files, critic_warmup_steps=-1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_learning_rates_rise_in_the_first_batches_of_each_model(files, schedule):
+    """Two batches of two optimizer steps: fifths of the peak; the actor's begin after critic warm-up."""
+    more = {"lr_schedule": schedule, "lr_warmup_steps": 2, "critic_warmup_steps": 1, "max_steps": 40}
+    run, _ = make_run(files, **more, epochs=99, learning_rate=0.5, critic_learning_rate=1.0)
+    critic, actor = (run.learners[name] for name in ("critic", "actor"))
+    assert [critic.learning_rate(n) for n in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [actor.learning_rate(n) for n in range(2, 7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    last = {"cosine": 0.1, "constant": 1.0}[schedule]
+    assert critic.learning_rate(79) == pytest.approx(last)
+    assert actor.learning_rate(79) == pytest.approx(last / 2)

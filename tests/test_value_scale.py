@@ -1,0 +1,148 @@
+"""The critic's values on the scale of the returns: rewards of any size are learned alike."""
+
+import math
+
+import pytest
+import torch
+from test_invariants import ALONE, files, make_run
+from tiny import tiny_llama
+
+from model.critic import CriticModel
+from trainer import ppo, train_ppo
+from trainer.compute.rollout_data import length_mask
+from trainer.value_scale import ValueScale
+
+assert files  # the fixture
+STEPS = 8
+
+
+class Rows:
+    """What ``ValueScale.update`` reads of a rollout: two responses, of three tokens and of one."""
+
+    def __init__(self, returns):
+        self.mask = length_mask(torch.tensor([3, 1]), 3)
+        self.values, self.returns = torch.zeros(2, 3), torch.tensor(returns)
+
+
+def make_critic():
+    torch.manual_seed(0)
+    critic = CriticModel.from_model(tiny_llama(10))
+    torch.nn.init.normal_(critic.value_head.weight)
+    return critic
+
+
+def update(scale, *batches):
+    for batch in batches:
+        scale.update(batch, batch.returns, lambda x: x)
+
+
+def test_another_scale_changes_no_value_and_a_shift_changes_all_alike():
+    critic, tokens = make_critic(), torch.randint(10, (2, 5))
+    before = critic(tokens)
+    critic.rescale(37.0)
+    assert torch.allclose(critic(tokens), before, atol=1e-5)
+    assert critic.scale == 37
+    critic.shift(2.5)
+    assert torch.allclose(critic(tokens), before + 2.5, atol=1e-5)
+
+
+def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_the_mean():
+    """Returns 1, 1, 5, 1: mean 2, variance 3. Then 0, 4, 4, 0: variance 4; the mean of both is 3.5."""
+    critic = make_critic()
+    scale, first = ValueScale(critic), Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]])
+    tokens = torch.randint(10, (2, 5))
+    before = critic(tokens)
+    update(scale, first)
+    assert critic.scale == pytest.approx(math.sqrt(3))
+    assert first.values.tolist() == [[2, 2, 2], [2, 0, 0]]  # 0 on padding
+    assert torch.allclose(critic(tokens), before + 2, atol=1e-5)
+    second = Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]])
+    update(scale, second)
+    assert critic.scale == pytest.approx(math.sqrt(3.5))
+    assert second.values.abs().max() == 0  # only the first batch shifts
+    assert torch.allclose(critic(tokens), before + 2, atol=1e-5)
+
+
+def test_the_scale_follows_the_last_ten_batches_or_so():
+    scale = ValueScale(make_critic())
+    update(scale, *[Rows([[0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]) for _ in range(20)])
+    assert scale.critic.scale == pytest.approx(1.0)
+    update(scale, Rows([[0.0, 4.0, 4.0], [0.0, 0.0, 0.0]]))
+    assert scale.critic.scale == pytest.approx(math.sqrt(0.9 + 0.1 * 4))
+
+
+def test_one_outlier_does_not_set_the_scale():
+    scale = ValueScale(make_critic())
+    update(scale, *[Rows([[0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]) for _ in range(20)])
+    update(scale, Rows([[0.0, 0.0, 1e6], [0.0, 0.0, 0.0]]))
+    assert scale.critic.scale < 1.2
+    update(scale, Rows([[0.0, 0.0, 3e19], [0.0, 0.0, 0.0]]))  # its square is no number of fp32
+    assert scale.critic.scale < 1.2
+
+
+def test_returns_that_are_all_equal_leave_the_scale_at_one():
+    scale = ValueScale(make_critic())
+    update(scale, Rows([[7.0, 7.0, 7.0], [7.0, 0.0, 0.0]]))
+    assert scale.critic.scale == 1
+    update(scale, Rows([[0.0, 200.0, 200.0], [0.0, 0.0, 0.0]]))  # the first that differ count in full
+    assert scale.critic.scale == pytest.approx(math.sqrt(100**2 / 2))
+
+
+def learned(files, factor, offset=0.0):
+    """A few steps with every score times ``factor``, plus ``offset`` -> (actor's weights, metrics)."""
+    rates = {"learning_rate": 1e-3, "critic_learning_rate": 3e-3}
+    run, prompts = make_run(files, max_steps=STEPS, kl_coef=0.1 * factor, critic_init="actor", **rates)
+    combine = run.reward.combine
+    run.reward.combine = lambda *a: {k: factor * v + offset for k, v in combine(*a).items()}
+    batches = iter([[prompts[i] for i in range(16)]] * STEPS)
+    metrics = [
+        train_ppo.learn(run, step, train_ppo.collect(run, step, batches, list(range(16))))[0]
+        for step in range(STEPS)
+    ]
+    return torch.cat([p.detach().flatten() for p in run.actor.parameters()]), metrics
+
+
+@pytest.mark.parametrize(("factor", "offset"), [(0.01, 0.0), (100.0, 0.0), (1.0, 50.0)])
+def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset):
+    weights, metrics = learned(files, 1.0)
+    scaled, others = learned(files, factor, offset)
+    start = torch.cat([p.flatten() for p in make_run(files)[0].ref.parameters()])
+    assert (scaled - weights).norm() < 0.02 * (weights - start).norm()
+    for one, other in zip(metrics, others, strict=True):
+        for name in ("value/error", "value/explained_variance", "policy/entropy", "kl/k2"):
+            assert other[name] == pytest.approx(one[name], rel=0.02, abs=1e-3), name
+        assert other["value/scale"] == pytest.approx(factor * one["value/scale"], rel=1e-3)
+        assert other["value/mean"] == pytest.approx(factor * one["value/mean"] + offset, abs=0.02 * factor)
+    assert abs(metrics[-1]["value/mean"] - metrics[0]["value/mean"]) > 0.05  # the critic does learn
+
+
+def test_what_a_checkpoint_keeps_restores_it():
+    critic, other = make_critic(), make_critic()
+    scale = ValueScale(critic)
+    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]))
+    other.load_state_dict(critic.state_dict())
+    restored = ValueScale(other)
+    restored.load_state_dict(scale.state_dict())
+    tokens = torch.randint(10, (2, 5))
+    assert other(tokens).equal(critic(tokens))
+    for each in (scale, restored):
+        update(each, Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]]))
+    assert other(tokens).equal(critic(tokens))
+    with pytest.raises(ValueError, match="older version"):
+        restored.load_state_dict({})
+
+
+def test_returns_for_the_critic_have_a_lambda_of_their_own(files):
+    """--critic_lam 1: the critic learns Monte-Carlo returns, whatever --lam is. --critic_lam 0.5: GAE's."""
+    for critic_lam in (1.0, 0.5):
+        run, prompts = make_run(files, lam=0.7, critic_lam=critic_lam, gamma=0.9)
+        batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+        train_ppo.fill_rollout(run, 0, batch, train_ppo.Metrics())
+        rollout = batch.rollout
+        fields = rollout.rewards, rollout.values, rollout.mask, 0.9
+        assert rollout.returns.equal(ppo.gae(*fields, critic_lam)[1])
+        if critic_lam == 1:
+            to_go = ppo.monte_carlo_returns(rollout.rewards, rollout.mask, 0.9)
+            assert torch.allclose(rollout.returns, to_go, atol=1e-6)
+        advantages = ppo.whiten(ppo.gae(*fields, 0.7)[0], rollout.mask, ALONE.sum)[0]
+        assert rollout.advantages.equal(advantages)
