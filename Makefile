@@ -4,13 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test bench demo-assets lint clean
+.PHONY: train test mutations bench demo-assets lint clean
 
 train: .venv/train.stamp
 	$(BIN)/python trainer/train_ppo.py $(ARGS)
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+# Makes one line wrong at a time, and demands that a fast test fails. Some only: make mutations ARGS="gamma"
+mutations: .venv/dev.stamp
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 # Compares speed and memory with transformers and TRL. One part only: make bench ARGS="generation".
 # What the demo learns, with several seeds: python benchmarks/demo.py

@@ -2,6 +2,7 @@
 
     python chat.py                                         newest out/ppo_actor_*.pth, else the bundled demo
     python chat.py --model out/ppo_actor_128.pth           a .pth, a directory or a hub name
+    python chat.py --best                                  the best evaluation of that run: its _best.pth
     python chat.py --weight full_sft --hidden_size 512     out/full_sft_512.pth: MiniMind's way of naming
     python chat.py --prompt "What is six plus seven?"      one answer
     python chat.py < prompts.txt                           one answer per line, without a conversation
@@ -39,6 +40,7 @@ def parse_args(argv=None):
     add("--hidden_size", default=0, at_least=0, help="hidden size of --weight; 0: 512")
     add("--use_moe", default=0, choices=[0, 1], help="1: load the _moe checkpoint")
     add("--out_dir", default=str(ROOT / "out"), type=path, help="where --weight is looked for")
+    add("--best", action="store_true", help="the run's best evaluation: its _best.pth, not its last weights")
     add("--compare", default="", type=path, help="a second model to answer the same prompts")
     add("--tokenizer", default="", type=path, help="tokenizer of both models; default: each model's own")
     add("--trust_remote_code", action="store_true", help="run code that a model brings along")
@@ -73,17 +75,37 @@ from trainer.runs.interrupts import StopRequest
 
 
 def model_path(args):
-    """The path or hub name of the model that the flags name; without such flags the newest, or the demo."""
+    """The path or hub name of the model that the flags name; without such flags the newest, or the demo.
+
+    With --best it is the ``.pth`` of the best evaluation beside it. InputError if there is none."""
     if args.model:
-        return args.model
+        return best_beside(args.model) if args.best else args.model
     if args.weight or args.hidden_size or args.use_moe:
         name = f"{args.weight or 'ppo_actor'}_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
-        return str(Path(args.out_dir) / name)
+        path = str(Path(args.out_dir) / name)
+        return best_beside(path) if args.best else path
     found = Path(args.out_dir).glob("ppo_actor_*.pth")
     trained = [p for p in found if re.fullmatch(r"ppo_actor_\d+(_moe)?\.pth", p.name)]  # results, no copies
     path = max(trained, key=lambda p: p.stat().st_mtime, default=ROOT / "model" / "demo" / "policy")
+    path = best_beside(path) if args.best else str(path)
     say(f"no --model given: {path}")
-    return str(path)
+    return path
+
+
+def best_beside(model):
+    """The result of a run -> the ``.pth`` of its best evaluation. InputError if there is none."""
+    path = Path(model)
+    if path.stem.endswith("_best"):
+        return str(path)
+    best = path.with_name(f"{path.stem}_best.pth")
+    if path.suffix != ".pth":
+        raise InputError(f"--best: {model} is not the .pth of a run; train one, or leave --best out")
+    if not best.is_file():
+        raise InputError(
+            f"--best: there is no {best}: the run had no evaluation (--eval_data_path), or none was better "
+            "than its start; leave --best out"
+        )
+    return str(best)
 
 
 class AnswerStreamer(BaseStreamer):

@@ -143,7 +143,7 @@ def differences(calm, storm):
         if left.keys() != right.keys() or any(not left[k].equal(right[k]) for k in left):
             found.append(f"{name} at step {last}")
     left, right = (
-        [torch.load(p, weights_only=True) for p in run.parent.glob("*.pth")] for run in (calm, storm)
+        [torch.load(p, weights_only=True) for p in sorted(run.parent.glob("*.pth"))] for run in (calm, storm)
     )
     if len(left) != len(right) or any(
         not a[k].equal(b[k]) for a, b in zip(left, right, strict=True) for k in a

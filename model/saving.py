@@ -14,7 +14,7 @@ from model.loading import quiet
 from model.lora import merged, merged_copy
 
 
-def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
+def save_policy(model, tokenizer, path_pth, dtype=torch.float16, ready=None):
     """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
     A MiniMind's state-dict can be loaded by MiniMind's own class with ``strict=True``: ``lm_head.weight`` is
@@ -23,11 +23,19 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16):
 
     ``model`` is the bare model, not wrapped for data-parallel training. Raises ``InputError`` if a weight is
     not finite in ``dtype`` (NaN, or beyond fp16's ±65504). Then nothing is written, and old files stay.
+
+    ready: a ``.pth`` that this function wrote of the same model, with other weights: it is copied instead.
     """
     path = Path(path_pth)
-    state = _state_dict_in(dtype, model, path)
+    state = None if ready else _state_dict_in(dtype, model, path)
     with _whole_files(path.with_suffix(""), path) as folder:
-        _write_files(folder, model, tokenizer, state, path.name)
+        _write_settings(folder, model, tokenizer)
+        if ready:
+            shutil.copyfile(ready, folder / path.name)
+            return
+        buffer = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
+        torch.save(state, buffer)
+        (folder / path.name).write_bytes(buffer.getbuffer())
 
 
 def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
@@ -41,7 +49,7 @@ def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
     model = merged_copy(model).to(dtype)
     generation = model.generation_config if model.can_generate() else None
     if generation:
-        model.generation_config = type(generation)()  # for the reason, see _write_files
+        model.generation_config = type(generation)()  # for the reason, see _write_settings
     vars(model.config).update(fields)
     with _whole_files(path, path / "config.json") as folder:
         with quiet():
@@ -76,15 +84,12 @@ def _whole_files(target, last):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_files(folder, model, tokenizer, state, name):
+def _write_settings(folder, model, tokenizer):
     # Not save_pretrained: it refuses contradictory generation settings, which some hub models have.
     model.config.to_json_file(folder / "config.json")
     model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     for_older_readers(folder)
-    buffer = io.BytesIO()  # if a disk is full, torch's own writer says only "unexpected pos"
-    torch.save(state, buffer)
-    (folder / name).write_bytes(buffer.getbuffer())
 
 
 def for_older_readers(folder):

@@ -120,6 +120,31 @@ def test_one_prompt_from_any_folder(out, tmp_path):
     assert all("cut after 12 tokens" in line for line in noise.splitlines())
 
 
+def test_the_best_of_a_run_is_found_however_the_run_is_named(tmp_path, capsys):
+    names = ("ppo_actor_32", "ppo_actor_32_best", "ppo_actor_64_moe", "ppo_actor_64_moe_best", "ppo_actor_16")
+    old, best, moe, moe_best, without = (tmp_path / f"{name}.pth" for name in names)
+    for age, path in enumerate((moe, moe_best, old, best)):
+        path.write_text("")
+        os.utime(path, (age, age))
+    at = ["--best", "--out_dir", str(tmp_path)]
+
+    def named(*flags):
+        return chat.model_path(chat.parse_args([*map(str, flags)]))
+
+    assert named("--out_dir", tmp_path) == str(old)  # without --best never a best
+    assert named(*at) == str(best)
+    assert str(best) in capsys.readouterr().err
+    assert named(*at, "--hidden_size", 64, "--use_moe", 1) == str(moe_best)
+    assert named("--best", "--model", old) == named("--best", "--model", best) == str(best)
+    without.write_text("")  # a newer run without a best: the best of an older one is not its
+    for flags in (at, ("--best", "--model", without), (*at, "--hidden_size", 16)):
+        with pytest.raises(InputError, match=r"--best: there is no .*_16_best.pth.*leave --best out"):
+            named(*flags)
+    for flags in (("--best", "--model", "model/demo/policy"), ("--best", "--out_dir", tmp_path / "none")):
+        with pytest.raises(InputError, match=r"--best: .*policy is not the .pth of a run"):
+            named(*flags)
+
+
 def test_prompts_from_a_pipe_and_two_models(out):
     a, b = out / "ppo_actor_32.pth", out / "other.pth"
     process = start("--model", a, "--compare", b, "--max_gen_len", 4)

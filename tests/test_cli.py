@@ -148,6 +148,9 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("batch of none", {"batch_size": 0}, "--batch_size 0"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
+    ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
+    ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
+    ("warm-up in words", {"critic_warmup_steps": "some"}, "'some' is neither a whole number nor auto"),
     (
         "critic from no reward model",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},

@@ -108,15 +108,13 @@ def test_only_k2_belongs_in_the_loss(estimator, reaches):
     assert (distance < 1e-4) if reaches else (distance > 0.02)
 
 
-def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
-    """657 responses of up to three tokens, random rewards, KL in the reward, which is exact for sequences."""
+def three_tokens(folder, **flags):
+    """Train on 585 responses of up to three tokens, with KL in the reward, which is exact for sequences ->
+    the share of the gap to the known maximum that was closed."""
     tokenizer, beta, longest = word_tokenizer("abcdefg"), 0.2, 3
     sizes = {"hidden": 48, "layers": 2, "spread": 4.0}
-    ref, actor = trained(
-        tmp_path, tokenizer, sizes, steps=60, kl_in="reward", kl_coef=beta, max_gen_len=longest,
-        batch_size=1024, mini_batch_size=256, ppo_epochs=4, learning_rate=6e-4, critic_learning_rate=2e-3,
-        dtype="float32",
-    )  # fmt: skip
+    more = {"kl_in": "reward", "kl_coef": beta, "max_gen_len": longest, "dtype": "float32"}
+    ref, actor = trained(folder, tokenizer, sizes, **more, **flags)
     answers = all_responses(len(tokenizer), longest)
     ref, p = (sequence_logprobs(m, tokenizer(PROMPT).input_ids, answers, longest) for m in (ref, actor))
     reward = rewards_of(texts_of(tokenizer, answers))
@@ -125,4 +123,14 @@ def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     before, after = ((x.exp() * (reward - beta * (x - ref))).sum() for x in (ref, p))
     closed = ((after - before) / (maximum - before)).item()
     print(f"objective {before:.3f} -> {after:.3f}, maximum {maximum:.3f}: {closed:.3f} of the gap closed")
-    assert closed > 0.95
+    return closed
+
+
+def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
+    sizes = {"steps": 60, "batch_size": 1024, "mini_batch_size": 256, "ppo_epochs": 4}
+    assert three_tokens(tmp_path, **sizes, learning_rate=6e-4, critic_learning_rate=2e-3) > 0.95
+
+
+def test_with_replay_an_eighth_of_the_samples_closes_nearly_as_much(tmp_path):
+    sizes = {"steps": 30, "batch_size": 256, "mini_batch_size": 64, "ppo_epochs": 8, "replay_batches": 8}
+    assert three_tokens(tmp_path, **sizes, learning_rate=1e-3, critic_learning_rate=3e-3) > 0.94

@@ -21,13 +21,24 @@ def warmup(steps, most=10):
 
 
 def note(it, errors, first=0):
-    """Batches whose values are off by these numbers -> the first optimizer step of the actor after each."""
-    mask, found = torch.tensor([[True, False]]), []
+    """Batches whose values are off by these numbers -> the first optimizer step of the actor after each. The
+    returns' variance is 1."""
+    mask, returns, found = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, 1.0]]), []
     for batch, error in enumerate(errors, first):
-        rollout = SimpleNamespace(values=torch.tensor([[error, 99.0]]), mask=mask)
-        it.note(batch, rollout, torch.zeros(1, 2), lambda x: x)
+        rollout = SimpleNamespace(values=returns + error, mask=mask)
+        it.note(batch, rollout, returns, lambda x: x)
         found.append(it.learner.first_step)
     return found
+
+
+def test_the_error_is_measured_in_units_of_the_returns_variance():
+    """The same error, in a batch whose returns vary twice as much, has fallen."""
+    it, mask = warmup(AUTO), torch.ones(1, 2, dtype=torch.bool)
+    for batch, size in enumerate((1.0, 2.0)):
+        returns = size * torch.tensor([[-1.0, 1.0]])
+        it.note(batch, SimpleNamespace(values=returns + 0.5, mask=mask), returns, lambda x: x)
+    assert it.begins is None
+    assert it.error == pytest.approx(0.25 / 4)
 
 
 def test_a_number_is_a_number_of_batches():

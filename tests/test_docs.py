@@ -82,6 +82,7 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
     }
     more = {
         "eval_data_path": held_out,
+        "eval_reward_fn": files["reward_fn"],
         "normalize_reward": 1,
         "length_reward": 0.5,
         "repetition_penalty": 0.5,

@@ -38,6 +38,8 @@ def test_sizes_follow_each_other(given, batch, mini):
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="--mini_batch_size 3: must divide --batch_size 8"):
         complete_flags(parsed("--batch_size", "8", "--mini_batch_size", "3"))
+    with pytest.raises(InputError, match="--mini_batch_size 1048577: must be at most 1048576"):
+        parsed("--mini_batch_size", "1048577")  # without an end, --batch_size would be as large
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)])
@@ -45,6 +47,13 @@ def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(steps, warmup):
     args = complete_flags(parsed("--max_steps", str(steps)))
     assert count_steps(args, 10**6, 1) == steps
     assert args.critic_warmup_steps == warmup
+
+
+@pytest.mark.parametrize("steps", [4, 46])
+def test_with_a_constant_rate_warmup_does_not_depend_on_the_length(steps):
+    args = train_ppo.parse_args(["--max_steps", str(steps), "--epochs", "99", "--lr_schedule", "constant"])
+    count_steps(args, 5888, 1)
+    assert args.critic_warmup_steps == 2
 
 
 def test_a_given_warmup_stays_and_may_not_take_the_whole_run():

@@ -9,6 +9,7 @@ from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
+from trainer.compute.balance_loss import load_balance_loss
 from trainer.compute.rollout_data import length_mask
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
@@ -103,6 +104,13 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert rollout.advantages[~rollout.mask].abs().max() == 0
 
 
+def test_the_critic_starts_as_the_reward_model_times_its_weight(files):
+    run, _ = make_run({**files, "reward_model": f"{files['reward_model']}=-0.5"})
+    ((judge, weight),) = run.reward.models.values()
+    assert weight == -0.5
+    assert torch.allclose(run.critic.value_head.weight, -0.5 * judge.model.score.weight.float())
+
+
 # ------------------------------------------------------------------------ how a minibatch is cut and padded
 
 
@@ -179,7 +187,7 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     )
     MiniMindForCausalLM(config).save_pretrained(tmp_path)
     word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path)
-    run, prompts = make_run({**files, "model": str(tmp_path)})
+    run, prompts = make_run({**files, "model": str(tmp_path)}, critic_init="actor")
     rollout, _ = filled_rollout(run, prompts)
     whole, sums = gradients(run, rollout.rows(range(8)))
     assert (
@@ -187,6 +195,18 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     )  # coefficient x sequences x layers, at least
     run.args.accumulation_steps = 8
     assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
+    # The critic's experts are balanced too: with --vf_coef 0 its gradients are those of that loss alone.
+    assert sums.total("value/balance_loss") >= 0.5 * 8 * 2 * 0.99
+    run.args.vf_coef = 0.0
+    found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
+    forget_gradients(run)
+    for ids, length in zip(rollout.tokens[:8], rollout.lengths[:8].tolist(), strict=True):
+        output = run.critic.backbone(ids[None, :length], output_router_logits=True)
+        loss = load_balance_loss(output.router_logits, torch.tensor([length]), config.num_experts_per_tok)
+        (0.5 * loss / 8).backward()
+    plain = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.critic.parameters()]
+    assert furthest(found, plain) < 1e-6
+    assert max(p.abs().max() for p in plain) > 1e-3
 
 
 def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
@@ -236,6 +256,27 @@ def test_early_stop_leaves_the_actor_alone_and_the_critic_goes_on(files, monkeyp
     train_ppo.update(run, filled_rollout(run, prompts, step=1)[0], 1, Metrics())
     assert not same(after_stop, weights(run))  # the stop was for one batch
     assert {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()} == {2}
+
+
+def test_every_epoch_has_an_order_of_its_own_and_each_minibatch_its_own_token_count(files, monkeypatch):
+    run, prompts = make_run(files, batch_size=16, mini_batch_size=2, ppo_epochs=3)
+    rollout, _ = filled_rollout(run, prompts)
+    seen = []
+
+    def note(run, name, minibatch, token_count, number, metrics):
+        if name == "actor":
+            assert token_count == minibatch.response_len.sum()
+            seen.append((number, minibatch.tokens.flatten().tolist()))
+        return Step(0.0, 0.0)
+
+    monkeypatch.setattr(train_ppo, "train_model", note)
+    for step in range(2):
+        train_ppo.update(run, rollout, step, Metrics())
+    assert [number for number, _ in seen] == list(range(2 * 3 * 8))
+    epochs = [[tokens for _, tokens in seen[k : k + 8]] for k in range(0, 48, 8)]
+    assert len({str(epoch) for epoch in epochs}) == 6
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({len(tokens) for tokens in epochs[0]}) > 1
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):

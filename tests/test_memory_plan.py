@@ -332,9 +332,10 @@ def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_pa
     monkeypatch.setattr(train_ppo, "check_memory", noted)
     files = run_files(tmp_path, count=8)
     train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
-    files.pop("reward_model")
+    held_out = {"eval_data_path": files["data_path"], "eval_reward_model": files.pop("reward_model")}
     train(**files, **TINY, out_dir=tmp_path / "out", run_name="s")
-    assert [(models, sampled[0]) for models, sampled in counted] == [(1, 8), (0, 4)]
+    train(**files, **held_out, **TINY, out_dir=tmp_path / "out", run_name="t")
+    assert [(models, sampled[0]) for models, sampled in counted] == [(1, 8), (0, 4), (1, 8)]
 
 
 def test_a_reward_model_of_its_own_code_may_have_no_embeddings():

@@ -179,7 +179,7 @@ def test_importance_weights_multiply_every_tokens_loss_and_kl():
     logprobs, ref = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True), torch.tensor([[-1.5, -1.0, -1.0]])
     mb = rows(old_logprobs=logprobs.detach(), ref_logprobs=ref, advantages=torch.tensor([[0.3, -0.7, 1.0]]))
     mb.importance_weights = torch.tensor([[2.0, 0.5, 1.0]])
-    ppo.policy_objective(logprobs, mb, CLIP, 0.1)[0].backward()
+    ppo.policy_objective(logprobs, mb, CLIP, "loss", 0.1, 1.0)[0].backward()
     # ratio 1: -weight * A of the policy loss, weight * 0.1 * (log p - log ref) of the KL
     expected = [2 * (-0.3 + 0.1 * 0.5), 0.5 * (0.7 - 0.1 * 1.0), -1.0 + 0.1 * 0.5]
     assert logprobs.grad.tolist() == [pytest.approx(expected)]
@@ -196,11 +196,35 @@ def test_the_gradient_of_the_kl_loss_is_that_of_the_present_policy_after_updates
     # p = old * ratio: what each token is drawn with (old) stands in the place of the importance weight
     mb = rows(**fields, importance_weights=old)
     (found,) = torch.autograd.grad(
-        ppo.policy_objective(logprobs, mb, CLIP, 1.0)[0], logits, retain_graph=True
+        ppo.policy_objective(logprobs, mb, CLIP, "loss", 1.0, 1.0)[0], logits, retain_graph=True
     )
     (unweighted,) = torch.autograd.grad((old * 0.5 * (logprobs - ref.log()).square()).sum(), logits)
     assert torch.allclose(found, true, atol=1e-6)
     assert not torch.allclose(unweighted, true, atol=1e-2)
+
+
+def test_discounted_sums_by_hand():
+    x = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 0.0]])
+    assert ppo.discounted_sums(x, 0.5).tolist() == [[3, 4, 4], [3, 0, 0]]
+    assert ppo.discounted_sums(x, 1.0).tolist() == [[7, 6, 4], [3, 0, 0]]
+    assert ppo.discounted_sums(x, 0.0).tolist() == x.tolist()
+    longer = torch.rand(3, 37)
+    by_one = [sum(0.9**n * longer[:, t + n] for n in range(37 - t)) for t in range(37)]
+    assert torch.allclose(ppo.discounted_sums(longer, 0.9), torch.stack(by_one, 1), atol=1e-5)
+
+
+def test_the_kl_in_the_reward_follows_the_actor():
+    """Two tokens, advantages 0 when the batch began. The actor has since made them more likely by 0.1 and 0.2
+    nats: with weight 0.5 and decay 0.5 the advantages are now -0.5 * (0.1 + 0.5 * 0.2) and -0.5 * 0.2."""
+    old = torch.tensor([[-1.0, -2.0, 9.0]])
+    logprobs = (old + torch.tensor([[0.1, 0.2, 5.0]])).requires_grad_()
+    mb = SimpleNamespace(
+        mask=torch.tensor([[True, True, False]]), old_logprobs=old, advantages=torch.zeros(1, 3)
+    )
+    mb.importance_weights = torch.ones(1, 3)
+    ppo.policy_objective(logprobs, mb, ppo.Clip(1.0, 1.0), "reward", 0.5, 0.5)[0].backward()
+    expected = [0.1 * math.exp(0.1), 0.1 * math.exp(0.2), 0.0]  # -advantage * ratio
+    assert logprobs.grad.tolist() == [pytest.approx(expected)]
 
 
 def test_value_loss_by_hand():
@@ -286,3 +310,9 @@ def test_a_constant_rate_does_not_depend_on_the_length_of_the_run():
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert set(rates[3:]) == {2.0}
     assert rates == [constant_lr(2.0, step, 10**6, warmup=3) for step in range(14)]
+
+
+def test_equal_returns_leave_nothing_to_explain():
+    returns = torch.full((3, 7), 0.3)
+    mask = length_mask(torch.tensor([7, 5, 3]), 7)
+    assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, lambda x: x))

@@ -7,6 +7,7 @@ import torch
 from test_invariants import ALONE, files, make_run
 from tiny import tiny_llama
 
+from errors import InputError
 from model.critic import CriticModel
 from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import length_mask
@@ -85,7 +86,43 @@ def test_returns_that_are_all_equal_leave_the_scale_at_one():
     update(scale, Rows([[7.0, 7.0, 7.0], [7.0, 0.0, 0.0]]))
     assert scale.critic.scale == 1
     update(scale, Rows([[0.0, 200.0, 200.0], [0.0, 0.0, 0.0]]))  # the first that differ count in full
-    assert scale.critic.scale == pytest.approx(math.sqrt(100**2 / 2))
+    assert scale.critic.scale == pytest.approx(100)
+
+
+def std_of(*stds):
+    """Batches whose returns have these standard deviations."""
+    return [Rows([[0.0, 2.0 * std, 2.0 * std], [0.0, 0.0, 0.0]]) for std in stds]
+
+
+def test_a_lasting_change_is_taken_over_and_equal_returns_change_nothing():
+    """Small returns for ten batches, then large ones: the second large batch counts in full."""
+    scale = ValueScale(make_critic())
+    update(scale, *std_of(*[1e-3] * 10), *std_of(0.5))
+    assert scale.critic.scale < 2e-3
+    update(scale, *std_of(0.5))
+    assert scale.critic.scale == pytest.approx(math.sqrt(0.1 * 0.25), rel=0.01)
+    update(scale, *[Rows([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]]) for _ in range(150)])
+    assert scale.critic.scale == pytest.approx(math.sqrt(0.1 * 0.25), rel=0.01)
+
+
+def test_equal_returns_that_are_no_binary_fractions_have_no_scale():
+    """Their variance is computed as 1e-17 or so."""
+    scale, mask = ValueScale(make_critic()), length_mask(torch.arange(1, 129), 128)
+    rows = Rows([[0.0] * 3] * 2)
+    rows.mask, rows.values, rows.returns = mask, torch.zeros(mask.shape), torch.full(mask.shape, 0.3)
+    update(scale, rows)
+    assert scale.critic.scale == 1
+    assert rows.values[mask].mean().item() == pytest.approx(0.3)
+
+
+def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
+    critic, tokens = make_critic(), torch.randint(10, (2, 5))
+    scale, before = ValueScale(critic), critic(tokens)
+    broken = Rows([[1.0, 2.0, 5.0], [1.0, 0.0, 0.0]])
+    broken.values[0, 1] = torch.nan
+    update(scale, Rows([[1.0, math.nan, 5.0], [1.0, 0.0, 0.0]]), broken)
+    assert critic(tokens).equal(before)
+    assert (scale.batches, critic.scale) == (0, 1.0)
 
 
 def learned(files, factor, offset=0.0):
@@ -128,7 +165,7 @@ def test_what_a_checkpoint_keeps_restores_it():
     for each in (scale, restored):
         update(each, Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]]))
     assert other(tokens).equal(critic(tokens))
-    with pytest.raises(ValueError, match="older version"):
+    with pytest.raises(InputError, match="older version"):
         restored.load_state_dict({})
 
 

@@ -6,12 +6,15 @@ train_reward.py    stage 2, the reward model
 
 ppo.py             PPO's formulas as pure functions: KL, token rewards, GAE, whitening, losses
 ppo_models.py      ``PpoRun``: the models of a PPO run, and what is saved, compared and printed of them
+describe_run.py    what a PPO run says of itself when it begins
+replay.py          the last batches, learned from again
 value_scale.py     the scale of the critic's values: rewards of any size are learned alike
 critic_warmup.py   the first batches, in which only the critic trains
 inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
 memory_plan.py     how much memory a PPO run needs, part by part
 memory_check.py    whether there is enough, and which flags would help
 evaluation.py      PPO's evaluation on held-out prompts
+best.py            the weights of the best evaluation, kept
 supervised.py      what stages 1 and 2 share: flags, training loop, evaluation
 reward_offset.py   centring a reward model on the reference's answers (stage 2)
 flags.py           the flag parser, and the flags that all scripts have

@@ -1,27 +1,26 @@
 """Critic warm-up: the first batches, in which only the critic trains (``--critic_warmup_steps``).
 
 A number: so many batches. "auto": as long as the critic's error on a new batch, before it learns from it,
-falls by a tenth or more; at most a quarter of the run. The policy does not change meanwhile, so the critic is
-fitted to one fixed policy (VAPO, arXiv:2504.05118, section 4.1, calls it value pretraining).
+falls by a tenth or more; at most a quarter of the run. The error is measured in units of the variance of that
+batch's returns. It is a rough measure: from 128 responses it is known to a tenth or so. The policy does not
+change meanwhile, so the critic is fitted to one fixed policy (VAPO, arXiv:2504.05118, section 4.1).
 """
-
-import math
 
 from trainer import ppo
 from trainer.flags import AUTO
 
-FALLING = 0.9  # times the least error so far: an error above it has stopped falling
+FALLING = 0.9  # times the error of the batch before: an error above that has stopped falling
 
 
 class CriticWarmup:
     """Decides with which batch the actor begins to train, and tells its ``Learner``.
 
     steps: the flag's value; most: batches after which "auto" ends; per_batch: optimizer steps of a batch.
-    ``error``: the least so far; ``begins``: the actor's first batch, None while that is open.
+    ``error``: of the batch before; ``begins``: the actor's first batch, None while that is open.
     """
 
     def __init__(self, learner, steps, most, per_batch):
-        self.learner, self.most, self.per_batch, self.error = learner, most, per_batch, math.inf
+        self.learner, self.most, self.per_batch, self.error = learner, most, per_batch, None
         self._begin(None if steps == AUTO else steps)
 
     def _begin(self, batch):
@@ -34,10 +33,12 @@ class CriticWarmup:
         if self.begins is not None:
             return
         squares, count = sum_over_processes(ppo.moments(rollout.values - returns, rollout.mask))[1:].tolist()
-        error = squares / count
-        if batch >= self.most or not error < FALLING * self.error:
+        std = ppo.std_or_zero(sum_over_processes(ppo.moments(returns, rollout.mask)))
+        error = squares / count / (std**2 or 1.0)
+        falls = self.error is None or error < FALLING * self.error
+        if batch >= self.most or not falls:
             self._begin(batch)
-        self.error = min(self.error, error)
+        self.error = error
 
     def state_dict(self):
         """What a checkpoint keeps."""
@@ -46,5 +47,5 @@ class CriticWarmup:
     def load_state_dict(self, state):
         """Take over what ``state_dict`` returned."""
         if state:
-            self.error = float(state["error"])
+            self.error = state["error"]
             self._begin(state["begins"])

@@ -4,9 +4,11 @@ The prompts are those of ``--eval_data_path``; without it there is no evaluation
 (step 0), after every ``--eval_interval`` batches and after the last one (``train`` in train_ppo.py).
 
 Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
-accuracy falls, the policy exploits the reward (reward hacking). ``evaluate_actor`` in train_ppo.py calls it.
+accuracy falls, the policy exploits the reward (reward hacking). For records without answers there is the
+judge (rewards/judge.py), which is never a reward either. best.py keeps the weights of the best evaluation.
 """
 
+from trainer.generation.sampling_noise import noise_keys
 from trainer.rewards.rules import is_correct
 from trainer.runs.metrics import Metrics
 
@@ -21,6 +23,11 @@ def share_of(items, world):
     return [items[i] for i in range(world.rank, len(items), world.size)]
 
 
+def has_answers(prompts):
+    """Whether any of these records has an answer, so that there is an accuracy."""
+    return any(prompts[i].answer is not None for i in range(len(prompts)))
+
+
 def evaluate(roll_out, prompts, temperature, reasoning, world):
     """Evaluate on all prompts, shared between the processes -> {"eval/<name>": mean}.
 
@@ -29,7 +36,7 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
     """
     metrics = Metrics()
     mine = share_of(range(len(prompts)), world)
-    answered = any(prompts[i].answer is not None for i in range(len(prompts)))
+    answered = has_answers(prompts)
     batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
     with world.all_or_none():
         for places in batches:
@@ -47,3 +54,18 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
                 metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(batch))
                 metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(batch))
     return metrics.means(world)
+
+
+def evaluate_actor(run):
+    """The actor on the held-out prompts: {"eval/…": mean}, nothing without ``--eval_data_path``."""
+    if run.held_out is None:
+        return {}
+
+    def roll_out(prompts, temperature):
+        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts])
+        sampled = run.respond(run.actor, prompts, keys, temperature)
+        rewards = (run.reward, run.judge)
+        score, judged = (x.combine(run.raw_scores(x, prompts, *sampled)) for x in rewards)
+        return *sampled, score | judged
+
+    return evaluate(roll_out, run.held_out, run.args.temperature, run.args.reasoning, run.world)

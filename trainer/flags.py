@@ -53,7 +53,10 @@ class Flag:
 
 def steps_or_auto(text):
     """The ``type`` of ``--critic_warmup_steps``: a whole number or "auto"."""
-    return text if text == AUTO else int(text)
+    try:
+        return text if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO}") from None
 
 
 def path(text):

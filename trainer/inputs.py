@@ -48,6 +48,8 @@ def complete_flags(args):
     complete_output_flags(args)
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
+    if 0 < args.dual_clip <= 1:
+        raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
     complete_sizes(args)
     fill_paths(args)
     return args
@@ -82,7 +84,8 @@ def fill_paths(args):
                 f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}" if other.is_file() else ""
             )
             raise InputError(f"{args.model}: no such file{hint}; --model names a file in another place")
-    args.reward_model = [path for path in args.reward_model if path]
+    for name in ("reward_model", "eval_reward_model"):
+        setattr(args, name, [path for path in getattr(args, name) if path])
     if not args.model:
         for name, path in DEMO.items():
             if name != "reward_model" and not getattr(args, name):
@@ -97,21 +100,31 @@ def fill_paths(args):
         raise InputError(
             "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
         )
+    for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
+        if getattr(args, name) and not args.eval_data_path:
+            raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
 
 
 def count_steps(args, n_prompts, processes):
     """The number of batches of the whole run; also chooses --critic_warmup_steps where it is not given.
 
-    Raises InputError if critic warm-up takes all of them.
+    Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
     """
     steps = math.ceil(args.epochs * n_prompts / (args.batch_size * processes))
     steps = min(steps, args.max_steps or steps)
     if args.critic_warmup_steps is None:
-        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, steps // 4)
+        most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
+        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
     if args.critic_warmup_steps != AUTO and steps <= args.critic_warmup_steps:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
+        )
+    rest = steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)
+    if args.lr_warmup_steps >= rest:
+        raise InputError(
+            f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {rest} batches, so its rate "
+            "would never get to --learning_rate; lower it"
         )
     return steps
 

@@ -31,6 +31,7 @@ PEER_FLAGS = {
     "save_steps": "save_interval",
     "save_total_limit": "keep_checkpoints",
     "eval_steps": "eval_interval",
+    "metric_for_best_model": "best_metric",  # higher is better
     "resume_from_checkpoint": "resume",
     "report_to": "use_wandb",  # a switch without a value; logs to SwanLab
     "project": "wandb_project",

@@ -18,6 +18,7 @@ k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Y
 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,13 @@ def mean_std(total):
     return mean, std
 
 
+def std_or_zero(total):
+    """``moments`` summed over all processes -> the standard deviation, 0 where it is only rounding: below a
+    millionth of the mean."""
+    mean, std = mean_std(total)
+    return std if std > 1e-6 * abs(mean) else 0.0
+
+
 def whiten(x, mask, sum_over_processes):
     """x [B, R] less its mean, divided by its standard deviation, both over the response tokens of the whole
     batch on all processes -> (whitened [B, R], 0 on padding; the standard deviation as a float).
@@ -117,15 +125,16 @@ def whiten(x, mask, sum_over_processes):
 
 def explained_variance(returns, values, mask, sum_over_processes):
     """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch: 1 for a critic
-    that foresees every return, 0 for one that says the same everywhere, below 0 for one that is worse.
+    that foresees every return, 0 for one that says the same everywhere, below 0 for one that is worse. NaN
+    where all returns are equal: then there is nothing to foresee.
 
     returns: ``monte_carlo_returns``. GAE's returns with lambda below 1 contain the values themselves: with
     them even noise would seem to explain something. A constant error of the values does not show here; see
     the metric value/bias.
     """
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
-    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
-    return 1 - (error_std / max(return_std, 1e-8)) ** 2
+    return_std = std_or_zero(sum_over_processes(moments(returns, mask)))
+    return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
 def rollout_metrics(rollout, returns):
@@ -157,23 +166,37 @@ class Clip(NamedTuple):
     dual: float = 0.0
 
 
-def policy_objective(logprobs, mb, clip, kl_weight):
+def policy_objective(logprobs, mb, clip, kl_in, kl_weight, decay):
     """What the actor minimises: clipped policy loss + kl_weight * KL to the reference, summed over tokens.
 
     logprobs [B, R] of the actor; mb: the micro-batch, rows of a ``Rollout``; kl_weight: in units of the loss
-    a nat, 0 leaves the KL out. -> (sum, metrics as sums over tokens).
+    a nat. -> (sum, metrics as sums over tokens).
 
-    The KL is k2 times the ratio, which has no gradient here. The tokens are the old actor's; the ratio makes
-    the gradient's expectation that of the present actor's KL (arXiv:2510.01555).
+    kl_in "loss": k2 times the ratio, which has no gradient here. The tokens are the old actor's; the ratio
+    makes the gradient's expectation that of the present actor's KL (arXiv:2510.01555).
+    kl_in "reward": the KL is in the advantages, as it was before the updates. What the actor has moved since
+    then is taken off here. decay: gamma * lambda, what a later token's reward counts in an advantage.
     """
-    weights = mb.importance_weights
-    loss, metrics = policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, clip, weights)
+    weights, advantages = mb.importance_weights, mb.advantages
+    moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
+    if kl_in == "reward":
+        advantages = advantages - kl_weight * discounted_sums(moved, decay)
+    loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, weights)
     total = loss
-    if kl_weight:
-        ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0).exp()
+    if kl_in == "loss" and kl_weight:
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
-        total = total + kl_weight * masked_sum(weights * ratio * k2, mb.mask)
+        total = total + kl_weight * masked_sum(weights * moved.exp() * k2, mb.mask)
     return total, metrics | {"policy/loss": loss}
+
+
+def discounted_sums(x, decay):
+    """sum over t' >= t of decay^(t' - t) x_t', for x [B, R] with 0 on padding. log2(R) operations: from
+    sums of n columns those of 2n."""
+    n = 1
+    while n < x.shape[1]:
+        x = x + decay**n * F.pad(x[:, n:], (0, n))
+        n *= 2
+    return x
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip, weights=1.0):

@@ -11,23 +11,24 @@ from pathlib import Path
 import torch
 
 from atomic_files import writing
+from dataset.data_order import local_positions
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from model.compatibility import is_moe
-from model.lora import describe as describe_adapters
+from model.compatibility import eos_ids, is_moe
 from model.lora import learned
 from model.saving import save_policy
 from trainer import ppo
+from trainer.best import KEPT, Best, remove_saved
 from trainer.compute.host_memory import HostMemory
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.precision import keep_exact, round_frozen
 from trainer.critic_warmup import CriticWarmup
-from trainer.flags import AUTO
-from trainer.generation.engine import Sampler
+from trainer.describe_run import describe_run
+from trainer.generation.engine import Sampler, response_texts
 from trainer.memory_plan import Plan
+from trainer.replay import Replay
+from trainer.rewards.judge import Judge
 from trainer.rewards.reward import Reward
-from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
-from trainer.rewards.rules import LENGTHS
 from trainer.runs import displays
 from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
@@ -48,8 +49,9 @@ class PpoRun:
     prompts: RLAIFDataset
     held_out: RLAIFDataset | None  # prompts of evaluation
     notes: list  # lines that say what was chosen for the user
-    eos: list  # token ids that end a response
     reward: Reward
+    judge: Judge  # the reward of evaluations, which never trains
+    best: Best  # the best evaluation so far
     total_steps: int  # batches
     learners: dict  # {"critic": Learner, "actor": Learner}: the models that train
     # The behaviour policy: the rollouts are its samples. It is the actor, if --update_old_actor_freq is 1.
@@ -57,22 +59,28 @@ class PpoRun:
     old_actor: torch.nn.Module
     ref: torch.nn.Module  # the reference: the actor's start, frozen
     sampler: Sampler  # generates with the weights of the old actor, or of the actor to evaluate it
-    loss_scale: LossScale  # of fp16
     plan: Plan  # of the memory
-    progress: Progress
 
     script, display = "train_ppo.py", displays.PPO
 
     def __post_init__(self):
-        self.host = HostMemory(self.world.device)  # where frozen models wait with --offload_frozen 1
-        self.value_scale = ValueScale(self.critic)
-        per_batch = self.args.ppo_epochs * self.minibatches_per_batch
-        steps, most = self.args.critic_warmup_steps, self.total_steps // 4
-        self.critic_warmup = CriticWarmup(self.learners["actor"], steps, most, per_batch)
-        if Path(self.args.model).resolve() == self.pth_path.resolve():
+        if Path(self.args.model).resolve() in (self.pth_path.resolve(), self.best_path.resolve()):
             raise InputError(
                 f"--model {self.args.model}: this run would write its result there; copy it elsewhere"
             )
+        args = self.args
+        self.eos = eos_ids(self.tokenizer, self.actor)  # the token ids that end a response
+        self.loss_scale = LossScale(self.dtype)  # of fp16
+        self.progress = Progress(token_budget=self.plan.token_budget)
+        self.clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
+        self.host = HostMemory(self.world.device)  # where frozen models wait with --offload_frozen 1
+        self.value_scale = ValueScale(self.critic)
+        sizes = args.batch_size, args.mini_batch_size
+        positions = local_positions(*sizes, self.world.rank, self.world.size)
+        self.replay = Replay(args.replay_batches, positions, self.world)
+        per_batch = args.ppo_epochs * self.minibatches_per_batch
+        steps, most = args.critic_warmup_steps, self.total_steps // 4
+        self.critic_warmup = CriticWarmup(self.learners["actor"], steps, most, per_batch)
 
     @property
     def actor(self):
@@ -83,6 +91,11 @@ class PpoRun:
     def critic(self):
         """The trained value model."""
         return self.learners["critic"].model
+
+    @property
+    def judges(self):
+        """All reward models, those that only evaluate too: modules, frozen."""
+        return [model.model for kind in (self.reward, self.judge) for model, _ in kind.models.values()]
 
     @property
     def minibatches_per_batch(self):
@@ -103,12 +116,22 @@ class PpoRun:
         return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
 
     @property
+    def tensors(self):
+        """{file name: what else a checkpoint has tensors of}"""
+        return {"replay": self.replay} if self.replay.size else {}
+
+    @property
     def states(self):
         """{name in state.json: what else a checkpoint keeps}"""
         models = {name: model for name, (model, _) in self.reward.models.items()}
         kept = {f"reward_{name}": model for name, model in models.items() if hasattr(model, "state_dict")}
         own = {"value_scale": self.value_scale, "critic_warmup": self.critic_warmup}
-        return {"raw_scores": self.reward, "loss_scale": self.loss_scale, **own, **kept}
+        return {"raw_scores": self.reward, "loss_scale": self.loss_scale, "best": self.best, **own, **kept}
+
+    @property
+    def files(self):
+        """[name in the run folder]: files that a checkpoint has a copy of"""
+        return [KEPT] if self.best.step else []
 
     @property
     def pth_path(self):
@@ -118,12 +141,42 @@ class PpoRun:
 
     result_path = pth_path
 
-    def note_rollout(self, rollout, returns, metrics):
-        """Add what a filled rollout shows to ``metrics``: KL, the sampler's gap, the values beside the
-        Monte-Carlo returns [B, R]."""
-        for name, (total, count) in ppo.rollout_metrics(rollout, returns).items():
+    @property
+    def best_path(self):
+        """Where the actor of the best evaluation is written."""
+        return self.pth_path.with_name(f"{self.pth_path.stem}_best.pth")
+
+    @property
+    def best_metric(self):
+        """By which evaluations are compared, "eval/…"; "" without evaluations."""
+        return self.best.metric
+
+    def respond(self, model, prompts, keys, temperature):
+        """Prompts -> (rollout, response texts), sampled from this model's weights."""
+        ids = [p.prompt_ids for p in prompts]
+        rollout = self.sampler.load(model).sample(ids, keys, self.eos, self.args.max_gen_len, temperature)
+        self.free_cache()
+        return rollout, response_texts(rollout, self.tokenizer)
+
+    def raw_scores(self, reward, prompts, rollout, texts):
+        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
+        normalised, clipped and weighed."""
+        asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
+        with self.host.on_device(*(model.model for model, _ in reward.models.values())):
+            return reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
+
+    def note_rollout(self, step, rollout, returns, metrics):
+        """Add what the new rows of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
+        beside the Monte-Carlo returns [B, R]; they also say how long critic warm-up goes on. The new rows are
+        the last ones: the critic has not learned from them yet."""
+        count = len(rollout.tokens)
+        first = count - self.args.batch_size
+        new = rollout.rows(range(first, count)) if first else rollout
+        returns = returns[first:, : new.values.shape[1]]
+        self.critic_warmup.note(step, new, returns, self.world.sum)
+        for name, (total, count) in ppo.rollout_metrics(new, returns).items():
             metrics.add(name, total, count)
-        explained = ppo.explained_variance(returns, rollout.values, rollout.mask, self.world.sum)
+        explained = ppo.explained_variance(returns, new.values, new.mask, self.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", self.critic.scale, 1)
         metrics.add("policy/advantage_std", rollout.advantage_std, 1)
@@ -160,13 +213,42 @@ class PpoRun:
             self.sampler.release()
 
     def save_result(self):
-        """Write the actor as a ``.pth`` and the folder beside it."""
-        with writing(self.pth_path):
-            save_policy(self.actor, self.tokenizer, self.pth_path)
+        """Write the actor as a ``.pth`` and the folder beside it. The best of an earlier run goes."""
+        self.save_actor(self.pth_path)
+        if not self.best.step:
+            remove_saved(self.best_path)
+
+    def save_best(self, kept, ready=None):
+        """Write the actor as the best so far: as ``kept``, in the run folder, and from there as
+        ``best_path``. ready: the ``.pth`` of a checkpoint, which is written instead."""
+        self.save_actor(kept, ready)
+        self.save_actor(self.best_path, kept)
+
+    def save_actor(self, path, ready=None):
+        """Write the actor, or the ``.pth`` that is ready, as ``path`` and the folder beside it."""
+        with writing(path):
+            save_policy(self.actor, self.tokenizer, path, ready=ready)
 
     def results(self):
-        """Lines for the end of a run: where the result is, and how to talk to it."""
-        return f"model    {self.pth_path}\ntalk     {command_line('chat.py', '--model', self.pth_path)}"
+        """Lines for the end of a run: where the result and the best are, and how to talk to the result."""
+        best, words = self.best, ""
+        if best.step:
+            words = f"best     {self.best_path} ({best.metric} {best.value:.3f} at step {best.step})\n"
+        elif best.value is not None:
+            words = f"best     the start: {best.metric} {best.value:.3f} before training was not beaten\n"
+        talk = command_line("chat.py", "--model", self.pth_path)
+        return f"model    {self.pth_path}\n{words}talk     {talk}"
+
+    def about_best(self):
+        """Words for summary.md on the file of the best evaluation, to stand behind those on the result."""
+        best = self.best
+        if best.step:
+            which = f"those after step {best.step}, the best by {best.metric} ({best.value:.3f})"
+            since = f", of the evaluations after step {best.since}, since when they are others"
+            return f"; {self.best_path.name} has {which}{since if best.since else ''}"
+        if best.value is None:
+            return ""
+        return f"; there is no {self.best_path.name}, because {best.metric} was never above {best.value:.3f}"
 
     def fingerprints(self):
         """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
@@ -194,31 +276,13 @@ class PpoRun:
 
     def about(self):
         """What the run is made of, in a few lines."""
-        args, prompts, held_out = self.args, self.prompts, self.held_out
-        size = sum(p.numel() for p in self.ref.parameters()) / 1e6
-        adapters = describe_adapters(self.actor)
-        tested = f", {len(held_out)} held out" if held_out else ""
-        warmup = args.critic_warmup_steps
-        steps = "step 1 trains only" if warmup == 1 else f"steps 1 to {warmup} train only"
-        if warmup == AUTO:
-            steps = f"as long as its error falls, at most steps 1 to {self.total_steps // 4}, train only"
-        return (
-            f"policy   {args.model}: {size:.2f}M parameters, {self.actor.config.model_type}\n"
-            + (f"lora     {adapters}\n" if adapters else "")
-            + f"reward   {describe_reward(args, self.reward)}\n"
-            + f"prompts  {prompts.describe()}{tested}"
-            + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
-            + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
-            + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
-            + "".join(f"\n{note}" for note in self.notes)
-        )
+        return describe_run(self)
 
 
 def prepare_frozen(run):
     """Make the frozen models ready, after fingerprints were taken and a checkpoint, if any, was loaded."""
     args = run.args
-    reward_models = [reward_model.model for reward_model, _ in run.reward.models.values()]
-    frozen = [run.ref, *reward_models]
+    frozen = [run.ref, *run.judges]
     if run.old_actor is not run.actor:
         frozen.append(run.old_actor)
     if not args.trust_remote_code:  # code from outside may use its weights in other ways
@@ -226,30 +290,6 @@ def prepare_frozen(run):
             keep_exact([run.actor, run.critic, *frozen], run.dtype)
         else:
             round_frozen(frozen, run.dtype)
-            keep_exact([run.ref, *reward_models], run.dtype)  # not the old actor, which will change
+            keep_exact([run.ref, *run.judges], run.dtype)  # not the old actor, which will change
     if args.offload_frozen:
         run.host.take(frozen, [run.actor, run.critic])
-
-
-def describe_reward(args, reward):
-    """Every part of the score as the metrics call it, its range or weight and its flag, a line each."""
-    parts, limit = {}, f"clipped to ±{SCORE_LIMIT:g}"
-    if args.normalize_reward:
-        limit = f"normalised and {limit} (--normalize_reward)"
-    if args.reasoning:
-        parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
-    for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
-        parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
-    if args.reward_fn:
-        parts["function"] = f"weight 1, as it is: {args.reward_fn}"
-    if args.reward_url:
-        parts["server"] = f"weight 1, {limit if args.normalize_reward else 'as it is'}: {args.reward_url}"
-    if largest := args.repetition_penalty:
-        parts["repetition"] = f"0 to -{largest:g} for repeated trigrams (--repetition_penalty)"
-    if size := args.length_reward:
-        few, many = LENGTHS
-        parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
-    if penalty := args.missing_eos_penalty:
-        parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
-    width = max(map(len, parts))
-    return "\n         ".join(["the sum of:", *(f"{name:<{width}}  {text}" for name, text in parts.items())])

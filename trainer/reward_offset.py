@@ -1,9 +1,10 @@
 """Centring a reward model: the mean score of a reference policy's answers becomes the zero of its scores.
 
-The loss of pairs fixes only differences between scores, not their level. Ziegler et al. 2019
-(arXiv:1909.08593, section 2.1) shift the scores so that the reference's samples have mean 0; so does this
-file. A linear head without a bias cannot hold the shift, so it is written to config.json as
-``reward_offset``, and ``ClassifierRewardModel`` (rewards/reward_models.py) subtracts it from every score.
+The loss of pairs fixes only differences between scores, not their level. This file shifts the scores so that
+the reference's samples have mean 0. (Ziegler et al. 2019, arXiv:1909.08593, section 2.1, set their variance
+to 1 as well; here the scores keep their unit.) A linear head without a bias cannot hold the shift, so it is
+written to config.json as ``reward_offset``, and ``ClassifierRewardModel`` (rewards/reward_models.py)
+subtracts it from every score.
 """
 
 import shutil

@@ -56,6 +56,8 @@ class SupervisedRun:
         complete()             called once after the last step, on all processes
     """
 
+    files, best_metric = (), ""  # the weights of the best evaluation are not kept
+
     def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
         self.modules, self.model = modules, modules["model"]
@@ -80,7 +82,7 @@ class SupervisedRun:
         warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
         self.learner = Learner(self.trained, None, optimizer, args.learning_rate, total, warmup_steps=warmup)
         self.loss_scale = LossScale(self.dtype)
-        self.states = {"loss_scale": self.loss_scale}
+        self.states, self.tensors = {"loss_scale": self.loss_scale}, {}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
         self.evaluated = None  # the held-out items of this process, made by the first evaluation
 
@@ -106,6 +108,9 @@ class SupervisedRun:
 
     def summarise(self, means):
         return means
+
+    def about_best(self):
+        return ""
 
     def complete(self):
         """Called once after the last step, on all processes."""

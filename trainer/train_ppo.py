@@ -62,6 +62,8 @@ def flag_parser():
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
     add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
     add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
+    add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="never trains")
+    add("--eval_reward_fn", default="", type=path, may_change=True, help="never trains: path.py:function")
     add("--missing_eos_penalty", default=1.0, at_least=0, help="subtracted where a response has no EOS")
     add("--repetition_penalty", default=0.0, at_least=0, help="largest penalty for repeated trigrams")
     add("--length_reward", default=0.0, at_least=0, help="added for 20 to 800 characters, else subtracted")
@@ -72,19 +74,20 @@ def flag_parser():
     add("--temperature", default=1.0, at_least=0.01, at_most=100, help="of sampling and of every log-prob")
     p.group("PPO")
     add("--epochs", default=1, at_least=1, at_most=MANY, help="passes over the prompts")
+    add("--replay_batches", default=0, at_least=0, at_most=MANY, help="older batches to learn from again")
     add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
     add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
-    add("--mini_batch_size", type=int, at_least=1, help="sequences per optimizer step and process [32]")
+    add("--mini_batch_size", type=int, at_least=1, at_most=MANY, help="sequences per update and process [32]")
     add("--accumulation_steps", default=1, at_least=1, at_most=MANY, may_change=True, help="saves memory")
     add("--learning_rate", type=float, above=0, at_most=1, help="actor's peak; default: by its size")
     add("--critic_learning_rate", type=float, above=0, at_most=1, help="critic's peak; default: by its size")
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
-    add("--lr_schedule", default="cosine", choices=["cosine", "constant"], help="of both learning rates")
+    add("--lr_schedule", default="cosine", choices=["cosine", "constant"], help="of the learning rates")
     add("--lr_warmup_steps", default=0, at_least=0, at_most=MANY, help="batches in which the rates rise")
     add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor, below and above 1")
     add("--clip_epsilon_high", type=float, above=0, at_most=1e6, help="the clip above 1 [--clip_epsilon]")
-    add("--dual_clip", default=0.0, at_least=0, help="largest ratio of a bad token's loss, as 3; 0: no limit")
-    add("--importance_cap", default=2.0, at_least=0, help="of the weights old actor / sampler; 0: none")
+    add("--dual_clip", default=0.0, at_least=0, help="a bad token counts at most X times; 0: no limit")
+    add("--importance_cap", default=2.0, at_least=0, help="largest training / sampling probability; 0: off")
     add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
     add("--cliprange_value", default=0.5, at_least=0, help="clip of a value, in stds of returns; 0: none")
     add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
@@ -94,11 +97,12 @@ def flag_parser():
     add("--lam", default=0.95, at_least=0, at_most=1, help="lambda of GAE, for the advantages")
     add("--critic_lam", default=1.0, at_least=0, at_most=1, help="lambda of the critic's returns")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
-    add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="first batches: only the critic [2]")
+    add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="critic alone; or auto [2 batches]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
+    add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
     return p
 
 
@@ -109,26 +113,25 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 
 from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
-from model.compatibility import eos_ids
 from model.critic import CriticModel
 from model.lora import add_adapters, frozen_copy, trained
 from trainer import ppo
-from trainer.compute.batching import micro_batches
-from trainer.compute.loss_scale import LossScale
+from trainer.best import choose_best, keep_best, restore_best
+from trainer.compute.batching import micro_batches, send
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_rollout
-from trainer.evaluation import EVAL_STEP, evaluate
-from trainer.generation.engine import Sampler, response_texts
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_policy, score_values
+from trainer.evaluation import evaluate_actor
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs, sampling_sizes
 from trainer.memory_check import check_memory
 from trainer.ppo_models import PpoRun, prepare_frozen
+from trainer.rewards.judge import load_judge
 from trainer.rewards.reward import load_reward
 from trainer.rewards.reward_models import critic_start
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
@@ -150,9 +153,10 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     keep_freed_memory()
     check_range(actor, dtype, f"--model {args.model}: ")
     reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
+    judge = load_judge(args, device, dtype, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    judges = [judge.model for judge, _ in reward.models.values()]
+    judges = [model.model for model, _ in (*reward.models.values(), *judge.models.values())]
     sizes = sampling_sizes(args, prompts, held_out)
     plan, memory = check_memory(args, actor, start, judges, device, dtype, sizes)
     notes = [*notes, choose_rates(args, actor, start), memory]
@@ -179,8 +183,9 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     return PpoRun(
         *inputs,
         notes=[note for note in notes if note],
-        eos=eos_ids(tokenizer, actor),
         reward=reward,
+        judge=judge,
+        best=choose_best(args, held_out, reward, judge),
         total_steps=total_steps,
         learners={
             "critic": learner(critic, ValueScorer(critic, dtype), args.critic_learning_rate),
@@ -189,9 +194,7 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         old_actor=old_actor,
         ref=ref,
         sampler=sampler,
-        loss_scale=LossScale(dtype),
         plan=plan,
-        progress=Progress(token_budget=plan.token_budget),
     )
 
 
@@ -209,21 +212,6 @@ class Batch:
     seconds: dict  # {phase: how long it took}
 
 
-def respond(run, model, prompts, keys, temperature):
-    """Prompts -> (rollout, response texts), sampled from this model's weights."""
-    ids = [p.prompt_ids for p in prompts]
-    rollout = run.sampler.load(model).sample(ids, keys, run.eos, run.args.max_gen_len, temperature)
-    run.free_cache()
-    return rollout, response_texts(rollout, run.tokenizer)
-
-
-def raw_scores(run, prompts, rollout, texts):
-    """What each reward says of the responses, before it is normalised, clipped and weighed."""
-    asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
-    with run.host.on_device(*(judge.model for judge, _ in run.reward.models.values())):
-        return run.reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
-
-
 def collect(run, step, batches, positions):
     """Take the next prompts, sample a response to each from the old actor, score them -> ``Batch``.
 
@@ -233,9 +221,9 @@ def collect(run, step, batches, positions):
     with run.world.all_or_none():
         prompts = next_batch(batches)
         keys = noise_keys(run.args.seed, step, positions)
-        rollout, texts = respond(run, run.old_actor, prompts, keys, run.args.temperature)
+        rollout, texts = run.respond(run.old_actor, prompts, keys, run.args.temperature)
         sampled = time.perf_counter()
-        raw = raw_scores(run, prompts, rollout, texts)
+        raw = run.raw_scores(run.reward, prompts, rollout, texts)
     scores = run.reward.combine(raw, run.world)
     seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
     return Batch(prompts, rollout, texts, scores, seconds)
@@ -253,21 +241,27 @@ def estimate_advantages(run, rollout):
 
 
 def fill_rollout(run, step, batch, metrics):
-    """All that stays fixed while a batch is learned from: log-probs, values, rewards, advantages, returns."""
-    args, rollout, mask, penalty = run.args, batch.rollout, batch.rollout.mask, None
+    """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
+    log-probs, values, rewards, advantages, returns."""
+    args, new, penalty = run.args, batch.rollout, None
     old_actor, ref = (PolicyScorer(model, run.dtype) for model in (run.old_actor, run.ref))
     with run.host.on_device(run.old_actor, run.ref):
-        score_rollout(rollout, old_actor, ref, run.learners["critic"].scorer, args.temperature)
-    old, sampled, scores = rollout.old_logprobs, rollout.sampler_logprobs, batch.scores["score"]
+        new.ref_logprobs = score_policy(new, ref, args.temperature)
+        new.scores = send(batch.scores["score"], new.tokens.device)
+        rollout = run.replay.join(new)
+        rollout.old_logprobs = score_policy(rollout, old_actor, args.temperature)
+    rollout.values = score_values(rollout, run.learners["critic"].scorer)
+    old, sampled, mask = rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask
     rollout.importance_weights = ppo.importance_weights(old, sampled, mask, args.importance_cap)
     if args.kl_in == "reward":
         penalty = args.kl_coef * ppo.kl_estimators(old, rollout.ref_logprobs)[0]
-    rollout.rewards = ppo.token_rewards(scores.to(mask.device), rollout.response_len, mask, penalty)
+    rollout.rewards = ppo.token_rewards(rollout.scores, rollout.response_len, mask, penalty)
     outcome = ppo.monte_carlo_returns(rollout.rewards, mask, args.gamma)
     run.value_scale.update(rollout, outcome, run.world.sum)
-    run.critic_warmup.note(step, rollout, outcome, run.world.sum)
     estimate_advantages(run, rollout)
-    run.note_rollout(rollout, outcome, metrics)
+    run.note_rollout(step, rollout, outcome, metrics)
+    run.replay.keep(new)
+    return rollout
 
 
 def critic_loss(run, mb, token_count):
@@ -275,11 +269,13 @@ def critic_loss(run, mb, token_count):
 
     AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
     """
-    values, metrics = run.learners["critic"].scorer(*mb.sequences), Metrics()
+    (values, balance), metrics = run.learners["critic"].scorer.balanced(*mb.sequences), Metrics()
     clip, scale = run.args.cliprange_value, run.critic.scale
     loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, clip, scale)
     metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
-    return run.args.vf_coef * loss / token_count, metrics
+    metrics.add("value/balance_loss", balance, len(mb.tokens))
+    count = run.args.mini_batch_size * run.world.size  # sequences of the minibatch
+    return run.args.vf_coef * loss / token_count + balance / count, metrics
 
 
 def actor_loss(run, mb, token_count):
@@ -287,9 +283,8 @@ def actor_loss(run, mb, token_count):
     args, metrics = run.args, Metrics()
     logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
     # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
-    kl_weight = args.kl_coef / mb.advantage_std if args.kl_in == "loss" else 0.0
-    clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
-    loss, info = ppo.policy_objective(logprobs, mb, clip, kl_weight)
+    kl_weight, decay = args.kl_coef / mb.advantage_std, args.gamma * args.lam
+    loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
     metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     count = args.mini_batch_size * run.world.size  # sequences of the minibatch
@@ -336,11 +331,12 @@ def update(run, rollout, step, metrics):
     args, world, size, count = run.args, run.world, run.args.mini_batch_size, run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
     names = [name for name, learner in run.learners.items() if first >= learner.first_step]
-    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(count)]
+    pool = len(rollout.tokens) // size  # minibatches to draw from, those of replayed batches among them
+    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(pool)]
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     stopped = False  # by --target_kl
     for ppo_epoch in range(args.ppo_epochs):
-        order = epoch_order(count, args.seed, step * args.ppo_epochs + ppo_epoch)
+        order = epoch_order(pool, args.seed, step * args.ppo_epochs + ppo_epoch)[:count]
         for place, k in enumerate(order):  # minibatch k
             number, steps = first + ppo_epoch * count + place, {}
             for name in names if not stopped else names[:1]:
@@ -353,8 +349,8 @@ def update(run, rollout, step, metrics):
 
 def learn(run, step, batch):
     """Fill the rollout's fields, update actor and critic -> (metrics, rows for samples.jsonl)."""
-    args, rollout, metrics, clock = run.args, batch.rollout, Metrics(), [time.perf_counter()]
-    fill_rollout(run, step, batch, metrics)
+    args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
+    rollout = fill_rollout(run, step, batch, metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, metrics)
     if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
@@ -367,19 +363,6 @@ def learn(run, step, batch):
 # -------------------------------------------------------------------------------------------- the loop
 
 
-def evaluate_actor(run):
-    """The actor on the held-out prompts: {"eval/…": mean}, nothing without ``--eval_data_path``."""
-    if run.held_out is None:
-        return {}
-
-    def roll_out(prompts, temperature):
-        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts])
-        rollout, texts = respond(run, run.actor, prompts, keys, temperature)
-        return rollout, texts, run.reward.combine(raw_scores(run, prompts, rollout, texts))
-
-    return evaluate(roll_out, run.held_out, run.args.temperature, run.args.reasoning, run.world)
-
-
 def train(run, logger):
     """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args, world, progress = run.args, run.world, run.progress
@@ -390,7 +373,8 @@ def train(run, logger):
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
             save(run, logger)
         if progress.step == 0:
-            log_step(run, logger, 0, evaluate_actor(run))
+            log_step(run, logger, 0, metrics := evaluate_actor(run))
+            keep_best(run, logger, metrics)
         for step in order.steps:
             try:
                 batch = collect(run, step, batches, order.positions)
@@ -408,6 +392,7 @@ def train(run, logger):
                 except InputError as error:  # a reward failed: first log and save what has been learned
                     failed = error
             log_step(run, logger, done, metrics, rows)
+            keep_best(run, logger, metrics)
             if last or signal or failed or done % args.save_interval == 0:
                 save(run, logger)
             if failed:
@@ -422,6 +407,7 @@ def main(argv=None):
         with world.all_or_none():
             run = build_run(args, world, *load_inputs(args))
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
+        restore_best(run, logger)
         prepare_frozen(run)
         run_to_the_end(run, logger, train)
 

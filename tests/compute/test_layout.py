@@ -29,8 +29,9 @@ def make_rollout(count=7, seed=0):
     response = torch.tensor([rng.randint(1, 9) for _ in range(count)])
     tokens = torch.randint(20, (count, int((prompt + response).max())), generator=generator)
     shape = (count, int(response.max()))
-    fields = [torch.randn(shape, generator=generator) for _ in range(8)]
-    return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), *fields)
+    names = ("sampler_logprobs", "old_logprobs", "importance_weights", "ref_logprobs", "values", "rewards")
+    fields = {name: torch.randn(shape, generator=generator) for name in (*names, "advantages", "returns")}
+    return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
 
 
 def test_tables_by_hand():
@@ -126,7 +127,8 @@ def no_waits(monkeypatch):
         yield
 
 
-def test_a_micro_batch_never_waits_for_a_gpu(monkeypatch):
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
     """Rows, forward, losses and backward of policy and critic, and their metrics, once the lengths are known
     on the host. (The compiled kernels of CPUs are not looked into.)"""
     policy = tiny_llama(20, layers=2, spread=2.0).requires_grad_(True)
@@ -138,7 +140,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(monkeypatch):
     with no_waits(monkeypatch):
         mb = rollout.rows([3, 1, 5])
         logprobs, entropy, balance = scorers[0](*mb.sequences, 0.7)
-        loss, info = ppo.policy_objective(logprobs, mb, ppo.Clip(), 0.1)
+        loss, info = ppo.policy_objective(logprobs, mb, ppo.Clip(), kl_in, 0.1, 0.9)
         metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss + balance).backward()

@@ -12,7 +12,7 @@ from test_invariants import ALONE, filled_rollout, make_run, same, weights
 from tiny import flags, read_jsonl, run_files, same_run, save_reward_dir, tiny_llama, word_tokenizer
 
 from errors import InputError
-from trainer import train_ppo
+from trainer import ppo_models, train_ppo
 from trainer.compute import loss_scale
 from trainer.compute.cpu import kernels
 from trainer.compute.loss_scale import LossScale
@@ -166,6 +166,9 @@ def test_gradients_are_those_of_fp32(files):
         run, prompts = make_run(files, dtype=dtype)
         if dtype == "float32":
             rollout, _ = filled_rollout(run, prompts)
+            critic, scale = copy.deepcopy(run.critic.state_dict()), run.critic.scale
+        run.critic.load_state_dict(critic)
+        run.critic.scale = scale
         count = rollout.response_len.sum().item()
         for name in ("critic", "actor"):
             train_ppo.backward(run, rollout, count, name, 10_000)
@@ -174,7 +177,8 @@ def test_gradients_are_those_of_fp32(files):
         norms[dtype] = [step_if_finite(run, learner, 0.0, 0).norm for learner in run.learners.values()]
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)  # unscaled before they are clipped
     for exact, rounded in zip(grads["float32"], grads["float16"], strict=True):
-        assert (rounded - exact).norm() <= 0.01 * exact.norm()
+        # The bias of the critic's head has a gradient of 0: its values are unbiased.
+        assert (rounded - exact).norm() <= 0.01 * exact.norm() + 1e-5
 
 
 # -------------------------------------------------------------------------------- checkpoints and resuming
@@ -186,7 +190,7 @@ SIZES |= {"device": "cpu", "log_interval": 1000, "save_interval": 2, "keep_check
 
 def test_resumed_in_fp16_it_ends_bit_for_bit_the_same_with_its_scale(files, tmp_path, monkeypatch):
     """The critic's gradients overflow now and then, because the scale doubles after three good steps."""
-    monkeypatch.setattr(train_ppo, "LossScale", partial(LossScale, interval=3))
+    monkeypatch.setattr(ppo_models, "LossScale", partial(LossScale, interval=3))
     argv = flags(**files, **SIZES, dtype="float16", vf_coef=10, eval_interval=0)
     train_ppo.main([*argv, "--out_dir", str(tmp_path / "whole")])
     half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")

@@ -171,6 +171,17 @@ def test_texts_leave_out_the_eos_and_keep_the_rest():
         assert text.split() == [tokenizer.convert_ids_to_tokens(i) for i in ids if i != 0]
 
 
+def test_texts_leave_out_an_eos_that_is_an_ordinary_token():
+    """A generation config may name any token as an end. It is no special token of the tokenizer."""
+    tokenizer, model = word_tokenizer(["a", "b", "c"]), tiny_llama(5, spread=3.0)
+    rollout = sample(model, [[2]] * 16, noise_keys(0, 0, list(range(16))), [3], 4, 1.0)
+    texts = response_texts(rollout, tokenizer)
+    assert 0 < rollout.finished.sum() < 16
+    for ids, ended, text in zip(rollout.responses(), rollout.finished, texts, strict=True):
+        assert (ids[-1] == 3) == ended
+        assert text.split() == [tokenizer.convert_ids_to_tokens(i) for i in ids if i not in (0, 3)]
+
+
 @pytest.mark.parametrize("slots", [1, 7, 64])
 def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
     keys = noise_keys(7, 3, range(24))

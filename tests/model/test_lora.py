@@ -265,9 +265,10 @@ def test_how_a_batch_is_computed_changes_no_gradient(files, more):
         run, prompts = updated_run(files, **flag)
         if not found:
             rollout, _ = filled_rollout(run, prompts, 2)
-            start = bits(run.actor), bits(run.critic)
+            start, scale = (bits(run.actor), bits(run.critic)), run.critic.scale
         run.actor.load_state_dict(start[0])
         run.critic.load_state_dict(start[1])
+        run.critic.scale = scale
         found.append(gradients_of_trained(run, rollout.rows(range(8)))[0])
     assert max(g.abs().max() for g in found[0]) > 1e-3
     assert furthest(*found) < 1e-6

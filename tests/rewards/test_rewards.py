@@ -79,6 +79,9 @@ def remote(tmp_path_factory):
         (GOOD.replace("\n", ""), 0.0, 1.0),
         (GOOD.replace("</think>", ""), 0.0, 0.75),
         (GOOD.replace("<answer>", "<answer><answer>"), 0.0, 0.75),
+        (GOOD + GOOD.partition("</think>\n")[2], 0.0, 0.5),  # two answer blocks
+        (GOOD.replace("</answer>", "</answer>\n<answer>\n3\n</answer>"), 0.0, 0.5),
+        (GOOD.replace("</think>", "</think>\n<think>\nagain\n</think>"), 0.0, 0.5),  # two think blocks
         ("2", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],

@@ -100,8 +100,18 @@ def test_reward_models_and_the_server_are_normalised_and_nothing_else():
         "score": [47.5, 71.5],
         "model_raw": [1.0, 5.0],
         "server_raw": [50.0, 70.0],
+        "score_raw": [100.5, 144.5],  # 1 + 50 + 50 - 0.5 and 5 + 70 + 70 - 0.5
     }
     assert reward.running.keys() == {"model", "server"}
+
+
+def test_the_raw_score_has_weights_and_no_clip():
+    """A judge of weight -0.5 gives 8, which is neither clipped nor normalised: -4; and the rest as it is."""
+    more = {"function": lambda *_: [1.0, 1.0], "missing_eos_penalty": 0.25, "reasoning": False}
+    reward = Reward({"model": (lambda c: torch.tensor([8.0, 0.0]), -0.5)}, normalize=True, **more)
+    parts = reward(["p"] * 2, ["a", "b"], [None] * 2, [True, False])
+    assert parts["score_raw"].tolist() == [-3.0, 0.75]
+    assert reward.names == list(parts)
 
 
 def test_without_the_flag_nothing_is_counted():

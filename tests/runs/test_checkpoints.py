@@ -48,7 +48,13 @@ SIZES = {
 }
 SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "run_name": "r"}
 SIZES |= {"normalize_reward": 1, "critic_warmup_steps": "auto"}  # checkpoints must keep their states too
-SIZES |= {"lr_warmup_steps": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
+SIZES |= {
+    "replay_batches": 2,
+    "lr_warmup_steps": 1,
+    "critic_lam": 0.97,
+    "dual_clip": 3.0,
+    "clip_epsilon_high": 0.3,
+}
 QUIET = {"device": "cpu", "log_interval": 1000}
 
 

@@ -68,7 +68,7 @@ def test_a_score_that_stays_below_its_start():
     assert notes_of(*start, *far[:-1]) == {}  # not yet for long
     assert notes_of(*start, *near) == {}
     assert notes_of(*[{}] * 40) == {}  # always the same
-    raw = {"reward/model_raw": 5.0}  # --normalize_reward: only the raw score can be compared
+    raw = {"reward/score_raw": 5.0}  # --normalize_reward: only the raw score can be compared
     assert notes_of(*[m | raw for m in start + far]) == {}
 
 

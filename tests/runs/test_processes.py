@@ -32,6 +32,8 @@ ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": "auto", "target_kl": 2e-3}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
+RUN |= {"replay_batches": 2}
+RUN |= {"best_metric": "score_raw"}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
 SAME = {
@@ -128,6 +130,15 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
         assert a.keys() == b.keys()
         for name in SAME & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), (a["step"], name)
+    best = []
+    for folder in (one, two):  # it is that of the last step, in both places
+        state = json.loads((folder / "checkpoints" / "step_12" / "state.json").read_text())
+        best.append([state["best"]["step"], state["best"]["value"]])
+        places = folder / "best.pth", folder.parent / "ppo_actor_32_best.pth"
+        last = (folder.parent / "ppo_actor_32.pth").read_bytes()
+        assert [path.read_bytes() == last for path in places] == [True, True]
+    assert best[0] == pytest.approx(best[1], rel=1e-4)
+    assert best[0][0] == 12
     a, b = (read_jsonl(folder / "samples.jsonl")[::2] for folder in (one, two))
     assert [s["response"] for s in a] == [s["response"] for s in b]  # position 0 of each global batch
 

@@ -79,7 +79,19 @@ def test_a_run_that_got_worse_names_its_best_evaluation():
     records[20] |= {"eval/score": -1.0}
     text, best = verdict(records, displays.PPO, 8, 32)
     assert text == "The score fell from -1.260 to -1.980 on 32 held-out prompts. The run made it worse."
-    assert best == "The best evaluation was at step 20: -1.000."
+    assert best == "The best evaluation by eval/score was at step 20: -1.000; the last one has -1.980."
+    records[0]["eval/accuracy"], records[-1]["eval/accuracy"] = 0.75, 0.5
+    words = verdict(records, displays.PPO, 8, 32, "eval/accuracy")
+    assert words[1] == "The best evaluation by eval/accuracy was at step 0: 0.750; the last one has 0.500."
+    assert len(verdict(records[20:], displays.PPO, 8, 32, "eval/accuracy")) == 1  # the last one is the best
+
+
+def test_a_judge_that_falls_while_the_score_rises_is_said():
+    records = records_of(0.0, 1.0, 2.0)
+    records[0]["eval/judge"], records[-1]["eval/judge"] = 0.5, -1.5
+    text = "The judge, which is never rewarded: 0.500 before, -1.500 after."
+    assert text in verdict(records, displays.PPO, 8, 32)
+    assert displays.describe_ppo(records[-1]) == "judge -1.500 | score 2.000"
 
 
 def test_the_verdict_of_losses_and_of_accuracies():
@@ -109,15 +121,20 @@ def test_too_few_steps_are_said_to_be_too_few():
 
 
 def test_normalised_scores_are_not_compared_but_the_raw_ones():
-    """The scale of the score moves: here it falls, although the reward model's raw score rises."""
+    """The scale of the score moves: here it falls, although the raw score rises."""
     records = records_of(0.0, 3.0, 1.0)
     for n, record in enumerate(records):
-        record |= {"reward/model_raw": 5.0 + NOISY[n % 2], "reward/model": 0.0}
-    records[0] |= {"eval/model_raw": 5.0}
-    records[-1] |= {"eval/model_raw": 6.0}
+        record |= {"reward/model_raw": -4.0, "reward/score_raw": 5.0 + NOISY[n % 2], "reward/model": 0.0}
+    records[0] |= {"eval/model_raw": -3.0, "eval/score_raw": 5.0}
+    records[-1] |= {"eval/model_raw": -4.0, "eval/score_raw": 6.0}
     words = verdict(records, displays.PPO, 8, 32)
-    assert words[0] == "The raw score of model rose from 5.000 to 6.000 on 32 held-out prompts."
+    assert words[0] == "The raw score rose from 5.000 to 6.000 on 32 held-out prompts."
     assert any("--normalize_reward" in text for text in words)
+    rows = step_table(records[1:], displays.PPO).splitlines()
+    best = {row.split("|")[1].strip(): row.split("|")[4].strip() for row in rows}
+    assert "(step " in best["reward/score_raw"]
+    for moves in ("reward/score", "reward/model", "reward/model_raw"):  # the last may have a weight below 0
+        assert best[moves] == ""
 
 
 def test_the_verdict_on_the_demo():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 
 from trainer.compute.batching import send
 from trainer.compute.layout import Layout
@@ -36,6 +37,7 @@ class Rollout:
     old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
     importance_weights: torch.Tensor | None = None  # [B, R] what the two make of a token's loss
     ref_logprobs: torch.Tensor | None = None  # [B, R]
+    scores: torch.Tensor | None = None  # [B] the rewards' sum
     values: torch.Tensor | None = None  # [B, R]
     rewards: torch.Tensor | None = None  # [B, R]
     advantages: torch.Tensor | None = None  # [B, R]
@@ -95,3 +97,17 @@ class Rollout:
         """The sampled token ids of every row, as lists; the EOS, if any, is included."""
         rows = zip(self.tokens.tolist(), *self.on_host(), strict=True)
         return [tokens[start : start + count] for tokens, start, count in rows]
+
+
+def join_rollouts(parts):
+    """Rollouts one below the other -> one of all their rows, as wide as the widest. A field that one of them
+    lacks is lacking in the result."""
+    joined = {}
+    for field in fields(Rollout):
+        tensors = [getattr(part, field.name) for part in parts]
+        if all(isinstance(x, torch.Tensor) for x in tensors):
+            if tensors[0].dim() == 2:
+                width = max(x.shape[1] for x in tensors)
+                tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
+            joined[field.name] = torch.cat(tensors)
+    return Rollout(**joined)

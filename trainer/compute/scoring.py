@@ -84,12 +84,18 @@ class ValueScorer(nn.Module):
     def __init__(self, critic, dtype=torch.float32):
         super().__init__()
         self.critic, self.dtype = critic, dtype
+        self.balance = BalanceLoss(critic.backbone)
 
     def forward(self, tokens, layout):
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding."""
+        return self.balanced(tokens, layout)[0]
+
+    def balanced(self, tokens, layout):
+        """The same -> values [B, R], balance loss (weighted sum), as of ``PolicyScorer``."""
         with autocast(tokens.device, self.dtype):
-            states, *_ = states_at(self.critic.backbone, tokens, layout)
-            return layout.spread(self.critic.read(states))
+            states, _, output = states_at(self.critic.backbone, tokens, layout, **self.balance.extra)
+            values = layout.spread(self.critic.read(states))
+            return values, self.balance(output, layout.on(tokens.device)["length"])
 
 
 @torch.no_grad()
@@ -108,12 +114,11 @@ def score_all(rollout, score):
     return result.index_copy_(0, send(torch.tensor(places), device), torch.cat(parts))
 
 
-def score_rollout(rollout, old_actor, ref, critic, temperature):
-    """Fill in ``old_logprobs``, ``ref_logprobs`` and ``values``. They stay fixed during the updates.
+def score_policy(rollout, scorer, temperature):
+    """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``."""
+    return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
 
-    old_actor, ref: ``PolicyScorer``; critic: ``ValueScorer``. The old log-probs come from the training
-    forward and not from the sampler, so that the ratio is exactly 1 before the first update.
-    """
-    rollout.old_logprobs = score_all(rollout, lambda rows: old_actor(*rows.sequences, temperature)[0])
-    rollout.ref_logprobs = score_all(rollout, lambda rows: ref(*rows.sequences, temperature)[0])
-    rollout.values = score_all(rollout, lambda rows: critic(*rows.sequences))
+
+def score_values(rollout, scorer):
+    """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
+    return score_all(rollout, lambda rows: scorer(*rows.sequences))

@@ -67,6 +67,23 @@ class Reward:
         self.running = {}
         self.judging_seconds = 0.0  # how long the reward models took for the last batch
 
+    @property
+    def names(self):
+        """The names of all scores that ``combine`` returns."""
+        given = {
+            "format": self.reasoning,
+            "marks": self.reasoning,
+            **dict.fromkeys(self.models, True),
+            "function": self.function,
+            "server": self.server,
+            "repetition": self.repetition_penalty,
+            "length_reward": self.length_reward,
+            "missing_eos": self.missing_eos_penalty,
+        }
+        parts = [name for name, there in given.items() if there]
+        raw = [f"{name}_raw" for name in parts if name in self.normalized]
+        return [*parts, "score", *raw, *(["score_raw"] if raw else [])]
+
     def __call__(self, prompts, responses, answers, finished, records=None):
         return self.combine(self.raw_scores(prompts, responses, answers, finished, records))
 
@@ -115,7 +132,9 @@ class Reward:
     def combine(self, raw, world=None):
         """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts.
 
-        With ``--normalize_reward`` the result also has "<part>_raw". Training gives a ``world``: the running
+        With ``--normalize_reward`` the result also has "<part>_raw" of each normalised part, and "score_raw":
+        the sum with raw scores times their weights in the place of normalised and clipped ones. Its scale
+        stays the same in all steps. Training gives a ``world``: the running
         statistics first take in the raw scores of all its processes, so all processes must call this.
         Evaluation gives none: the statistics then stay as they are.
         """
@@ -134,7 +153,14 @@ class Reward:
                 scores = clip_scores(scores, stats)
             parts[name] = scores
         parts["score"] = torch.stack(list(parts.values())).sum(0)
-        return parts | {f"{name}_raw": x for name, x in raw.parts.items() if name in self.normalized}
+        if not (raws := {name: x for name, x in raw.parts.items() if name in self.normalized}):
+            return parts
+        plain = [self._weight(name) * raws[name] if name in raws else parts[name] for name in raw.parts]
+        named = {f"{name}_raw": x for name, x in raws.items()}
+        return parts | named | {"score_raw": torch.stack(plain).sum(0)}
+
+    def _weight(self, part):
+        return self.models[part][1] if part in self.models else 1.0
 
     def metrics(self):
         """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds

@@ -14,8 +14,8 @@ LENGTHS = (20, 800)  # the least and the most characters of a response that is r
 
 
 def format_reward(response):
-    """0.5 for exactly the think / answer format, with one or two newlines between the blocks, else 0."""
-    return 0.5 * bool(FORMAT.fullmatch(response))
+    """0.5 for exactly one think block and one answer block, with one or two newlines between them, else 0."""
+    return 0.5 * bool(mark_reward(response) == 1.0 and FORMAT.fullmatch(response))
 
 
 def mark_reward(response):

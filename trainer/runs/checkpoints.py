@@ -3,9 +3,11 @@
 actor.safetensors critic.safetensors        PPO: weights, fp32; with --lora_r only what trains
 old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it is the actor
 actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
+replay.safetensors                          PPO with --replay_batches: those batches
 model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
+best.pth                                    PPO: the weights of the best evaluation so far (best.py), if any
 state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
-                                            of --normalize_reward
+                                            of --normalize_reward, step and value of the best evaluation
 config.json                                 flags, versions, fingerprints, as in the run folder
 SHA256SUMS                                  checksums of all these files, for ``sha256sum -c SHA256SUMS``
 
@@ -14,9 +16,9 @@ the frozen weights under adapters), and random states: sampling noise, the order
 are pure functions of the seed and the step.
 
 A checkpoint is written under a temporary name, flushed to the disk and then renamed, so it is complete or
-absent. If a file does not match its checksum, the checkpoint is not loaded. All files are safetensors, JSON
-or text, so loading runs no code. ``modules``, ``optimizers`` and ``states`` of a run (``PpoRun``,
-``SupervisedRun``) list what to save.
+absent. If a file does not match its checksum, the checkpoint is not loaded. Loading runs no code: it reads
+safetensors, JSON and text, and only copies best.pth. ``modules``, ``optimizers``, ``states`` and ``files`` of
+a run (``PpoRun``, ``SupervisedRun``) list what to save.
 """
 
 import hashlib
@@ -69,6 +71,9 @@ def save(folder, run, config, keep):
         try:
             temporary.mkdir()
             _write_files(temporary, run, config)
+            for name in run.files:
+                shutil.copyfile(Path(folder) / name, temporary / name)
+            _seal(temporary)
             move(temporary, root / f"step_{step}")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -86,9 +91,15 @@ def _write_files(folder, run, config):
             for key, x in state.items()
         }
         save_file(moments, folder / f"{name}.safetensors")
+    for name, holder in run.tensors.items():
+        save_file(holder.tensors(), folder / f"{name}.safetensors")
     state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _seal(folder):
+    """Write the checksums of all files in a folder, and flush all to the disk."""
     files = sorted(folder.iterdir())
     # Not write_text: on Windows its line ends would be wrong for sha256sum.
     (folder / SUMS).write_bytes("".join(f"{_sha256(path)}  {path.name}\n" for path in files).encode())
@@ -174,6 +185,8 @@ def load(path, run):
             load_model(module, str(path / f"{name}.safetensors"), strict=True)
         for name, optimizer in run.optimizers.items():
             _load_moments(optimizer, path / f"{name}.safetensors")
+        for name, holder in run.tensors.items():
+            holder.load_tensors(load_file(path / f"{name}.safetensors"))
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         for name, holder in run.states.items():
             holder.load_state_dict(state.get(name, {}))

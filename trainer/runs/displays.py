@@ -42,12 +42,12 @@ def metric_names(pattern, records):
 
 
 def compared_name(metrics, usual):
-    """The name, without its group, by which the steps of a run are compared: ``usual``, or a raw score.
+    """The name, without its group, by which the steps of a run are compared: ``usual``, or "score_raw".
 
     With ``--normalize_reward`` the scale of the score follows the running statistics, so a score of one step
-    cannot be compared with that of another. Then it is the raw score of the (first) part that is normalised.
+    cannot be compared with that of another. The raw score's scale stays (``Reward.combine``).
     """
-    return next((name.split("/")[1] for name in metrics if name.endswith("_raw")), usual)
+    return "score_raw" if any(name.endswith("/score_raw") for name in metrics) else usual
 
 
 # ------------------------------------------------------------------------------------------ PPO
@@ -70,6 +70,7 @@ PPO_PANELS = (  # title, [(metric, label)]
             ("reward/score", "training"),
             ("eval/score", "held out, sampled"),
             ("eval/score_greedy", "held out, greedy"),
+            ("eval/judge", "judge, held out"),
         ),
     ),
     ("parts of the reward (training)", ((PARTS, ""),)),
@@ -103,7 +104,7 @@ def mark_ppo(metrics):
 def describe_ppo(metrics):
     """An evaluation's metrics -> ``accuracy 0.51 (greedy 0.83) | format …``, '' if there are none."""
     texts = []
-    for name in ("accuracy", "format_rate", "score", "length"):
+    for name in ("accuracy", "judge", "format_rate", "score", "length"):
         if f"eval/{name}" in metrics:
             text = f"{name} {metrics[f'eval/{name}']:.3f}"
             if f"eval/{name}_greedy" in metrics:

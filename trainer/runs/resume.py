@@ -16,11 +16,15 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     loss_scale              of fp16 (``LossScale`` in compute/loss_scale.py)
     script, display         the name of its file; how it is shown (displays.py)
     modules, optimizers     {file name: module or optimizer}: what a checkpoint holds
+    tensors                 {file name: object with tensors and load_tensors}: more of a checkpoint
     states                  {name: object with state_dict and load_state_dict}: the same, in state.json
+    files                   [name of a file in the run folder]: a checkpoint has a copy of it
     fingerprints()          {flag: hash of what it names}: what resuming compares
     save_result()           writes the files that users load
     result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
+    best_metric             by which evaluations are compared; "": as its display says
     about(), results()      lines of text: what the run is made of; where its files are
+    about_best()            words on the weights of the best evaluation, where they are kept; "" if not
 """
 
 import json

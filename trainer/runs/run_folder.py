@@ -2,6 +2,7 @@
 
 out/ppo_actor_{hidden_size}{_moe}.pth     PPO's result: the actor, fp16 state-dict
 out/ppo_actor_{hidden_size}{_moe}/        its config, generation config and tokenizer
+out/ppo_actor_{hidden_size}{_moe}_best.pth   the actor of the best evaluation, with a folder as above
 out/full_sft_{hidden_size}{_moe}.pth      result of stage 1, fp16, and the same as a Hugging Face directory
 out/full_sft_{hidden_size}{_moe}/         (or --hf_dir)
 out/reward_{hidden_size}/                 result of stage 2, a Hugging Face directory (or --hf_dir)
@@ -9,6 +10,7 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     config.json                           every flag, the versions, fingerprints of models and data
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
+    best.pth best/                        PPO: the best actor of this run, also when a later run has one
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
     curves.png summary.md                 written when the run ends or is stopped
     swanlog/                              with --use_wandb (trackers.py)

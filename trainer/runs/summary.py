@@ -22,7 +22,8 @@ def summarise(run, records, saved_step):
     """
     steps, held_out = [r for r in records if r["step"]], len(run.held_out or ())
     words = [f"Note, step {step}: {text}." for step, text in Notes(records).given.values()]
-    words += verdict(records, run.display, run.args.batch_size * run.world.size, held_out)
+    size = run.args.batch_size * run.world.size
+    words += verdict(records, run.display, size, held_out, run.best_metric)
     words += about_the_steps(steps, run.total_steps)
     if saved_step and run.result_path:
         saved = f"{run.result_path.name} has the weights after step {saved_step}"
@@ -34,7 +35,7 @@ def summarise(run, records, saved_step):
         "\n".join(f"- {line}" for line in words),
         evaluation_table([r for r in records if any(name.startswith("eval/") for name in r)]),
         step_table(steps, run.display),
-        f"Files: {saved}. The curves are in curves.png, every step is in metrics.jsonl.",
+        f"Files: {saved}{run.about_best()}. The curves are in curves.png, every step is in metrics.jsonl.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -49,10 +50,11 @@ def about_the_steps(steps, total):
     return words
 
 
-def verdict(records, display, batch_size, held_out):
+def verdict(records, display, batch_size, held_out, best_by=""):
     """Did the run help? -> sentences: the evaluations compared, or without two of them the training steps.
 
-    batch_size: records of a step, over all processes; held_out: records of an evaluation.
+    batch_size: records of a step, over all processes; held_out: records of an evaluation; best_by: the metric
+    that says which evaluation was the best, where it is not the one that is compared.
     """
     steps = [r for r in records if r["step"]]
     short = compared_name({name: 0 for r in records for name in r}, display.best)
@@ -71,26 +73,35 @@ def verdict(records, display, batch_size, held_out):
     else:
         return ["No step was trained."]
     sign = -1 if display.lower_is_better else 1
-    name = short if short == display.best else f"raw score of {short.removesuffix('_raw')}"
+    name = short.replace("score_raw", "raw score")
     words = [compare(name, before, after, least, where, sign)]
     greedy = values_of(records, f"eval/{short}_greedy")
     if len(greedy) >= 2:
         words.append(compare(f"greedy {name}", greedy[0][1], greedy[-1][1], least, where, sign))
-    best_step, best = max(found, key=lambda pair: sign * pair[1], default=(0, after))
-    if len(found) >= 2 and sign * (best - after) > least:
-        words.append(f"The best evaluation was at step {best_step}: {best:.3f}.")
+    words += best_evaluation(records, best_by or f"eval/{short}", sign)
     if not held_out:
         words.append("Nothing was held out; --eval_data_path tests on other data.")
     elif len(found) < 2:
         words.append("There are no two evaluations to compare yet.")
     if short != display.best:
-        words.append("Not the score is compared, because --normalize_reward moves its scale.")
+        words.append("The raw score is compared, because --normalize_reward moves the scale of the score.")
     words += parts_of_the_change(records, steps)
-    right = values_of(records, "eval/accuracy")
-    if display.best == "score" and len(right) >= 2:
-        before, after = right[0][1], right[-1][1]
-        words.append(f"The accuracy, which is never rewarded: {before:.3f} before, {after:.3f} after.")
+    for name in ("accuracy", "judge") if display.best == "score" else ():
+        found = values_of(records, f"eval/{name}")
+        if len(found) >= 2:
+            before, after = found[0][1], found[-1][1]
+            words.append(f"The {name}, which is never rewarded: {before:.3f} before, {after:.3f} after.")
     return words
+
+
+def best_evaluation(records, name, sign):
+    """A sentence on the best evaluation by this metric, where it was not the last one; else none."""
+    found = values_of(records, name)
+    best_step, best = max(found, key=lambda pair: sign * pair[1], default=(0, 0.0))
+    if not found or best == found[-1][1]:
+        return []
+    last = f"the last one has {found[-1][1]:.3f}"
+    return [f"The best evaluation by {name} was at step {best_step}: {best:.3f}; {last}."]
 
 
 def parts_of_the_change(records, steps):
@@ -147,9 +158,9 @@ def step_table(steps, display):
         return ""
     count, rows = share_of_steps(len(steps)), []
     names = [(name, best) for pattern, best in display.followed for name in metric_names(pattern, steps)]
-    raw = [(name, "highest") for name in dict.fromkeys(n for r in steps for n in r) if name.endswith("_raw")]
-    for name, best in names + [pair for pair in raw if pair[0].startswith("reward/")]:
-        numbers = values_of(steps, name)
+    raw = [n for n in dict.fromkeys(n for r in steps for n in r) if n.endswith("_raw") and "reward/" in n]
+    for name, best in names + [(n, "highest" * (n == "reward/score_raw")) for n in raw]:
+        numbers, best = values_of(steps, name), "" if f"{name}_raw" in raw else best  # its scale moves
         if not numbers:
             continue
         cells = [shown(mean(numbers[:count])), shown(mean(numbers[-count:])), ""]

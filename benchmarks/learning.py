@@ -1,0 +1,153 @@
+"""What is learned from how many samples: this trainer beside TRL's PPOTrainer, and what each decision does.
+
+    python benchmarks/learning.py --task a b                 # both trainers; hours for all on two cores
+    python benchmarks/learning.py --task c d --dreams DIR    # the tasks that need a real model
+    python benchmarks/learning.py --task b --who ours        # only this trainer
+    python benchmarks/learning.py --task a --variants --who ours    # one decision changed at a time
+    python benchmarks/learning.py --table                    # tables and pictures of docs/learning.md
+
+The tasks: learning_tasks.py. Each trainer is tried at three learning rates with the first seed. The rate
+with the best end then runs with the other seeds. All runs are processes of one thread in fp32
+(learning_run.py). Results go into benchmarks/results/learning.json, run by run: a run that is there is not
+made again. TRL is the PPOTrainer of TRL 1.12.0 (requirements-bench.txt).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import RESULTS, ROOT, machine
+from learning_report import best_rates, figure, write
+from learning_tasks import TASKS, prepare
+
+FILE = RESULTS / "learning.json"
+# One decision changed at a time: {name: (tasks, flags of train_ppo.py, name of a patch in learning_run.py)}
+OURS = {
+    "lambda 1 for both": ("abcd", {"lam": 1, "critic_lam": 1}, None),
+    "lambda 0.95 for both": ("abcd", {"lam": 0.95, "critic_lam": 0.95}, None),
+    "KL in the loss": ("acd", {"kl_in": "loss"}, None),
+    "KL in the reward": ("b", {"kl_in": "reward"}, None),
+    "no replay": ("acd", {"replay_batches": 0}, None),
+    "4 PPO epochs, no replay": ("a", {"replay_batches": 0, "ppo_epochs": 4}, None),
+    "no value clip": ("abcd", {"cliprange_value": 0}, None),
+    "no critic warm-up": ("abcd", {"critic_warmup_steps": 0}, None),
+    "critic warm-up auto": ("abcd", {"critic_warmup_steps": "auto"}, None),
+    "upper clip 0.28": ("abcd", {"clip_epsilon_high": 0.28}, None),
+    "dual clip 3": ("abcd", {"dual_clip": 3}, None),
+    "no whitening": ("abcd", {}, "no whitening"),
+    "minibatches dealt anew": ("abcd", {}, "deal anew"),
+    "rate warm-up, 5 batches": ("abcd", {"lr_warmup_steps": 5}, None),
+    "constant rate": ("abcd", {"lr_schedule": "constant"}, None),
+    "1 PPO epoch": ("cd", {"ppo_epochs": 1}, None),
+    "2 PPO epochs": ("bcd", {"ppo_epochs": 2}, None),
+    "4 PPO epochs": ("ab", {"ppo_epochs": 4}, None),
+    "batch half as large": ("a", {"batch_size": 128}, None),
+    "batch 64": ("bd", {"batch_size": 64}, None),
+    "bf16": ("abcd", {"dtype": "bfloat16"}, None),
+    "bf16, no importance weights": ("abcd", {"dtype": "bfloat16", "importance_cap": 0}, None),
+}
+TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
+VARIANTS = {"ours": OURS, "trl": TRL}
+
+
+def load():
+    return json.loads(FILE.read_text(encoding="utf-8"))["runs"] if FILE.exists() else []
+
+
+def identity(run):
+    return [run[name] for name in ("task", "who", "variant", "rates", "seed", "samples")]
+
+
+def keep(run):
+    """Add a run to the file, in the place of an older one of the same kind. One line a run."""
+    runs = [old for old in load() if identity(old) != identity(run)] + [run]
+    runs.sort(key=identity)
+    FILE.parent.mkdir(exist_ok=True, parents=True)
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    text = f'{{"machine": {json.dumps(machine())},\n"runs": [\n{lines}\n]}}\n'
+    beside = FILE.with_suffix(".part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, FILE)
+
+
+def make(folder, dreams, task, who, rates, seed, samples, variant="", flags=None, patch=None):
+    """One run, unless the file has it -> the run."""
+    rates = list(rates) if isinstance(rates, list | tuple) else [rates]
+    run = {"task": task, "who": who, "variant": variant, "rates": rates, "seed": seed, "samples": samples}
+    for old in load():
+        if identity(old) == identity(run):
+            return old
+    start = seed if task == "a" else 0
+    request = {**run, "folder": str(Path(folder) / task), "flags": flags or {}, "patch": patch}
+    request["files"] = prepare(task, folder, start, dreams)
+    command = [sys.executable, str(ROOT / "benchmarks" / "learning_run.py"), json.dumps(request)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{task}, {who}, {variant}: {done.stderr[-2000:]}")
+    points = json.loads(done.stdout.splitlines()[-1])
+    run["flags"] = TASKS[task].get(who, {}) | (flags or {})
+    run["curve"] = {name: [point[name] for point in points] for name in points[0]}
+    keep(run)
+    print(
+        f"{task} {who} {variant} rates {rates} seed {seed}, {samples} samples: {figure(run):.4f}, "
+        f"KL {run['curve']['kl'][-1]:.3f}, {run['curve']['seconds'][-1]:.0f} s",
+        flush=True,
+    )
+    return run
+
+
+def compare(folder, dreams, task, who, more, seeds):
+    """All runs of one trainer on one task: each rate with the first seed, then the best one with the others.
+    With ``more``: each rate with all seeds, with the task's other number of samples."""
+    this = TASKS[task]
+    for rates in this["rates"][who]:
+        for seed in range(min(seeds, this["seeds"])) if more else (0,):
+            make(folder, dreams, task, who, rates, seed, this["more" if more else "samples"])
+    for seed in range(min(seeds, this["seeds"])) if not more else ():
+        make(folder, dreams, task, who, best_rates(load(), task, who), seed, this["samples"])
+
+
+def ablate(folder, dreams, task, who, names, seeds):
+    """A trainer at its best rates with one decision changed at a time."""
+    samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else TASKS[task]["samples"]
+    rates, unchanged = best_rates(load(), task, who), {"": (task, {}, None)}
+    for name, (tasks, flags, patch) in (unchanged | VARIANTS[who]).items():
+        if task in tasks and (not name or not names or name in names):
+            for seed in range(min(seeds, TASKS[task]["seeds"])):
+                make(folder, dreams, task, who, rates, seed, samples, name, flags, patch)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--who", nargs="+", choices=["trl", "ours"], default=["trl", "ours"])
+    parser.add_argument("--seeds", type=int, default=9, help="at most so many seeds")
+    parser.add_argument("--variants", nargs="*", help="only these changes of ours; without names, all")
+    parser.add_argument("--dreams", help="the folder of the model of tasks c and d")
+    parser.add_argument("--folder", help="keeps the inputs of the tasks; default: a temporary one")
+    parser.add_argument("--more", action="store_true", help="with another number of samples")
+    parser.add_argument("--table", action="store_true", help="write tables and pictures, run nothing")
+    args = parser.parse_args()
+    if args.table:
+        return write(load())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or temporary
+        for task in args.task:
+            if task in "cd" and not args.dreams:
+                print(f"task {task} is left out: it needs --dreams")
+                continue
+            for who in args.who:
+                if args.variants is not None:
+                    ablate(folder, args.dreams, task, who, args.variants, args.seeds)
+                else:
+                    compare(folder, args.dreams, task, who, args.more, args.seeds)
+    return None
+
+
+if __name__ == "__main__":
+    main()

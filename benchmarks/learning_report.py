@@ -1,0 +1,198 @@
+"""Tables and pictures of docs/learning.md from the runs in benchmarks/results/learning.json.
+
+``python benchmarks/learning.py --table`` calls ``write``: it replaces what stands between the two marks of
+each table in docs/learning.md, and draws docs/learning_<task>.png.
+"""
+
+import re
+import statistics
+from collections import Counter
+
+from common import ROOT, table
+from learning_tasks import TASKS
+
+PAGE = ROOT / "docs" / "learning.md"
+NAMES = {"trl": "TRL", "ours": "here"}
+COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
+WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
+
+
+def figure(run, place=-1):
+    """What the task is judged by, at one point of the curve; the "objective" is score - kl_coef KL."""
+    task, curve = TASKS[run["task"]], run["curve"]
+    if task["figure"] != "objective":
+        return curve[task["figure"]][place]
+    return curve["score"][place] - task["flags"]["kl_coef"] * curve["kl"][place]
+
+
+def pick(runs, task, who, variant="", samples=None, wanted_rates=None):
+    """The runs of one kind with these rates, or with those that have the most seeds, by seed."""
+    samples = samples or TASKS[task]["samples"]
+    wanted = task, who, variant, samples
+    found = [r for r in runs if (r["task"], r["who"], r["variant"], r["samples"]) == wanted]
+    rates = [r["rates"] for r in found]
+    most = max(rates, key=rates.count) if rates else None
+    most = most if wanted_rates is None else list(wanted_rates)
+    return [r for r in found if r["rates"] == most]
+
+
+def best_rates(runs, task, who):
+    """The rates with the best end of the first seed, among the runs of the usual number of samples."""
+    this = TASKS[task]
+    tried = [r for r in runs if (r["task"], r["who"], r["seed"], r["variant"]) == (task, who, 0, "")]
+    return max((r for r in tried if r["samples"] == this["samples"]), key=figure)["rates"]
+
+
+def middle(values, digits=3):
+    """Numbers -> "median (least to most)"."""
+    texts = [f"{f(values):.{digits}f}" for f in (statistics.median, min, max)]
+    return texts[0] if len(values) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
+
+
+def learned(run):
+    """The curve of what is to be learned: the figure of (a) and (b), the score of (c) and (d)."""
+    name = TASKS[run["task"]]["figure"]
+    return run["curve"]["score" if name == "objective" else name]
+
+
+def samples_until(run, goal):
+    """The first measured number of samples at which ``learned`` is at least ``goal``, None if none is."""
+    pairs = zip(run["curve"]["samples"], learned(run), strict=True)
+    return next((samples for samples, value in pairs if value >= goal), None)
+
+
+def until(runs, goal):
+    """The median of ``samples_until`` as text; a run that never got there counts as the largest."""
+    found = [samples_until(run, goal) for run in runs]
+    number = statistics.median(x if x is not None else float("inf") for x in found)
+    return "not reached" if number == float("inf") else f"{number:,.0f}"
+
+
+def kinds(runs, task):
+    """(who, variant, samples, rates) of the rows of a task: TRL's with their variants, then ours without.
+    Rates that were only tried, with one seed, have no row."""
+    found = Counter(
+        (r["who"], r["variant"], r["samples"], tuple(r["rates"])) for r in runs if r["task"] == task
+    )
+    most = {kind[:3]: max(n for k, n in found.items() if k[:3] == kind[:3]) for kind in found}
+    shown = sorted(kind for kind, n in found.items() if n > 1 or most[kind[:3]] == 1)
+    return [k for k in shown if k[0] == "trl"] + [k for k in shown if k[:2] == ("ours", "")]
+
+
+def main_table(runs):
+    """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end."""
+    rows = []
+    for task, this in TASKS.items():
+        peer = pick(runs, task, "trl")
+        goal = statistics.median(learned(r)[-1] for r in peer) if peer else float("inf")
+        for who, variant, samples, rates in kinds(runs, task):
+            found = pick(runs, task, who, variant, samples, rates)
+            row = {
+                "task": f"({task}) {this['title']}",
+                "trainer": ", ".join(filter(None, (NAMES[who], variant))),
+                "rates": ", ".join(f"{x:g}" for x in found[0]["rates"]),
+                "samples": f"{samples:,}",
+                "runs": len(found),
+                "figure": middle([figure(r) for r in found]),
+                "score": middle([r["curve"]["score"][-1] for r in found], 2),
+                "KL a response": middle([r["curve"]["kl"][-1] for r in found], 2),
+                "samples to TRL's end": until(found, goal),
+                "CPU seconds": f"{statistics.median(r['curve']['seconds'][-1] for r in found):.0f}",
+            }
+            rows.append(row)
+    return table(rows)
+
+
+def judges_table(runs):
+    """What never trains: the gold score of (d) and the spelling of (c), at the start and at the end."""
+    rows = []
+    for task, name in (("c", "spelling"), ("d", "gold")):
+        for who in ("trl", "ours"):
+            if found := pick(runs, task, who):
+                curves = [r["curve"][name] for r in found]
+                rows.append(
+                    {
+                        "task": f"({task})",
+                        "judge": name,
+                        "trainer": NAMES[who],
+                        "start": f"{curves[0][0]:.3f}",
+                        "end": middle([x[-1] for x in curves]),
+                    }
+                )
+    return table(rows)
+
+
+def variants_table(runs):
+    """A row for each changed decision, a column for each task: the end, and in brackets its difference to the
+    mean of the same seeds without the change, with the standard error of this difference."""
+    runs = [r for r in runs if r["who"] == "ours"]
+    names, rows = list(dict.fromkeys(r["variant"] for r in runs if r["variant"])), []
+    tasks = [task for task in TASKS if any(r["task"] == task and r["variant"] for r in runs)]
+    for name in names:
+        row = {"changed": name}
+        for task in tasks:
+            samples = TASKS[task].get("ablate")
+            plain = {r["seed"]: figure(r) for r in pick(runs, task, "ours", "", samples)}
+            pairs = [
+                (figure(r), plain[r["seed"]])
+                for r in pick(runs, task, "ours", name, samples)
+                if r["seed"] in plain
+            ]
+            row[f"({task})"] = difference(pairs)
+        rows.append(row)
+    return table(rows)
+
+
+def difference(pairs):
+    """[(changed, plain)] of the same seeds -> text: the mean end, and its difference ± standard error."""
+    if not pairs:
+        return ""
+    apart = [changed - plain for changed, plain in pairs]
+    mean = statistics.mean(changed for changed, _ in pairs)
+    error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.3f}" if len(apart) > 1 else ""
+    return f"{mean:.3f} ({statistics.mean(apart):+.3f}{error})"
+
+
+def draw(runs, task, path):
+    """Figure and KL by samples, and the figure by seconds: thin lines are runs, thick ones their median."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [("samples", WORDS[TASKS[task]["figure"]]), ("samples", "KL a response"), ("seconds", None)]
+    shown, axes = pyplot.subplots(1, 3, figsize=(10.5, 3), layout="constrained")
+    for who in ("trl", "ours"):
+        found = pick(runs, task, who)
+        for axis, (across, upward) in zip(axes, panels, strict=True):
+            lines = []
+            for run in found:
+                x, places = run["curve"][across], range(len(run["curve"]["samples"]))
+                y = run["curve"]["kl"] if upward == "KL a response" else [figure(run, i) for i in places]
+                axis.plot(x, y, color=COLOURS[who], alpha=0.25, linewidth=0.8)
+                lines.append((x, y))
+            if lines:
+                x, y = (
+                    [statistics.median(v) for v in zip(*part, strict=True)]
+                    for part in zip(*lines, strict=True)
+                )
+                axis.plot(x, y, color=COLOURS[who], linewidth=2, label=NAMES[who])
+            axis.set_xlabel("CPU seconds" if across == "seconds" else across)
+            axis.set_ylabel(upward or panels[0][1])
+    axes[0].legend()
+    shown.suptitle(f"({task}) {TASKS[task]['title']}", fontsize=10)
+    shown.savefig(path, dpi=70)
+    pyplot.close(shown)
+
+
+def write(runs):
+    """Replace the tables of docs/learning.md and draw the pictures of all tasks that have runs."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, made in (("main", main_table), ("judges", judges_table), ("variants", variants_table)):
+        marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+        text = between.sub(lambda _, m=marks, f=made: f"{m[0]}\n{f(runs)}\n{m[1]}", text)
+    PAGE.write_text(text, encoding="utf-8")
+    for task in TASKS:
+        if any(run["task"] == task for run in runs):
+            draw(runs, task, PAGE.parent / f"learning_{task}.png")

@@ -1,0 +1,287 @@
+"""One run of learning.py, in a process of its own: this trainer or TRL's PPOTrainer on one task.
+
+    python benchmarks/learning_run.py '{"who": "ours", "task": "b", …}'      # prints one line of JSON
+
+Both trainers get the same policy, prompts, total score and sizes, compute in fp32, and are measured by the
+same code at the same numbers of samples (``Judge``). The time of measuring is not counted.
+
+What TRL's PPOTrainer needs to take any score of a text: its reward model is a network that reads token ids
+and has a backbone and a score head. ``TextScores`` has these names, decodes the ids and asks the rewards. A
+tokenizer whose pad token is its EOS would hide every EOS from TRL's losses; it gets another pad token.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from common import ROOT
+from learning_rewards import gold, spelling
+from learning_tasks import POINTS, TASKS, exact_objective
+
+from model.compatibility import eos_ids
+from model.lora import frozen_copy
+from trainer import ppo, train_ppo
+from trainer.compute.scoring import PolicyScorer, score_all
+from trainer.evaluation import EVAL_STEP
+from trainer.generation.engine import Sampler, response_texts
+from trainer.generation.sampling_noise import noise_keys
+from trainer.inputs import load_inputs
+from trainer.rewards.reward import load_reward
+from trainer.rewards.rules import is_correct
+
+FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
+RATES = ("learning_rate", "critic_learning_rate")
+
+
+class Judge:
+    """Measures a policy: held-out prompts, always the same noise, temperature 1; or exactly, in task (a).
+
+    files: the folder of the task's files; inputs: (args, reward, tokenizer, prompts, held out, reference).
+    """
+
+    def __init__(self, task, folder, args, reward, tokenizer, prompts, held_out, reference):
+        self.args, self.reward, self.tokenizer = args, reward, tokenizer
+        self.exact = None
+        if task == "a":
+            self.exact = exact_objective(args, reward, tokenizer, prompts[0], reference)
+            return
+        self.prompts = [held_out[i] for i in range(len(held_out))]
+        self.eos, self.reference = eos_ids(tokenizer, reference), PolicyScorer(reference)
+        self.sampler = Sampler(reference)
+        known = Path(folder) / "known_words.json"
+        self.known = set(json.loads(known.read_text())) if known.exists() else None
+        self.has_gold = task == "d"
+
+    @torch.no_grad()
+    def __call__(self, policy):
+        """-> {"score", "kl" (nats a response), "length", and what else the task has}, means."""
+        if self.exact:
+            return self.exact(policy)
+        ids = [p.prompt_ids for p in self.prompts]
+        keys = noise_keys(0, EVAL_STEP, [p.index for p in self.prompts])
+        rollout = self.sampler.load(policy).sample(ids, keys, self.eos, self.args.max_gen_len, 1.0)
+        texts = response_texts(rollout, self.tokenizer)
+        scorers = PolicyScorer(policy), self.reference
+        log_p, log_q = (score_all(rollout, lambda rows, s=s: s(*rows.sequences, 1.0)[0]) for s in scorers)
+        count = len(self.prompts)
+        found = {
+            "score": total_scores(self.reward, self.prompts, texts, rollout.finished.tolist()).mean().item(),
+            "kl": ppo.masked_sum(log_p - log_q, rollout.mask).item() / count,
+            "length": rollout.response_len.float().mean().item(),
+            "finished": rollout.finished.float().mean().item(),
+        }
+        if self.prompts[0].answer is not None:
+            right = [is_correct(t, p.answer, True) for t, p in zip(texts, self.prompts, strict=True)]
+            found["accuracy"] = sum(right) / count
+        if self.has_gold:
+            found["gold"] = sum(gold(None, texts, None)) / count
+        if self.known:
+            found["spelling"] = sum(spelling(self.known, texts)) / count
+        return found
+
+
+def total_scores(reward, prompts, texts, finished):
+    """The sum of all parts of the reward [B], as PPO gets it."""
+    asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
+    return reward(asked, texts, answers, finished, records)["score"]
+
+
+class Curve:
+    """Points of a run: samples, seconds of CPU time (one thread) without measuring, what ``Judge`` says."""
+
+    def __init__(self):
+        self.points, self.seconds, self.running_since = [], 0.0, None
+
+    def measure(self, judge, policy, samples):
+        """Stop the clock, measure, start it again."""
+        now = time.process_time()
+        self.seconds += now - (self.running_since or now)
+        found = {name: round(x, 4) for name, x in judge(policy).items()}
+        self.points.append({"samples": samples, "seconds": round(self.seconds, 2)} | found)
+        self.running_since = time.process_time()
+
+
+def flags_of(request, out):
+    """The request -> flags of train_ppo.py. TRL's run reads the same, for policy, data and rewards."""
+    task = TASKS[request["task"]]
+    flags = {**task["flags"], **FIXED, **request["files"], "out_dir": out, "run_name": "run"}
+    if request["who"] == "ours":
+        flags |= task.get("ours", {}) | dict(zip(RATES, request["rates"], strict=True))
+    flags |= {"seed": request["seed"], **request.get("flags", {})}
+    steps = request["samples"] // flags["batch_size"]
+    return flags | {"max_steps": steps, "eval_interval": max(1, steps // POINTS)}
+
+
+def command_line(flags):
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+# ------------------------------------------------------------------------------------------- this trainer
+
+
+def run_ours(request, out):
+    """The real command line; only its evaluation is replaced by the one that both trainers get."""
+    curve, kept = Curve(), {}
+
+    def evaluate(run):
+        if not kept:
+            inputs = run.args, run.reward, run.tokenizer, run.prompts, run.held_out, run.ref
+            kept["judge"] = Judge(request["task"], request["folder"], *inputs)
+        curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size)
+        return {}
+
+    train_ppo.evaluate_actor = evaluate
+    if request.get("patch"):
+        PATCHES[request["patch"]]()
+    train_ppo.main(command_line(flags_of(request, out)))
+    return curve.points
+
+
+def no_whitening():
+    """Advantages are centred and not divided by their standard deviation."""
+
+    def centred(x, mask, sum_over_processes):
+        mean, _ = ppo.mean_std(sum_over_processes(ppo.moments(x, mask)))
+        return torch.where(mask, x - mean, 0.0), 1.0
+
+    ppo.whiten = centred
+
+
+def deal_anew():
+    """Each PPO epoch cuts the batch into other minibatches, not only into the same ones in another order."""
+    one_epoch = train_ppo.update
+
+    def update(run, rollout, step, metrics):
+        epochs, rows = run.args.ppo_epochs, len(rollout.tokens)
+        run.args.ppo_epochs = 1
+        for number in range(step * epochs, (step + 1) * epochs):
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
+            one_epoch(run, rollout.rows(order.tolist()), number, metrics)
+        run.args.ppo_epochs = epochs
+
+    train_ppo.update = update
+
+
+PATCHES = {"no whitening": no_whitening, "deal anew": deal_anew}
+
+
+# --------------------------------------------------------------------------------------------------- TRL
+
+
+class TextScores(torch.nn.Module):
+    """Any score of texts with the names that TRL's ``get_reward`` looks for: a backbone, named by
+    ``base_model_prefix``, whose last hidden state goes through ``score``. All positions of a row hold its
+    score. Rows are a prompt, padded on the left to ``width``, and its response, padded on the right."""
+
+    base_model_prefix = "read"
+
+    def __init__(self, reward, tokenizer, prompts, width, eos):
+        super().__init__()
+        self.reward, self.tokenizer, self.width, self.eos = reward, tokenizer, width, eos
+        self.prompts = {tuple(p.prompt_ids): p for p in prompts}
+
+    def read(self, input_ids, attention_mask, **rest):
+        prompts, responses = [], []
+        for ids, real in zip(input_ids, attention_mask.bool(), strict=True):
+            prompts.append(self.prompts[tuple(ids[: self.width][real[: self.width]].tolist())])
+            responses.append(ids[self.width :][real[self.width :]].tolist())
+        finished = [ids[-1:] == [self.eos] for ids in responses]
+        ids = [ids[:-1] if ended else ids for ids, ended in zip(responses, finished, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        scores = total_scores(self.reward, prompts, texts, finished)
+        return SimpleNamespace(hidden_states=[scores[:, None, None].expand(*input_ids.shape, 1)])
+
+    def score(self, states):
+        return states
+
+
+def run_trl(request, out):
+    import transformers
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    args = train_ppo.parse_args(command_line(flags_of(request, out)))
+    policy, tokenizer, prompts, held_out, _ = load_inputs(args)
+    reward = load_reward(args, torch.device("cpu"), torch.float32, tokenizer, prompts, held_out)
+    judge = Judge(
+        request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)
+    )
+    (eos,) = eos_ids(tokenizer, policy)
+    prompts = [prompts[i] for i in range(len(prompts))]
+    width = max(len(p.prompt_ids) for p in prompts)
+    if tokenizer.pad_token_id in (None, eos):
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})  # TRL never gives it to a model
+    pad = tokenizer.pad_token_id
+
+    def collate(rows):
+        ids = [row["input_ids"] for row in rows]
+        return {"input_ids": torch.tensor([[pad] * (width - len(x)) + x for x in ids])}
+
+    transformers.set_seed(request["seed"])  # numpy's too, which orders the minibatches
+    load = AutoModelForCausalLM.from_pretrained
+    model, ref = (load(args.model, dtype=torch.float32) for _ in range(2))
+    model.generation_config.pad_token_id = 0  # behind an EOS; read by nothing
+    value_start = request["files"].get("reward_model", args.model)
+    classifier = AutoModelForSequenceClassification.from_pretrained
+    config = PPOConfig(
+        output_dir=str(out),
+        per_device_train_batch_size=args.batch_size,
+        num_mini_batches=args.batch_size // args.mini_batch_size,
+        total_episodes=request["samples"],
+        response_length=args.max_gen_len,
+        local_rollout_forward_batch_size=args.batch_size,
+        stop_token="eos",
+        temperature=1.0,
+        kl_coef=args.kl_coef,
+        learning_rate=request["rates"][0],
+        lam=request.get("flags", {}).get("lam", 0.95),
+        num_sample_generations=0,
+        seed=request["seed"],
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        **({"num_ppo_epochs": args.ppo_epochs} | TASKS[request["task"]].get("trl", {})),
+    )
+    curve, every = Curve(), args.eval_interval
+
+    class Measure(TrainerCallback):
+        def on_train_begin(self, *rest, **kwargs):
+            curve.measure(judge, model, 0)
+
+        def on_step_end(self, _, state, *rest, **kwargs):
+            if state.global_step % every == 0 or state.global_step == args.max_steps:
+                curve.measure(judge, model, state.episode)
+
+    PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=model,
+        ref_model=ref,
+        reward_model=TextScores(reward, tokenizer, prompts, width, eos),
+        value_model=classifier(value_start, num_labels=1, dtype=torch.float32),
+        train_dataset=Dataset.from_dict({"input_ids": [p.prompt_ids for p in prompts]}),
+        data_collator=collate,
+        callbacks=[Measure()],
+    ).train()
+    return curve.points
+
+
+def main(request):
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as out:
+        run = run_ours if request["who"] == "ours" else run_trl
+        print("\n" + json.dumps(run(request, Path(out))))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(json.loads(sys.argv[1]))

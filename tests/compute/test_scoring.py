@@ -1,0 +1,62 @@
+"""Log-probs and values of responses, against whole sequences through untouched models, one by one."""
+
+import copy
+
+import pytest
+import torch
+from tiny import tiny_llama
+
+from model.critic import CriticModel
+from trainer.compute.layout import Layout
+from trainer.compute.packing import pack_sequences
+from trainer.compute.scoring import PolicyScorer, ValueScorer
+
+TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
+PROMPTS, RESPONSES = [2, 1], [4, 3]
+
+
+@pytest.fixture
+def policy():
+    return tiny_llama(10, layers=2, spread=3.0)
+
+
+@pytest.fixture
+def critic(policy):
+    critic = CriticModel.from_model(policy)
+    torch.nn.init.normal_(critic.value_head.weight)
+    return critic
+
+
+def test_the_value_of_a_token_is_read_one_position_before_it(critic):
+    plain = copy.deepcopy(critic)
+    pack_sequences(critic.backbone)
+    values = ValueScorer(critic)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES))
+    for row, (start, count) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        whole = plain(TOKENS[row, None, : start + count])[0]
+        assert values[row, :count].tolist() == pytest.approx(whole[start - 1 : -1].tolist(), abs=1e-5)
+        assert (values[row, count:] == 0).all()
+
+
+def test_a_value_knows_the_tokens_before_its_own_and_no_other(critic):
+    score = ValueScorer(critic)
+    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
+    before = score(TOKENS[:1], layout)[0]
+    changed = TOKENS[:1].clone()
+    changed[0, PROMPTS[0] + 1] = 9  # the response's second token
+    same = (score(changed, layout)[0] - before).abs() < 1e-6
+    assert same.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature):
+    plain = copy.deepcopy(policy)
+    pack_sequences(policy.base_model)
+    scored = PolicyScorer(policy)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES), temperature)
+    for row, (start, count) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logits = plain(TOKENS[row, None]).logits[0, start - 1 : start + count - 1]
+        log_p = torch.log_softmax(logits / temperature, -1)
+        chosen = log_p.gather(1, TOKENS[row, start : start + count, None])[:, 0]
+        assert scored[0][row, :count].tolist() == pytest.approx(chosen.tolist(), abs=1e-5)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=1e-5)
+    assert scored[2] == 0  # no experts

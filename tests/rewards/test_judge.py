@@ -1,0 +1,161 @@
+"""The judge: it evaluates and never trains."""
+
+import pytest
+import torch
+from test_invariants import ALONE
+from tiny import flags, load_weights, read_jsonl, run_files, save_reward_dir, without_time, word_tokenizer
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.evaluation import evaluate_actor
+from trainer.inputs import load_inputs
+from trainer.rewards.judge import Judge
+from trainer.rewards.reward_models import load_reward_model
+
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
+SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "run_name": "r"}
+JUDGE = """import random, torch
+def judge(prompts, responses, answers, records):
+    torch.rand(3), random.random()  # a judge may draw random numbers
+    assert all(r["prompt"] == p for r, p in zip(records, prompts))
+    return [100.0 + r.count("a") for r in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "judge.py").write_text(JUDGE)
+    found = run_files(folder, count=16)
+    return found | {"eval_data_path": found["data_path"]}
+
+
+@pytest.fixture(scope="module")
+def judged(files):
+    """The flags of a judge: a function, and a reward model with the weight -2."""
+    folder = files["data_path"].removesuffix("/prompts.jsonl")
+    model = save_reward_dir(f"{folder}/other", word_tokenizer(list("abcdefgh"), chat=True), seed=7)
+    return {"eval_reward_fn": f"{folder}/judge.py:judge", "eval_reward_model": f"{model}=-2"}
+
+
+def argv_of(files, out, **more):
+    return flags(**{**files, **SIZES, "out_dir": out, **more})
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_r": 2, "normalize_reward": 1}], ids=["whole", "adapters"])
+def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, more):
+    lines = []
+    for name, flags_ in (("with", judged), ("without", {})):
+        train_ppo.main(argv_of({**files, **flags_}, tmp_path / name, **more))
+        found = without_time(read_jsonl(tmp_path / name / "r" / "metrics.jsonl"))
+        judgements = [sum(key.startswith("eval/judge") for key in line) for line in found]
+        assert judgements == ([6, 0, 6] if flags_ else [0, 0, 0])  # judge and two parts, sampled and greedy
+        lines.append([{k: v for k, v in r.items() if not k.startswith("eval/judge")} for r in found])
+    assert lines[0] == lines[1]
+    for model in ("actor", "critic"):
+        left, right = (load_weights(tmp_path / name / "r", 2, model) for name in ("with", "without"))
+        assert all(left[key].equal(right[key]) for key in left)
+
+
+def test_its_scores_are_sums_of_raw_ones(files, judged):
+    """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
+    run = evaluated_run(files, judged)
+    found = evaluate_actor(run)
+    model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
+    sampled, own = [], run.respond
+
+    def noted(*given):
+        sampled.append((given[1], own(*given)))
+        return sampled[-1][1]
+
+    run.respond = noted
+    assert evaluate_actor(run) == found  # the same responses every time
+    for kind, (prompts, (_, texts)) in zip(("", "_greedy"), sampled, strict=True):
+        scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
+        counts = sum(text.count("a") for text in texts) / len(texts)
+        assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)
+        assert found[f"eval/judge_function{kind}"] == pytest.approx(100 + counts, abs=1e-4)
+        total = 100 + counts - 2 * scores.mean().item()
+        assert found[f"eval/judge{kind}"] == pytest.approx(total, abs=1e-4)
+
+
+def evaluated_run(files, more, **values):
+    """A run as main builds it, with its held-out prompts."""
+    args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
+    return train_ppo.build_run(args, ALONE, *load_inputs(args))
+
+
+def test_one_part_alone_has_no_second_name():
+    one = Judge(function=lambda p, r, a: [1.0] * len(r))
+    assert one.names == list(one.combine(one.raw_scores(["p"], ["r"], [None], [True]))) == ["judge"]
+    two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, lambda p, r, a: [1.0] * len(r))
+    scores = two.combine(two.raw_scores(["p"], ["r"], [None], [True]))
+    assert {name: x.tolist() for name, x in scores.items()} == {
+        "judge": [1.5],
+        "judge_model": [0.5],
+        "judge_function": [1.0],
+    }
+    assert two.names == list(scores)
+    assert Judge().names == []
+    assert Judge().combine(Judge().raw_scores(["p"], ["r"], [None], [True])) == {}
+
+
+def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
+    without = {name: x for name, x in files.items() if name != "reward_model"}
+    run = evaluated_run(without, judged)
+    assert set(run.reward.models) == set()
+    assert torch.all(run.critic.value_head.weight == 0)  # a reward model's head would not be 0
+    assert [type(model).__name__ for model in run.judges] == ["LlamaForSequenceClassification"]
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
+    run = evaluated_run(files, judged, lora_r=lora_r)
+    expected = evaluate_actor(run)
+    run.args.offload_frozen = 1
+    train_ppo.prepare_frozen(run)
+    assert len(run.judges) == 2  # that of the reward and that of the judge
+    for model in run.judges:
+        pairs = run.host.waiting[id(model)]
+        assert len(pairs) == len(list(model.parameters())) or lora_r
+        for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
+            p.data = torch.full_like(numbers, torch.nan)
+            pairs[i] = (p, numbers)
+    found = evaluate_actor(run)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+WRONG = {
+    "no file": ({"eval_reward_fn": "none.py:f"}, "--eval_reward_fn none.py:f: no such file"),
+    "no function": ({"eval_reward_fn": "JUDGE.py:f"}, "--eval_reward_fn .*: has no function 'f'"),
+    "no model": ({"eval_reward_model": "nowhere"}, "--eval_reward_model nowhere: no such folder here"),
+    "no weight": ({"eval_reward_model": "MODEL=0"}, "--eval_reward_model .*=0: the weight must be"),
+    "another field": ({"eval_reward_fn": "FIELD.py:f"}, "--eval_reward_fn: its parameter 'tests' is no key"),
+    "it fails": ({"eval_reward_fn": "FAILS.py:f"}, "--eval_reward_fn: ValueError: no at .*FAILS.py:2"),
+    "NaN": ({"eval_reward_fn": "NAN.py:f"}, "--eval_reward_fn: the score nan"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_with_a_judge_names_its_flag(files, tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "JUDGE.py").write_text("x = 1\n")
+    (tmp_path / "FIELD.py").write_text("def f(prompts, responses, answers, tests):\n    return []\n")
+    (tmp_path / "FAILS.py").write_text("def f(prompts, responses, answers):\n    raise ValueError('no')\n")
+    (tmp_path / "NAN.py").write_text("def f(*batch):\n    return [float('nan')] * len(batch[1])\n")
+    given, message = WRONG[what]
+    with pytest.raises(InputError, match=message):
+        train_ppo.main(argv_of({**files, **given}, tmp_path / "out"))
+
+
+def test_a_judge_that_fails_later_saves_what_was_learned_and_may_be_mended(files, tmp_path):
+    """The third call fails: two are the first evaluation. Mended, or left out, the run goes on."""
+    code = "calls = 0\ndef f(prompts, responses, answers):\n    global calls\n    calls += 1\n"
+    (tmp_path / "late.py").write_text(f"{code}    return [1.0 / (calls < 3)] * len(responses)\n")
+    judge = {"eval_reward_fn": f"{tmp_path / 'late.py'}:f"}
+    with pytest.raises(InputError, match="--eval_reward_fn: ZeroDivisionError"):
+        train_ppo.main(argv_of({**files, **judge}, tmp_path, eval_interval=1))
+    assert (tmp_path / "r" / "checkpoints" / "step_1").exists()
+    (tmp_path / "late.py").write_text(f"{code}    return [1.0] * len(responses)\n")
+    train_ppo.main([*argv_of({**files, **judge}, tmp_path, eval_interval=1), "--resume", "auto"])
+    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]["eval/judge"] == 1.0

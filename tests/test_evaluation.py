@@ -1,0 +1,139 @@
+"""The evaluation's arithmetic by hand, and which model it evaluates."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_jsonl
+
+from trainer import evaluation, train_ppo
+from trainer.evaluation import EVAL_STEP, evaluate, share_of
+from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.inputs import load_inputs
+from trainer.runs.distributed import World
+
+ALONE = World(0, 1, torch.device("cpu"))
+RIGHT = "<think>\nx\n</think>\n<answer>\n{}\n</answer>"
+
+
+class Prompts(list):
+    """Answers (None where a record has none), as a dataset of prompts."""
+
+    def __getitem__(self, place):
+        return SimpleNamespace(index=place, answer=list.__getitem__(self, place))
+
+
+def answering(sampled, greedy):
+    """A ``roll_out`` that looks up its responses: by temperature, then by the prompt's place."""
+
+    def roll_out(prompts, temperature):
+        table = {0.7: sampled, 0.0: greedy}[temperature]
+        texts = [table[prompt.index] for prompt in prompts]
+        lengths = torch.tensor([len(text) for text in texts])
+        rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
+        parts = {"format": 0.5 * torch.tensor([float("<think>" in text) for text in texts])}
+        return rollout, texts, parts | {"score": lengths / 10}
+
+    return roll_out
+
+
+@pytest.mark.parametrize("batch", [256, 2])
+def test_every_figure_by_hand_without_reasoning(monkeypatch, batch):
+    """Three of four records have an answer. Sampled: one of the three is right; greedy: two are."""
+    monkeypatch.setattr(evaluation, "BATCH", batch)
+    answers = Prompts(["1", "22", None, "333"])
+    roll_out = answering(["1", "2", "9999", "3"], [" 1 ", "22", "9", "33"])
+    found = evaluate(roll_out, answers, 0.7, False, ALONE)
+    assert found == pytest.approx(
+        {
+            "eval/accuracy": 1 / 3,
+            "eval/format": 0.0,
+            "eval/score": 0.7 / 4,
+            "eval/length": 7 / 4,
+            "eval/finished": 1 / 4,
+            "eval/accuracy_greedy": 2 / 3,
+            "eval/format_greedy": 0.0,
+            "eval/score_greedy": 0.8 / 4,
+            "eval/length_greedy": 8 / 4,
+            "eval/finished_greedy": 2 / 4,
+        }
+    )
+
+
+def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate():
+    answers = Prompts(["7", "8", "9"])
+    roll_out = answering([RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)])
+    found = evaluate(roll_out, answers, 0.7, True, ALONE)
+    assert found["eval/accuracy"] == pytest.approx(1 / 3)  # an answer outside of the block is none
+    assert found["eval/format_rate"] == pytest.approx(2 / 3)
+    assert found["eval/format"] == pytest.approx(1 / 3)
+    assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
+
+
+def test_without_answers_there_is_no_accuracy():
+    found = evaluate(answering(["a", "b"], ["a", "b"]), Prompts([None, None]), 0.7, False, ALONE)
+    assert "eval/score" in found
+    assert not any("accuracy" in name or "format_rate" in name for name in found)
+
+
+def test_processes_share_the_prompts():
+    shares = [share_of(range(7), World(rank, 3, torch.device("cpu"))) for rank in range(3)]
+    assert sorted(place for share in shares for place in share) == list(range(7))
+    assert max(map(len, shares)) - min(map(len, shares)) == 1
+    assert share_of(range(2), World(2, 3, torch.device("cpu"))) == [0, 1]  # too few: each takes all
+
+
+@torch.no_grad()
+def respond(model, prompt, temperature, seed):
+    """A response of at most five tokens, token by token, in plain torch. The noise is that of evaluation."""
+    ids, found = list(prompt.prompt_ids), []
+    for u in uniform(noise_keys(seed, EVAL_STEP, [prompt.index]), 5)[0]:
+        logits = model(torch.tensor([ids + found])).logits[0, -1].double()
+        if temperature:
+            found.append(int((torch.softmax(logits / temperature, -1).cumsum(0) <= u).sum()))
+        else:
+            found.append(int(logits.argmax()))
+        if found[-1] == 0:
+            return found[:-1]
+    return found
+
+
+def test_the_actor_is_evaluated_sampled_and_greedy(tmp_path, monkeypatch):
+    """Actor, old actor and reference differ; the answers of some records are what the actor says."""
+    monkeypatch.setattr(evaluation, "BATCH", 5)
+    values = {**run_files(tmp_path), "update_old_actor_freq": 2, "temperature": 0.7, "max_gen_len": 5}
+    del values["reward_model"]
+    values |= {
+        "missing_eos_penalty": 0.0,
+        "batch_size": 8,
+        "mini_batch_size": 8,
+        "dtype": "float32",
+        "seed": 3,
+    }
+    tokenizer, plain = (
+        word_tokenizer(WORDS, chat=True),
+        tiny_llama(len(WORDS) + 2, seed=9, layers=2, spread=3.0),
+    )
+    records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
+    values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
+    args = train_ppo.parse_args(flags(**values))
+    actor, tokenizer, prompts, held_out, _ = load_inputs(args)
+    responses = {}
+    for kind, temperature in (("", 0.7), ("_greedy", 0.0)):
+        found = [respond(plain, held_out[i], temperature, args.seed) for i in range(len(held_out))]
+        responses[kind] = [" ".join(tokenizer.convert_ids_to_tokens(ids)) for ids in found]
+    for n, record in enumerate(records):  # greedy: right in every second record; sampled: in every third
+        kind = "_greedy" if n % 2 else "" if n % 3 == 0 else None
+        record["answer"] = responses[kind][n] if kind is not None else "nothing"
+    write_jsonl(tmp_path / "held_out.jsonl", records)
+    actor, tokenizer, prompts, held_out, _ = load_inputs(args)
+    run = train_ppo.build_run(args, ALONE, actor, tokenizer, prompts, held_out)
+    run.actor.load_state_dict(plain.state_dict())
+    found = train_ppo.evaluate_actor(run)
+    for kind, texts in responses.items():
+        right = [text == record["answer"] for text, record in zip(texts, records, strict=True)]
+        assert 0.2 < sum(right) / 13 < 0.9
+        assert found[f"eval/accuracy{kind}"] == pytest.approx(sum(right) / 13)
+        scores = [text.split().count("a") - 0.1 * len(text) for text in texts]
+        assert found[f"eval/function{kind}"] == pytest.approx(sum(scores) / 13, abs=1e-6)
+    assert responses[""] != responses["_greedy"]

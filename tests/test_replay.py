@@ -1,0 +1,136 @@
+"""Replay: older batches are learned from again, as if their responses were new."""
+
+import torch
+from test_invariants import ALONE, files, make_run
+from tiny import tiny_llama
+
+from dataset.data_order import local_positions
+from trainer import ppo, train_ppo
+from trainer.compute.rollout_data import join_rollouts
+from trainer.compute.scoring import PolicyScorer
+from trainer.generation.engine import sample
+from trainer.generation.sampling_noise import noise_keys
+from trainer.replay import KEPT, Replay
+from trainer.runs.distributed import World
+from trainer.runs.metrics import Metrics
+
+assert files  # the fixture
+CPU = torch.device("cpu")
+
+
+def rollout_of(seed, count=8):
+    """Responses of a random model, with the fields that a kept rollout has."""
+    prompts = [[1 + (seed + i + n) % 8 for n in range(1 + i % 3)] for i in range(count)]
+    rollout = sample(tiny_llama(10), prompts, noise_keys(seed, 0, range(count)), [0], 3 + seed, 1.0)
+    rollout.ref_logprobs = torch.randn(rollout.sampler_logprobs.shape)
+    rollout.scores = torch.randn(count)
+    return rollout
+
+
+def same_rows(left, right):
+    """AssertionError unless two rollouts have the same responses and, on real tokens, the same numbers."""
+    assert left.responses() == right.responses()
+    for name in ("prompt_len", "response_len", "finished", "scores"):
+        assert getattr(left, name).equal(getattr(right, name)), name
+    for name in ("sampler_logprobs", "ref_logprobs"):
+        assert getattr(left, name)[left.mask].equal(getattr(right, name)[right.mask]), name
+
+
+def test_joined_rollouts_have_all_rows_in_order():
+    one, two = rollout_of(1), rollout_of(3)
+    joined = join_rollouts([one, two])
+    same_rows(joined.rows(range(8)), one)
+    same_rows(joined.rows(range(8, 16)), two)
+    assert joined.values is None
+
+
+def test_the_last_batches_are_kept_and_stand_before_the_new_one():
+    replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
+    assert replay.join(batches[0]) is batches[0]
+    for batch in batches[:3]:
+        replay.keep(batch)
+    joined = replay.join(batches[3])
+    for place, batch in enumerate(batches[1:]):
+        same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)
+
+
+def test_without_replay_nothing_is_kept():
+    replay = Replay(0, list(range(8)), ALONE)
+    replay.keep(rollout_of(1))
+    assert replay.join(rollout := rollout_of(2)) is rollout
+
+
+def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():
+    """Also after resuming with one process."""
+    whole, mine = rollout_of(1), [local_positions(4, 2, rank, 2) for rank in (0, 1)]
+    parts = [(p, {name: getattr(whole.rows(p), name) for name in KEPT}) for p in mine]
+
+    class Two(World):
+        def gather(self, item):
+            return parts
+
+    replays = [Replay(1, positions, Two(rank, 2, CPU)) for rank, positions in enumerate(mine)]
+    for replay, positions in zip(replays, mine, strict=True):
+        replay.keep(whole.rows(positions))
+        new = rollout_of(2, 4)
+        same_rows(replay.join(new).rows(range(4)), whole.rows(positions))
+    alone = Replay(1, list(range(8)), ALONE)
+    alone.load_tensors(replays[0].tensors())
+    same_rows(alone.join(rollout_of(2)).rows(range(8)), whole)
+
+
+def test_what_a_checkpoint_keeps_restores_it():
+    replay, restored = Replay(12, list(range(8)), ALONE), Replay(12, list(range(8)), ALONE)
+    for seed in range(11):  # more than nine: numbers, not texts, are sorted
+        replay.keep(rollout_of(seed))
+    restored.load_tensors(replay.tensors())
+    new = rollout_of(12)
+    same_rows(restored.join(new), replay.join(new))
+
+
+def test_older_responses_are_scored_anew_and_weighed(files):
+    """In the second step the first batch's old log-probs, values and KL are those of today's models, and its
+    weights compare today's actor with the one that sampled."""
+    run, prompts = make_run(files, replay_batches=1, learning_rate=1e-2, kl_in="reward", kl_coef=0.3)
+    batches = iter([[prompts[i] for i in range(16)]] * 2)
+    first = train_ppo.collect(run, 0, batches, list(range(16)))
+    train_ppo.learn(run, 0, first)
+    second = train_ppo.collect(run, 1, batches, list(range(16)))
+    rollout = train_ppo.fill_rollout(run, 1, second, Metrics())
+    assert len(rollout.tokens) == 32
+    old = rollout.rows(range(16))
+    assert old.responses() == first.rollout.responses()
+    with torch.no_grad():
+        now = PolicyScorer(run.actor)(*old.sequences, 1.0)[0]
+    assert torch.allclose(old.old_logprobs[old.mask], now[old.mask], atol=1e-5)
+    moved = now - first.rollout.sampler_logprobs[:, : now.shape[1]]
+    assert moved[old.mask].abs().max() > 0.05  # the actor has learned since
+    weights = torch.where(old.mask, moved, 0.0).exp().clamp(max=2.0)
+    assert torch.allclose(old.importance_weights, weights, atol=1e-4)
+    k1 = ppo.kl_estimators(now, first.rollout.ref_logprobs[:, : now.shape[1]])[0]
+    rewards = ppo.token_rewards(first.scores["score"], old.response_len, old.mask, 0.3 * k1)
+    assert torch.allclose(old.rewards, rewards, atol=1e-4)
+
+
+def test_a_step_makes_as_many_optimizer_steps_as_without(files, monkeypatch):
+    """Minibatches are drawn from new and old batches, each at most once in a PPO epoch."""
+    run, prompts = make_run(files, replay_batches=2, ppo_epochs=2)
+    batches, seen, train_model = iter([[prompts[i] for i in range(16)]] * 4), [], train_ppo.train_model
+
+    def note(run, name, minibatch, *rest):
+        seen.append((name, tuple(map(tuple, minibatch.responses()))))
+        return train_model(run, name, minibatch, *rest)
+
+    monkeypatch.setattr(train_ppo, "train_model", note)
+    for step in range(4):
+        seen.clear()
+        batch = train_ppo.collect(run, step, batches, list(range(16)))
+        metrics, _ = train_ppo.learn(run, step, batch)
+        actors = [responses for name, responses in seen if name == "actor"]
+        assert len(actors) == 4  # two epochs of two minibatches
+        assert len(set(actors[:2])) == len(set(actors[2:])) == 2
+        new = {tuple(map(tuple, batch.rollout.rows(range(k, k + 8)).responses())) for k in (0, 8)}
+        assert (set(actors) <= new) == (step == 0)
+        assert metrics["kl/sequence"] is not None
+        length = batch.rollout.response_len.sum().item() / 16
+        assert metrics["rollout/length"] == length  # metrics are those of the new batch

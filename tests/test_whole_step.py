@@ -1,0 +1,479 @@
+"""Whole steps of PPO against a second implementation in plain torch, ``Plain`` below.
+
+``Plain`` has models that nothing of this project has touched, a forward with padding and an attention mask,
+and its own formulas for sampling, GAE, whitening, losses, clips, schedules and metrics. Both take the same
+start, in which actor, old actor and reference all differ. After each of three steps all weights and all
+metrics must agree. A metric that ``Plain`` does not compute fails the test.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny import WORDS, flags, save_policy_dir, word_tokenizer, write_jsonl
+
+from dataset.data_order import epoch_order
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer import train_ppo
+from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.inputs import load_inputs
+from trainer.runs.distributed import World
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+STEPS = 3
+REWARD = """def score(prompts, responses, answers):
+    return [r.split().count("a") - 0.1 * len(r) for r in responses]
+"""
+FLAGS = {
+    "batch_size": 16,
+    "mini_batch_size": 4,
+    "ppo_epochs": 2,
+    "max_steps": STEPS + 2,
+    "critic_warmup_steps": 1,
+    "update_old_actor_freq": 2,
+    "accumulation_steps": 2,
+    "max_gen_len": 8,
+    "temperature": 0.7,
+    "gamma": 0.9,
+    "lam": 0.7,
+    "kl_coef": 0.3,
+    "grad_clip": 1.5,
+    "clip_epsilon": 0.15,
+    "cliprange_value": 0.3,
+    "vf_coef": 0.4,
+    "missing_eos_penalty": 0.75,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 4e-3,
+    "seed": 5,
+    "dtype": "float32",
+    "critic_init": "actor",
+}
+CASES = {
+    "all options": {
+        "kl_in": "loss",
+        "critic_lam": 0.6,
+        "importance_cap": 1.05,
+        "clip_epsilon_high": 0.3,
+        "dual_clip": 1.4,
+        "lr_schedule": "constant",
+        "lr_warmup_steps": 2,
+        "critic_warmup_steps": "auto",
+        "max_steps": 12,
+        "replay_batches": 1,
+    },
+    "KL in the reward, early stop": {"kl_in": "reward", "target_kl": 0.03, "replay_batches": 2},
+    "experts": {"kl_in": "loss", "experts": True, "grad_clip": 2.0},
+    "options off": {"kl_in": "loss", "importance_cap": 0, "cliprange_value": 0, "lr_warmup_steps": 1},
+}
+
+
+class Plain:
+    """PPO once more. Sequences are padded rows; what belongs to response tokens is flat, one number a token,
+    row after row: ``row`` says whose it is."""
+
+    def __init__(self, run, policy, critic):
+        """policy, critic: copies of the run's classes before the run has seen them."""
+        self.args, self.total_steps = run.args, run.total_steps
+        self.actor, self.old_actor, self.ref = (
+            same_weights(policy, model) for model in (run.actor, run.old_actor, run.ref)
+        )
+        self.critic = same_weights(critic, run.critic)
+        self.scale, self.variances, self.errors = 1.0, [], []  # of the critic's values and returns
+        self.begins = None if run.args.critic_warmup_steps == "auto" else run.args.critic_warmup_steps
+        self.used, self.batches, self.scores = set(), [], torch.zeros(0)
+        self.norms = {"critic": [], "actor": []}
+        adam = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        self.adam = {
+            name: torch.optim.AdamW(model.parameters(), lr=1.0, **adam)
+            for name, model in (("critic", self.critic), ("actor", self.actor))
+        }
+
+    # ------------------------------------------------------------------------------------------- forwards
+
+    def take(self, rollout):
+        """The sampled tokens, as they are, below those of replayed batches"""
+        count = max(self.args.replay_batches, 0)
+        self.batches = [*self.batches[-count:], rollout] if count else [rollout]
+        rows = [row for batch in self.batches for row in batch.tokens.tolist()]
+        width = max(map(len, rows))
+        self.tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        self.prompt_len = [n for batch in self.batches for n in batch.prompt_len.tolist()]
+        self.response_len = [n for batch in self.batches for n in batch.response_len.tolist()]
+        self.first_new = len(rows) - self.args.batch_size
+        places = [(row, t) for row, count in enumerate(self.response_len) for t in range(count)]
+        self.row = torch.tensor([row for row, _ in places])
+        self.place = torch.tensor([self.prompt_len[row] + t for row, t in places])
+        self.new = self.row >= self.first_new
+
+    @property
+    def sampled_logprobs(self):
+        """The sampler's, of all response tokens"""
+        return torch.cat([batch.sampler_logprobs[batch.mask] for batch in self.batches])
+
+    def inputs(self, first, last):
+        """Rows first to last as (tokens, attention mask), and which flat response tokens are theirs."""
+        lengths = torch.tensor(self.prompt_len) + torch.tensor(self.response_len)
+        mask = torch.arange(self.tokens.shape[1]) < lengths[first:last, None]
+        mine = (self.row >= first) & (self.row < last)
+        return self.tokens[first:last], mask.long(), mine
+
+    def policy(self, model, first, last):
+        """-> (log-probs and entropies of the response tokens, balance loss of each sequence)"""
+        tokens, mask, mine = self.inputs(first, last)
+        output = model(tokens, attention_mask=mask, **asked_of(model))
+        row, place = self.row[mine] - first, self.place[mine]
+        log_p = torch.log_softmax(output.logits[row, place - 1] / self.args.temperature, -1)
+        chosen = log_p[torch.arange(len(row)), tokens[row, place]]
+        return chosen, -(log_p.exp() * log_p).sum(-1).detach(), balance_losses(output, mask, model.config)
+
+    def values(self, first, last):
+        """-> (values of the states before the response tokens, balance loss of each sequence)"""
+        tokens, mask, mine = self.inputs(first, last)
+        output = self.critic.backbone(tokens, attention_mask=mask, **asked_of(self.critic.backbone))
+        head = self.critic.value_head
+        values = self.scale * (output.last_hidden_state @ head.weight[0] + head.bias)
+        balance = balance_losses(output, mask, self.critic.backbone.config)
+        return values[self.row[mine] - first, self.place[mine] - 1], balance
+
+    # -------------------------------------------------------------------------------------------- collect
+
+    @torch.no_grad()
+    def responses(self, prompts, step, eos):
+        """What the old actor answers with this step's noise: the first token whose cumulative probability
+        exceeds the uniform number."""
+        args, found = self.args, []
+        noise = uniform(noise_keys(args.seed, step, range(len(prompts))), args.max_gen_len)
+        for prompt, numbers in zip(prompts, noise, strict=True):
+            ids = list(prompt.prompt_ids)
+            for u in numbers:
+                logits = self.old_actor(torch.tensor([ids])).logits[0, -1].double()
+                ids.append(int((torch.softmax(logits / args.temperature, -1).cumsum(0) <= u).sum()))
+                if ids[-1] in eos:
+                    break
+            found.append(ids[len(prompt.prompt_ids) :])
+        return found
+
+    def scored(self, responses, eos):
+        """-> {name: mean} of the parts of the reward, their sum, and the responses' lengths and ends"""
+        function, ended = [], [ids[-1] in eos for ids in responses]
+        for ids in responses:
+            text = " ".join(["</s>", "<unk>", *WORDS][i] for i in ids if i not in eos)
+            function.append(text.split().count("a") - 0.1 * len(text))
+        missing = [0.0 if end else -self.args.missing_eos_penalty for end in ended]
+        kept = self.scores[-self.first_new :] if self.first_new else self.scores[:0]
+        scores = torch.tensor(function) + torch.tensor(missing)
+        self.scores = torch.cat([kept, scores])
+        numbers = {"reward/function": function, "reward/missing_eos": missing, "rollout/finished": ended}
+        numbers |= {"reward/score": scores.tolist(), "rollout/length": [len(ids) for ids in responses]}
+        return {name: sum(x) / len(x) for name, x in numbers.items()}
+
+    @torch.no_grad()
+    def gap_of_samples(self):
+        """How far the sampler's log-probs of the new batch are from the old actor's"""
+        logprobs = self.policy(self.old_actor, self.first_new, len(self.prompt_len))[0]
+        return (logprobs - self.sampled_logprobs[self.new]).abs().max()
+
+    # ---------------------------------------------------------------------------------------------- learn
+
+    def learn(self, step):
+        """-> {name: mean} of what learning measures"""
+        args, self.noted = self.args, {}
+        pool, size = len(self.prompt_len) // args.mini_batch_size, args.mini_batch_size
+        self.fill(step)
+        count = args.batch_size // size
+        actor_learns, stopped = self.begins is not None and step >= self.begins, False
+        for epoch in range(args.ppo_epochs):
+            order = epoch_order(pool, args.seed, step * args.ppo_epochs + epoch)[:count]
+            for place, k in enumerate(order):
+                number = (step * args.ppo_epochs + epoch) * count + place
+                rows_of_k = (int(k) * size, int(k + 1) * size)
+                self.step("critic", self.critic_loss(*rows_of_k), number)
+                was_stopped = stopped
+                if actor_learns and not stopped:
+                    loss, approx_kl = self.actor_loss(*rows_of_k)
+                    stopped = 0 < args.target_kl < approx_kl
+                    if not stopped:
+                        self.step("actor", loss, number)
+                if not was_stopped:
+                    self.note("policy/early_stop", torch.tensor([float(stopped)]))
+        if (step + 1) % args.update_old_actor_freq == 0:
+            self.old_actor = copy.deepcopy(self.actor)
+        return {name: torch.cat(parts).double().mean().item() for name, parts in self.noted.items()}
+
+    @torch.no_grad()
+    def fill(self, step):
+        """What stays fixed while the batch is learned from, and its metrics"""
+        args, rows = self.args, len(self.prompt_len)
+        self.old_logprobs = self.policy(self.old_actor, 0, rows)[0]
+        self.ref_logprobs = self.policy(self.ref, 0, rows)[0]
+        self.weights = torch.exp(self.old_logprobs - self.sampled_logprobs)
+        self.weights = self.weights.clamp(max=args.importance_cap) if args.importance_cap else self.weights**0
+        k1 = self.old_logprobs - self.ref_logprobs
+        rewards = -args.kl_coef * k1 if args.kl_in == "reward" else torch.zeros_like(k1)
+        rewards[[int((self.row <= i).sum()) - 1 for i in range(rows)]] += self.scores
+        outcome = self.gae(rewards, torch.zeros_like(rewards), 1.0)
+        self.old_values = self.values(0, rows)[0]
+        self.rescale(outcome)
+        error = (self.old_values - outcome)[self.new].square().mean() / outcome[self.new].var(correction=0)
+        self.warm_up(step, error.item())
+        self.returns = self.gae(rewards, self.old_values, args.critic_lam) + self.old_values
+        advantages = self.gae(rewards, self.old_values, args.lam)
+        self.std = advantages.std(correction=0)
+        self.advantages = (advantages - advantages.mean()) / self.std
+        new, k1, outcome, values = self.new, k1[self.new], outcome[self.new], self.old_values[self.new]
+        k1_of_rows = [k1[self.row[new] == i].sum() for i in range(self.first_new, rows)]
+        self.note("kl/k1", k1)
+        self.note("kl/k2", k1**2 / 2)
+        self.note("kl/k3", torch.exp(-k1) - 1 + k1)
+        self.note("kl/sequence", torch.stack(k1_of_rows))
+        self.note("rollout/sampler_gap", (self.sampled_logprobs - self.old_logprobs)[new].abs())
+        self.note("rollout/importance_weight", self.weights[new])
+        self.note("policy/advantage_std", self.std[None])
+        self.note("value/mean", values)
+        self.note("value/return", outcome)
+        self.note("value/bias", values - outcome)
+        self.note("value/scale", torch.tensor([self.scale]))
+        self.note("value/explained_variance", 1 - ((outcome - values).var() / outcome.var())[None])
+
+    def gae(self, rewards, values, lam):
+        """Advantages, token by token from the end of each response"""
+        advantages = torch.zeros_like(rewards)
+        for i in range(len(self.prompt_len)):
+            following_value = following = 0.0
+            for t in reversed((self.row == i).nonzero()[:, 0].tolist()):
+                delta = rewards[t] + self.args.gamma * following_value - values[t]
+                advantages[t] = following = delta + self.args.gamma * lam * following
+                following_value = values[t]
+        return advantages
+
+    def rescale(self, outcome):
+        """Values are in units of the returns' running std; the first batch sets their mean."""
+        head = self.critic.value_head
+        if not self.variances:
+            shift = (outcome - self.old_values).mean()
+            head.bias += shift / self.scale
+            self.old_values = self.old_values + shift
+        new = outcome.var(correction=0).item()
+        self.variances.append(new)
+        if len(self.variances) > 1:
+            new = min(new, 4 * max(self.scale**2, self.variances[-2]))
+        share = max(1 / len(self.variances), 0.1)
+        scale = math.sqrt((1 - share) * self.scale**2 + share * new)
+        for p in head.parameters():
+            p *= self.scale / scale
+        self.scale = scale
+
+    def warm_up(self, step, error):
+        """--critic_warmup_steps auto: the actor begins once the critic's error falls by less than a tenth, or
+        after a quarter of the run."""
+        falls = error < 0.9 * min(self.errors, default=math.inf)
+        if self.begins is None and (not falls or step >= self.total_steps // 4):
+            self.begins = step
+        self.errors.append(error)
+
+    def critic_loss(self, first, last):
+        mine = self.inputs(first, last)[2]
+        values, balance = self.values(first, last)
+        values, old, returns = (x / self.scale for x in (values, self.old_values[mine], self.returns[mine]))
+        reach = self.args.cliprange_value or math.inf
+        clipped = torch.minimum(torch.maximum(values, old - reach), old + reach)
+        error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
+        losses = torch.maximum(error, clipped_error) / 2
+        self.note("value/loss", losses)
+        self.note("value/error", error)
+        binds = ((values - old).abs() > reach) & (clipped_error > error)
+        self.note("value/clip_fraction", binds.float())
+        self.note("value/balance_loss", balance)
+        return self.args.vf_coef * losses.mean() + balance.mean()
+
+    def actor_loss(self, first, last):
+        """-> (loss, the old policy's KL to the new one)"""
+        args, mine = self.args, self.inputs(first, last)[2]
+        logprobs, entropy, balance = self.policy(self.actor, first, last)
+        ratio, advantages = torch.exp(logprobs - self.old_logprobs[mine]), self.advantages[mine].clone()
+        if args.kl_in == "reward":  # later tokens' KL counts as in GAE
+            moved, rows = (logprobs.detach() - self.old_logprobs[mine]), self.row[mine]
+            for t in range(len(rows)):
+                after = [u for u in range(t, len(rows)) if rows[u] == rows[t]]
+                later = sum((args.gamma * args.lam) ** (u - t) * moved[u] for u in after)
+                advantages[t] -= args.kl_coef / self.std * later
+        low, high = 1 - args.clip_epsilon, 1 + (args.clip_epsilon_high or args.clip_epsilon)
+        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        if args.dual_clip:
+            bad = advantages < 0
+            limit = -args.dual_clip * advantages[bad]
+            self.used |= {"dual clip"} if (losses[bad] > limit).any() else set()
+            losses[bad] = torch.minimum(losses[bad], limit)
+            self.used |= {"upper clip"} if ((ratio > 1 + args.clip_epsilon) & (ratio < high)).any() else set()
+            self.used |= {"cap"} if (self.weights == args.importance_cap).any() else set()
+        losses = self.weights[mine] * losses
+        loss = losses.mean() + balance.mean()
+        if args.kl_in == "loss":
+            k2 = (logprobs - self.ref_logprobs[mine]) ** 2 / 2
+            kl = self.weights[mine] * ratio.detach() * k2
+            loss = loss + args.kl_coef / self.std * kl.mean()
+        approx_kl = ratio - 1 - torch.log(ratio)
+        self.note("policy/loss", losses)
+        self.note("policy/approx_kl", approx_kl)
+        self.note("policy/ratio", ratio)
+        self.note("policy/clip_fraction", ((ratio < low) | (ratio > high)).float())
+        self.note("policy/entropy", entropy)
+        self.note("policy/balance_loss", balance)
+        return loss, approx_kl.mean().item()
+
+    def step(self, name, loss, number):
+        """One optimizer step: gradient, clip by its norm, the rate of this step, AdamW."""
+        adam, args = self.adam[name], self.args
+        parameters = adam.param_groups[0]["params"]
+        grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = g * min(1.0, args.grad_clip / norm)
+        per_batch = args.ppo_epochs * args.batch_size // args.mini_batch_size
+        begin = {"critic": 0, "actor": (self.begins or 0) * per_batch}[name]
+        peak = {"critic": args.critic_learning_rate, "actor": args.learning_rate}[name]
+        rising, done = args.lr_warmup_steps * per_batch, number - begin
+        if done < rising:
+            rate = peak * (done + 1) / (rising + 1)
+        elif args.lr_schedule == "constant":
+            rate = peak
+        else:
+            share = (done - rising) / (self.total_steps * per_batch - begin - rising - 1)
+            rate = peak * (0.55 + 0.45 * math.cos(math.pi * share))
+        adam.param_groups[0]["lr"] = rate
+        adam.step()
+        self.note("policy/skipped_steps", torch.zeros(1))
+        self.norms[name].append(norm)
+        group = {"critic": "value", "actor": "policy"}[name]
+        self.note(f"{group}/grad_norm", torch.tensor([norm]))
+        self.note(f"{group}/learning_rate", torch.tensor([rate]))
+
+    def note(self, name, numbers):
+        self.noted.setdefault(name, []).append(numbers.detach())
+
+
+def same_weights(untouched, model):
+    """A copy of an untouched model with the weights of one that trains."""
+    mine = copy.deepcopy(untouched)
+    mine.load_state_dict(model.state_dict())
+    return mine.requires_grad_(True)
+
+
+def asked_of(model):
+    """What a mixture of experts has to be asked for"""
+    return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
+
+
+def balance_losses(output, mask, config):
+    """[B], 0 without experts: of each sequence and layer E sum_e (share of choices) (mean gate), times its
+    weight"""
+    losses = []
+    for i, real in enumerate(mask > 0):
+        losses.append(torch.zeros(()))
+        for logits in getattr(output, "router_logits", None) or ():
+            gate = torch.softmax(logits.view(*mask.shape, -1)[i][real], -1)
+            best = gate.argsort(-1, descending=True)[:, : config.num_experts_per_tok].flatten()
+            shares = [(best == e).float().mean() for e in range(gate.shape[1])]
+            found = gate.shape[1] * sum(share * gate[:, e].mean() for e, share in enumerate(shares))
+            losses[-1] = losses[-1] + config.router_aux_loss_coef * found
+    return torch.stack(losses)
+
+
+# --------------------------------------------------------------------------------------------------- the test
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(48)]
+    (folder / "reward.py").write_text(REWARD)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    experts = MiniMindConfig(**sizes, use_moe=True, eos_token_id=0, router_aux_loss_coef=0.5)
+    MiniMindForCausalLM(experts).save_pretrained(folder / "experts")
+    tokenizer.save_pretrained(folder / "experts")
+    return {
+        "dense": save_policy_dir(folder / "dense", tokenizer, layers=2, spread=2.0),
+        "experts": str(folder / "experts"),
+        "reward_fn": f"{folder / 'reward.py'}:score",
+        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+    }
+
+
+def disturb(model, seed, size):
+    """Add noise to every weight, and to the few weights of a value head more."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_((10 if "value_head" in name else 1) * size * torch.randn(p.shape, generator=random))
+
+
+def start(files, experts=False, **values):
+    """-> (run, prompts, ``Plain``), all models disturbed by noise of their own."""
+    named = {name: files[name] for name in ("reward_fn", "data_path")}
+    named["model"] = files["experts" if experts else "dense"]
+    args = train_ppo.parse_args(flags(**{**named, **FLAGS, **values}))
+    actor, tokenizer, prompts, *_ = load_inputs(args)
+    untouched = copy.deepcopy(actor)
+    run = train_ppo.build_run(args, ALONE, actor, tokenizer, prompts)
+    critic = copy.deepcopy(run.critic)
+    critic.backbone = copy.deepcopy(untouched.base_model)
+    models = (run.actor, run.old_actor, run.ref, run.critic)
+    for seed, model in enumerate(models):
+        disturb(model, seed, 0.015)
+    return run, prompts, Plain(run, untouched, critic)
+
+
+def distance(model, other):
+    """-> (largest difference of two models' weights, root of the mean square)"""
+    other = other.state_dict()
+    gaps = torch.cat([(x - other[name]).flatten() for name, x in model.state_dict().items()])
+    return gaps.abs().max().item(), gaps.square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_equal_a_recomputation_in_plain_torch(files, case):
+    run, prompts, plain = start(files, **CASES[case])
+    size, lines = run.args.batch_size, []
+    for step in range(STEPS):
+        asked = [prompts[step * size + i] for i in range(size)]
+        batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
+        responses = batch.rollout.responses()
+        assert responses == plain.responses(asked, step, run.eos)
+        plain.take(batch.rollout)
+        assert plain.gap_of_samples() < 1e-4
+        shape, random = batch.rollout.sampler_logprobs.shape, torch.Generator().manual_seed(step)
+        # As if the sampler had computed in half precision
+        batch.rollout.sampler_logprobs += 0.1 * torch.randn(shape, generator=random)
+
+        metrics, _ = train_ppo.learn(run, step, batch)
+        wanted = plain.scored(responses, run.eos)
+        wanted |= plain.learn(step)
+        metrics = {name: x for name, x in metrics.items() if not name.startswith("perf/")}
+        assert metrics.keys() == wanted.keys()
+        for name, x in wanted.items():
+            assert metrics[name] == pytest.approx(x, rel=5e-4, abs=5e-5), f"{name} in step {step}"
+        for name in ("actor", "critic", "old_actor", "ref"):
+            largest, typical = distance(getattr(run, name), getattr(plain, name))
+            # Where a gradient is hardly more than rounding, AdamW makes a step of it
+            assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
+        lines.append(metrics)
+    check_that_all_was_in_use(plain, lines)
+
+
+def check_that_all_was_in_use(plain, lines):
+    """A clip that never binds, or always, would hide a fault."""
+    args = plain.args
+    for name, norms in plain.norms.items():
+        assert min(norms) < args.grad_clip < max(norms), name
+    most = {name: max(line.get(name, 0.0) for line in lines) for name in {*lines[0], *lines[-1]}}
+    assert 0.1 < most["policy/clip_fraction"] < 0.9
+    assert 0.1 < most["value/clip_fraction"] < 0.9 or args.cliprange_value == 0
+    assert (most["policy/early_stop"] > 0) == (args.target_kl > 0)
+    assert (most["policy/balance_loss"] > 0) == ("experts" in args.model)
+    assert 0.1 < lines[-1]["rollout/finished"] < 0.9
+    if args.dual_clip:
+        assert plain.used == {"dual clip", "upper clip", "cap"}

@@ -1,0 +1,501 @@
+"""The list of mutations.py: wrong lines of code that a test must notice.
+
+A row is (right, wrong, what is wrong). ``right`` must occur exactly once in its file. Where another test than
+test_whole_step.py is to notice it, or a quicker one, its file (or file::test) is named behind.
+"""
+
+from typing import NamedTuple
+
+WHOLE_STEP = "tests/test_whole_step.py"
+FORMULAS, EVALUATION = "tests/test_ppo.py", "tests/test_evaluation.py"
+LOGPROBS, SCORING = "tests/compute/test_logprobs.py", "tests/compute/test_scoring.py"
+BALANCE, ENGINE = "tests/compute/test_balance_loss.py", "tests/generation/test_engine.py"
+RESUMING = "tests/runs/test_checkpoints.py::test_resuming_equals_never_having_stopped_bit_for_bit"
+STARTS = "tests/test_invariants.py::test_the_critic_starts_as_the_reward_model_times_its_weight"
+REPLAY = "tests/test_replay.py"
+VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
+
+
+class Mutation(NamedTuple):
+    """``old`` in ``file`` becomes ``new``; one of ``tests`` must fail."""
+
+    file: str
+    old: str
+    new: str
+    fault: str
+    tests: tuple = (WHOLE_STEP,)
+
+
+TRAIN_PPO = [
+    (
+        "epoch_order(pool, args.seed, step * args.ppo_epochs + ppo_epoch)[:count]",
+        "range(count)",
+        "minibatches are never reordered",
+    ),
+    ("step * args.ppo_epochs + ppo_epoch)[:count]", "step)[:count]", "the same order in every PPO epoch"),
+    (
+        "run.respond(run.old_actor, prompts",
+        "run.respond(run.actor, prompts",
+        "the actor samples, not the old actor",
+    ),
+    ("args.kl_coef / mb.advantage_std,", "args.kl_coef,", "the KL is not divided by the advantages' std"),
+    (", args.gamma * args.lam\n", ", args.lam\n", "later tokens' KL is not discounted"),
+    (
+        "    return loss / token_count + balance / count, metrics",
+        "    return loss / token_count, metrics",
+        "no balance loss of the actor",
+    ),
+    (
+        "    return loss / token_count + balance / count, metrics",
+        "    return loss / token_count + balance / token_count, metrics",
+        "the actor's balance loss is divided by tokens",
+    ),
+    (
+        "args.vf_coef * loss / token_count + balance / count",
+        "args.vf_coef * loss / token_count",
+        "no balance of the critic",
+    ),
+    (
+        "new.ref_logprobs = score_policy(new, ref,",
+        "new.ref_logprobs = score_policy(new, old_actor,",
+        "reference is the old actor",
+    ),
+    ("run.replay.join(new)", "new", "nothing is replayed"),
+    ("    run.replay.keep(new)\n", "", "no batch is kept for replay"),
+    (
+        "advantages, _ = ppo.gae(*fields, args.lam)",
+        "advantages, _ = ppo.gae(*fields[:3], args.lam, args.gamma)",
+        "gamma and lambda are swapped",
+    ),
+    (
+        "ppo.gae(*fields, args.critic_lam)",
+        "ppo.gae(*fields, args.lam)",
+        "returns with the lambda of advantages",
+    ),
+    (
+        "ppo.gae(*fields, args.lam)",
+        "ppo.gae(*fields, args.critic_lam)",
+        "advantages with the lambda of returns",
+    ),
+    (
+        "ppo.whiten(advantages, rollout.mask, run.world.sum)\n",
+        "ppo.whiten(advantages, rollout.mask, run.world.sum)\n"
+        "    rollout.returns = rollout.advantages + rollout.values\n",
+        "returns from whitened advantages",
+    ),
+    ("ppo.whiten(advantages, rollout.mask, run.world.sum)", "advantages, 1.0", "advantages are not whitened"),
+    ("in (run.old_actor, run.ref))", "in (run.actor, run.ref))", "old log-probs are the actor's"),
+    ("in (run.old_actor, run.ref))", "in (run.old_actor, run.actor))", "the reference is the actor"),
+    (
+        "ppo.kl_estimators(old, rollout.ref_logprobs)[0]",
+        "ppo.kl_estimators(old, rollout.ref_logprobs)[1]",
+        "k2 off rewards",
+    ),
+    ("penalty = args.kl_coef * ppo", "penalty = ppo", "the KL comes off the rewards without its coefficient"),
+    (
+        "importance_weights(old, sampled, mask, args",
+        "importance_weights(sampled, old, mask, args",
+        "weights turned round",
+    ),
+    (
+        "importance_weights(old, sampled, mask, args.importance_cap)",
+        "importance_weights(old, old, mask, 1)",
+        "no weights",
+    ),
+    (
+        "monte_carlo_returns(rollout.rewards, mask, args.gamma)",
+        "monte_carlo_returns(rollout.rewards, mask, 1.0)",
+        "gamma",
+    ),
+    ("    run.value_scale.update(rollout, outcome, run.world.sum)\n", "", "the value scale stays 1"),
+    (
+        "run.note_rollout(step, rollout, outcome, metrics)",
+        "run.note_rollout(step, rollout, rollout.returns, metrics)",
+        "critic's returns",
+    ),
+    (
+        "PolicyScorer(actor, dtype), args.learning_rate)",
+        "PolicyScorer(actor, dtype), args.critic_learning_rate)",
+        "the actor learns at the critic's rate",
+    ),
+    (
+        "ValueScorer(critic, dtype), args.critic_learning_rate)",
+        "ValueScorer(critic, dtype), args.learning_rate)",
+        "the critic learns at the actor's rate",
+    ),
+    (
+        "peak, total_steps * per_batch, **schedule)",
+        "peak, total_steps, **schedule)",
+        "a schedule as long as batches",
+    ),
+    (
+        '"warmup_steps": args.lr_warmup_steps * per_batch',
+        '"warmup_steps": args.lr_warmup_steps',
+        "warm-up in steps",
+    ),
+    (', "schedule": args.lr_schedule}', "}", "--lr_schedule is ignored"),
+    (
+        "for ppo_epoch in range(args.ppo_epochs):",
+        "for ppo_epoch in range(1):",
+        "one PPO epoch, whatever the flag",
+    ),
+    (
+        "minibatches[k], token_counts[k]",
+        "minibatches[k], token_counts[0]",
+        "the first minibatch's token count for all",
+    ),
+    ("return run.args.vf_coef * loss / token_count", "return loss / token_count", "--vf_coef is ignored"),
+    (
+        "run.args.cliprange_value, run.critic.scale\n",
+        "run.args.cliprange_value, 1.0\n",
+        "the value loss forgets the scale",
+    ),
+    (
+        "prompts, keys, run.args.temperature)",
+        "prompts, keys, 1.0)",
+        "samples at temperature 1, whatever the flag",
+    ),
+    (
+        "scorer(*mb.sequences, args.temperature)",
+        "scorer(*mb.sequences, 1.0)",
+        "the actor is scored at temperature 1",
+    ),
+    (
+        "noise_keys(run.args.seed, step, positions)",
+        "noise_keys(run.args.seed, 0, positions)",
+        "the same noise each step",
+    ),
+    (
+        "(step + 1) % args.update_old_actor_freq == 0",
+        "step % args.update_old_actor_freq == 0",
+        "old actor a step late",
+    ),
+    (
+        "names if not stopped else names[:1]",
+        "names",
+        "--target_kl does not stop the actor for the rest of a batch",
+    ),
+    ("names if not stopped else names[:1]", "names if not stopped else []", "--target_kl stops the critic"),
+    ("if first >= learner.first_step]", "if first > learner.first_step]", "warm-up takes a batch more"),
+    (
+        "CriticModel.from_model(start, args.lora_r > 0, weight)",
+        "CriticModel.from_model(start, args.lora_r > 0)",
+        "the critic starts without the reward model's weight",
+        STARTS,
+    ),
+]
+
+PPO = [
+    ('if kl_in == "loss" and kl_weight:', "if False:", "no KL loss"),
+    (
+        "masked_sum(weights * moved.exp() * k2",
+        "masked_sum(weights * k2",
+        "the KL loss is not weighted by the ratio",
+    ),
+    (
+        "masked_sum(weights * moved.exp() * k2",
+        "masked_sum(moved.exp() * k2",
+        "the KL loss has no importance weights",
+    ),
+    ('    if kl_in == "reward":\n', "    if True:\n", "KL in loss and reward"),
+    (
+        "advantages - kl_weight * discounted_sums",
+        "advantages + kl_weight * discounted_sums",
+        "the KL in the reward follows backwards",
+    ),
+    ("kl_weight * discounted_sums(moved, decay)", "kl_weight * moved", "later tokens' KL does not count"),
+    ("F.pad(x[:, n:], (0, n))", "F.pad(x[:, :-n], (n, 0))", "earlier tokens' KL counts"),
+    (
+        "rewards.scatter_(1, response_len[:, None] - 1,",
+        "rewards.scatter_(1, 0 * response_len[:, None],",
+        "score first",
+    ),
+    ("rewards -= torch.where", "rewards += torch.where", "the KL is added to the rewards"),
+    ("following, alpha=gamma * lam", "following, alpha=lam", "GAE without gamma"),
+    ("(rewards + gamma * F.pad", "(rewards + F.pad", "the next value is not discounted"),
+    ("F.pad(values[:, 1:], (0, 1))", "F.pad(values, (1, 0))[:, :-1]", "the value before, not the next one"),
+    ("mask, gamma, 1.0)[1]", "mask, gamma, 0.95)[1]", "Monte-Carlo returns with lambda 0.95"),
+    (".exp().clamp(max=cap)", ".exp()", "importance weights have no cap"),
+    ("    if not cap:\n", "    if False:\n", "--importance_cap 0 makes every weight 0"),
+    ("(x - mean) / std, 0.0)", "x / std, 0.0)", "whitening keeps the mean"),
+    (
+        "return 1 - (error_std / return_std) ** 2",
+        "return 1 - error_std / return_std",
+        "ratio of std",
+    ),
+    (
+        '"value/bias": rollout.values - returns',
+        '"value/bias": returns - rollout.values',
+        "the sign of the bias",
+    ),
+    (
+        "masked_sum(k1, mask), len(rollout.tokens))",
+        "masked_sum(k1, mask), tokens)",
+        "kl/sequence is divided by tokens",
+    ),
+    (
+        "kl_estimators(logprobs, mb.ref_logprobs)[1]",
+        "kl_estimators(logprobs, mb.ref_logprobs)[0]",
+        "KL loss by k1",
+    ),
+    (
+        "kl_estimators(logprobs, mb.ref_logprobs)[1]",
+        "kl_estimators(logprobs, mb.ref_logprobs)[2]",
+        "KL loss by k3",
+    ),
+    (
+        "kl_estimators(logprobs, mb.ref_logprobs)[1]",
+        "kl_estimators(logprobs, mb.old_logprobs)[1]",
+        "KL to the old actor",
+    ),
+    ("total + kl_weight * masked_sum", "total - kl_weight * masked_sum", "KL loss with the other sign"),
+    ("logprobs.detach() - mb.old_logprobs", "logprobs - mb.old_logprobs", "the KL's ratio has a gradient"),
+    (
+        "masked_sum(weights * per_token, mask)",
+        "masked_sum(per_token, mask)",
+        "the policy loss has no importance weights",
+    ),
+    ("-torch.min(ratio * advantages", "-torch.max(ratio * advantages", "the clip takes the maximum"),
+    ("ratio.clamp(1 - clip.low, 1 + clip.high)", "ratio.clamp(1 - clip.low, 9)", "no clip above"),
+    (
+        "ratio.clamp(1 - clip.low, 1 + clip.high)",
+        "ratio.clamp(1 - clip.high, 1 + clip.high)",
+        "the upper clip is the lower",
+    ),
+    (
+        "torch.where(advantages < 0, torch.min",
+        "torch.where(advantages > 0, torch.min",
+        "dual clip of good tokens",
+    ),
+    ("torch.min(per_token, most)", "torch.max(per_token, most)", "dual clip from below"),
+    (
+        "masked_sum(torch.max(error, clipped_error)",
+        "masked_sum(torch.min(error, clipped_error)",
+        "value clip's minimum",
+    ),
+    ("torch.max(error, clipped_error)", "error", "values are not clipped"),
+    ("cliprange or torch.inf", "cliprange", "--cliprange_value 0 holds every value fast"),
+    (
+        "change = (values - old_values) / scale",
+        "change = values - old_values",
+        "the value clip forgets the scale",
+    ),
+    (
+        "error = ((values - returns) / scale).square()",
+        "error = (values - returns).square()",
+        "the value error forgets it",
+    ),
+    ("ratio - 1 - log_ratio", "log_ratio - ratio + 1", "the sign of approx_kl"),
+]
+
+CRITIC = {
+    "trainer/value_scale.py": [
+        (
+            "self.critic.rescale(math.sqrt(self.variance))",
+            "self.critic.rescale(self.variance)",
+            "variance as scale",
+        ),
+        ("RATE = 0.1", "RATE = 1.0", "the scale is that of the last batch"),
+        ("self.critic.shift(shift)", "self.critic.shift(-shift)", "the first shift has the other sign"),
+        ("rollout.values + shift, 0.0)", "rollout.values, 0.0)", "the first batch's values are not shifted"),
+        ("        if not self.batches:\n", "        if True:\n", "every batch shifts the values"),
+        ("limit = GROWTH * max(", "limit = 1e9 * max(", "an outlier sets the scale", VALUE_SCALE),
+        ("max(self.variance, self.last)", "self.variance", "a lasting change is not taken over", VALUE_SCALE),
+    ],
+    "model/critic.py": [
+        ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
+        ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
+        ("bias += amount / self.scale", "bias += amount * self.scale", "a shift in other units", VALUE_SCALE),
+    ],
+    "trainer/critic_warmup.py": [
+        (
+            "error < FALLING * self.error",
+            "error < self.error",
+            "warm-up goes on while the error falls a little",
+            WARMUP,
+        ),
+        ("batch >= self.most or ", "", "warm-up has no end", WARMUP),
+        ("batch * self.per_batch", "batch", "the actor's first step is a batch's number"),
+        (
+            "rollout.values - returns, rollout.mask",
+            "returns, rollout.mask",
+            "the error has no values in it",
+            WARMUP,
+        ),
+    ],
+    "trainer/replay.py": [
+        (
+            "self.batches[-self.size :]",
+            "self.batches[: self.size]",
+            "the first batches are replayed, not the last",
+        ),
+        (
+            "x[self.positions]",
+            "x[sorted(self.positions, reverse=True)]",
+            "replayed rows in another order",
+            REPLAY,
+        ),
+        (
+            "for positions, _ in parts for place in positions]).argsort()",
+            "for positions, _ in parts for place in positions])",
+            "kept rows are not in the order of the batch",
+            REPLAY,
+        ),
+    ],
+    "trainer/ppo_models.py": [
+        (
+            "args.clip_epsilon_high or args.clip_epsilon,",
+            "args.clip_epsilon,",
+            "--clip_epsilon_high is ignored",
+        ),
+        (", args.dual_clip)", ")", "--dual_clip is ignored"),
+        ("first = count - self.args.batch_size", "first = 0", "metrics of replayed batches too"),
+        (
+            "        self.critic_warmup.note(step, new, returns, self.world.sum)\n",
+            "",
+            "--critic_warmup_steps auto never ends",
+        ),
+        (
+            '{"critic": "value", "actor": "policy"}',
+            '{"critic": "policy", "actor": "value"}',
+            "metrics of the other model",
+        ),
+        ("step.norm, 1)", "self.args.grad_clip, 1)", "the clip as the gradient's norm"),
+        (
+            'own = {"value_scale": self.value_scale,',
+            "own = {",
+            "checkpoints forget the value scale",
+            RESUMING,
+        ),
+        (
+            '"critic_warmup": self.critic_warmup}',
+            "}",
+            "checkpoints forget where the warm-up stands",
+            RESUMING,
+        ),
+    ],
+}
+
+COMPUTE = {
+    "trainer/compute/logprobs.py": [
+        (
+            "total - z.mul_(p).sum(-1)",
+            "z.mul_(p).sum(-1) - total",
+            "the sign of the entropy without kernels",
+            LOGPROBS,
+        ),
+        ("grad = grad / ctx.temperature", "grad = grad * 1.0", "gradients forget the temperature", LOGPROBS),
+    ],
+    "trainer/compute/scoring.py": [
+        (
+            "            values = layout.spread(self.critic.read(states))\n",
+            '            places = layout.on(tokens.device)["predicted_by"] + 1\n'
+            "            states = take_rows(output.last_hidden_state, places)\n"
+            "            values = layout.spread(self.critic.read(states))\n",
+            "the critic reads the state behind its token",
+            SCORING,
+        ),
+    ],
+    "trainer/compute/balance_loss.py": [
+        (
+            "return self.weight * load_balance_loss",
+            "return 0 * load_balance_loss",
+            "balance loss is 0",
+            BALANCE,
+        ),
+        (
+            "return self.weight * load_balance_loss",
+            "return load_balance_loss",
+            "balance loss without weight",
+            BALANCE,
+        ),
+        ("/ (lengths[:, None] * top_k)", "/ lengths[:, None]", "shares of choices without top_k", BALANCE),
+        ("gate.topk(top_k, dim=-1)", "gate.topk(1, dim=-1)", "only the first choice counts", BALANCE),
+    ],
+}
+
+ELSEWHERE = {
+    "trainer/evaluation.py": [
+        ("run.respond(run.actor,", "run.respond(run.old_actor,", "the old actor is evaluated", EVALUATION),
+        (
+            "EVAL_STEP, [p.index for p in prompts])",
+            "EVAL_STEP, range(len(prompts)))",
+            "evaluation's noise depends on the batch",
+            EVALUATION,
+        ),
+        (
+            "right = sum(is_correct(text, answer, reasoning) for",
+            "right = sum(True for",
+            "accuracy 1",
+            EVALUATION,
+        ),
+        ("right, len(pairs))", "right, len(batch))", "records without an answer count as wrong", EVALUATION),
+        ('("_greedy", 0.0)', '("_greedy", temperature)', "greedy results are sampled", EVALUATION),
+        ('(("", temperature)', '(("", 1.0)', "evaluation samples at temperature 1", EVALUATION),
+        (
+            '(parts["format"] > 0).sum()',
+            'parts["format"].sum()',
+            "the format's rate is its reward",
+            EVALUATION,
+        ),
+        (
+            "rollout.finished.sum(), len(batch))",
+            "rollout.finished.sum(), len(mine))",
+            "share of batches",
+            EVALUATION,
+        ),
+    ],
+    "trainer/generation/engine.py": [
+        ("[r[:-1] if ended else r for", "[r for", "the EOS stays in the text", ENGINE),
+        ("[r[:-1] if ended else r for", "[r[:-1] for", "cut responses lose a token", ENGINE),
+    ],
+    "trainer/runs/learning_rate.py": [
+        ("0.1 + 0.45 * (1 + math", "0.5 * (1 + math", "the rate falls to 0"),
+        ("max(total - warmup - 1, 1)", "max(total - warmup, 1)", "the last step is not the last", FORMULAS),
+        (
+            "return peak * min(1.0, (step + 1)",
+            "return peak * min(1.0, step",
+            "the constant rate begins with 0",
+        ),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        ("number - self.first_step, self.total", "number, self.total", "a schedule without its first step"),
+        (
+            "self.total_steps - self.first_step\n",
+            "self.total_steps\n",
+            "the actor's schedule is as long as the critic's",
+        ),
+        (
+            "clip_grad_norm_(learner.model.parameters(), run.args.grad_clip)",
+            "torch.ones(())",
+            "no gradient clip",
+        ),
+        ('group["lr"] = learner.learning_rate(number)', 'group["lr"] = learner.peak', "the rate never falls"),
+    ],
+    "trainer/generation/sampling_noise.py": [
+        (
+            "for value in (step, prompt_index, sample_index)",
+            "for value in (prompt_index, sample_index)",
+            "no step",
+            ENGINE,
+        ),
+    ],
+    "trainer/rewards/reward.py": [
+        ("* (~torch.tensor(finished))", "* torch.tensor(finished)", "the penalty is for responses that end"),
+    ],
+}
+
+
+def _rows():
+    for file, rows in {
+        "trainer/train_ppo.py": TRAIN_PPO,
+        "trainer/ppo.py": PPO,
+        **CRITIC,
+        **COMPUTE,
+        **ELSEWHERE,
+    }.items():
+        for old, new, fault, *tests in rows:
+            yield Mutation(file, old, new, fault, tuple(tests) or (WHOLE_STEP,))
+
+
+MUTATIONS = list(_rows())

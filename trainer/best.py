@@ -1,0 +1,143 @@
+"""The best actor of a PPO run: which evaluation was the best, and files with its weights.
+
+At every evaluation that is better than all before (``--best_metric``, higher is better) the evaluated actor
+is written: to out/ppo_actor_{hidden_size}{_moe}_best.pth with a folder beside it, as the result of the run
+is, and to best.pth in the run folder. There it stays if a later run replaces the file in out/. Every
+checkpoint has a copy of best.pth, so that a resumed run has the best of its checkpoint, whatever has become
+of the files since. A run that is resumed without evaluations keeps it. One that is evaluated in another way
+begins anew, and keeps the old file in the run folder as best_step_<n>.pth.
+
+The evaluation before training (step 0) is the value to beat, and no file is written for it: its weights are
+those of ``--model``. A run that never beats it has no best file. If there is one of an earlier run, it is
+removed when the first result is saved, as the result of that run is replaced (``PpoRun.save_result``).
+"""
+
+import math
+import shutil
+import time
+
+from atomic_files import one_at_a_time, writing
+from errors import InputError
+from trainer.evaluation import has_answers
+
+KEPT = "best.pth"  # in the run folder and in checkpoints
+
+
+class Best:
+    """The best evaluation so far. metric: "eval/…", "" without evaluations; source: what the values depend on
+    besides the actor, as text: values of another source cannot be compared.
+
+    ``value``: None before the first evaluation. ``step``: of that evaluation; 0 means that there is no file.
+    ``since``: evaluations up to this step do not count, because they were of another metric or source.
+    ``forgotten``: what ``state_dict`` returned before they changed; {} if they have not.
+    """
+
+    def __init__(self, metric="", source=""):
+        self.metric, self.source = metric, source
+        self.value, self.step, self.since, self.forgotten = None, 0, 0, {}
+
+    def beaten_by(self, metrics):
+        """Whether these metrics, {name: mean}, have an evaluation that is better than all before."""
+        value = metrics.get(self.metric, math.nan)
+        return value > (-math.inf if self.value is None else self.value)
+
+    def take(self, metrics, step):
+        """The evaluation with these metrics is the best from now on."""
+        self.value, self.step = metrics[self.metric], step
+
+    def state_dict(self):
+        """What a checkpoint keeps."""
+        return {name: x for name, x in vars(self).items() if name != "forgotten"}
+
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned, if it is of the same metric and source, or if nothing is
+        evaluated now; else it is ``forgotten``. {}: a checkpoint from before there was a best. Raises
+        KeyError or TypeError for anything else."""
+        if not state:
+            return
+        if not self.metric or (state["metric"], state["source"]) == (self.metric, self.source):
+            self.metric, self.source, self.value = state["metric"], state["source"], state["value"]
+            self.step, self.since = int(state["step"]), state.get("since", 0)
+        elif state["value"] is not None:
+            self.forgotten = state
+
+
+def choose_best(args, held_out, reward, judge):
+    """Flags and what is evaluated -> the ``Best`` of a run that has not begun.
+
+    reward, judge: ``Reward`` and ``Judge``. Without --best_metric it is the accuracy where records have
+    answers, else the judge, else the score (with --normalize_reward the raw score, whose scale does not
+    move). Raises InputError for a metric that is not evaluated.
+    """
+    if held_out is None:
+        return Best()
+    names = ["accuracy"] if has_answers(held_out) else []
+    names += ["format_rate"] if args.reasoning else []
+    names += [*reward.names, *judge.names, "length", "finished"]
+    usual = next(name for name in ("accuracy", "judge", "score_raw", "score") if name in names)
+    name = args.best_metric.removeprefix("eval/") or usual
+    if name.removesuffix("_greedy") not in names:
+        raise InputError(
+            f"--best_metric {args.best_metric}: is not evaluated in this run; choose one of "
+            f"{', '.join(names)}, or one of them with _greedy behind it"
+        )
+    judged_by = [args.eval_reward_fn, *args.eval_reward_model] if name.startswith("judge") else []
+    return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]))
+
+
+def keep_best(run, logger, metrics):
+    """After a step's evaluation: if it is the best so far, write the actor's weights.
+
+    All processes must call it, after the step was logged and before its checkpoint. Raises InputError where
+    the disk is full or a weight is not finite in fp16: then nothing has changed, and a resumed run evaluates
+    this step again.
+    """
+    best, step = run.best, run.progress.step
+    if not best.beaten_by(metrics):
+        return
+    with run.world.all_or_none():
+        if step and run.world.is_main:
+            start = time.perf_counter()
+            run.save_best(logger.folder.path / KEPT)
+            logger.saving_seconds += time.perf_counter() - start
+    best.take(metrics, step)
+
+
+def restore_best(run, logger):
+    """After a checkpoint was loaded: the files of the best actor become what they were then. Later ones are
+    of steps that will be done again, or of another run."""
+    if old := run.best.forgotten:
+        run.best.since = run.progress.step
+    with run.world.all_or_none():
+        if old.get("step"):
+            logger.say(
+                f"note: the best so far ({old['metric']} {old['value']:.3f} at step {old['step']}) was "
+                f"evaluated otherwise; it begins anew, and the run folder keeps it as {_set_aside(old)}"
+            )
+        if run.world.is_main:
+            _restore_files(run, logger.folder.path, logger.folder.checkpoint)
+
+
+def _set_aside(state):
+    return f"best_step_{state['step']}.pth"
+
+
+def _restore_files(run, folder, checkpoint):
+    if run.best.forgotten.get("step"):
+        run.save_actor(folder / _set_aside(run.best.forgotten), checkpoint / KEPT)
+    if run.best.step:
+        run.save_best(folder / KEPT, checkpoint / KEPT)
+    elif run.args.resume:  # a new run has none, and what has this name is the user's
+        remove_saved(folder / KEPT)
+
+
+def remove_saved(path):
+    """Remove a ``.pth`` and the folder beside it. Without the ``.pth`` the folder may be of someone else, and
+    stays. Raises InputError if that fails."""
+    with writing(path):
+        if not path.exists():
+            return
+        if (beside := path.with_suffix("")).is_dir():
+            with one_at_a_time(beside):  # another run may write to the same name
+                shutil.rmtree(beside)
+        path.unlink()

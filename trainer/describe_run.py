@@ -1,0 +1,61 @@
+"""What a PPO run says of itself when it begins: policy, reward, prompts, warm-up, what was chosen for it."""
+
+from model.lora import describe as describe_adapters
+from trainer.flags import AUTO
+from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
+from trainer.rewards.rules import LENGTHS
+
+
+def describe_run(run):
+    """What the run is made of, in a few lines."""
+    args, prompts, held_out = run.args, run.prompts, run.held_out
+    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
+    adapters = describe_adapters(run.actor)
+    tested = f", {len(held_out)} held out" if held_out else ""
+    warmup, quarter = args.critic_warmup_steps, run.total_steps // 4
+    if warmup == AUTO and not quarter:
+        warmup = 0
+    steps = "step 1 trains only" if warmup == 1 else f"steps 1 to {warmup} train only"
+    if warmup == AUTO:
+        steps = f"as long as its error falls, at most steps 1 to {quarter}, train only"
+    return (
+        f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}\n"
+        + (f"lora     {adapters}\n" if adapters else "")
+        + f"reward   {describe_reward(args, run.reward)}\n"
+        + (f"judge    {describe_judge(args)}\n" if run.judge.names else "")
+        + f"prompts  {prompts.describe()}{tested}"
+        + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
+        + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
+        + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
+        + "".join(f"\n{note}" for note in run.notes)
+    )
+
+
+def describe_reward(args, reward):
+    """Every part of the score as the metrics call it, its range or weight and its flag, a line each."""
+    parts, limit = {}, f"clipped to ±{SCORE_LIMIT:g}"
+    if args.normalize_reward:
+        limit = f"normalised and {limit} (--normalize_reward)"
+    if args.reasoning:
+        parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
+    for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
+        parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
+    if args.reward_fn:
+        parts["function"] = f"weight 1, as it is: {args.reward_fn}"
+    if args.reward_url:
+        parts["server"] = f"weight 1, {limit if args.normalize_reward else 'as it is'}: {args.reward_url}"
+    if largest := args.repetition_penalty:
+        parts["repetition"] = f"0 to -{largest:g} for repeated trigrams (--repetition_penalty)"
+    if size := args.length_reward:
+        few, many = LENGTHS
+        parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
+    if penalty := args.missing_eos_penalty:
+        parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
+    width = max(map(len, parts))
+    return "\n         ".join(["the sum of:", *(f"{name:<{width}}  {text}" for name, text in parts.items())])
+
+
+def describe_judge(args):
+    """A line on the reward of evaluations."""
+    sources = ", ".join(filter(None, [*args.eval_reward_model, args.eval_reward_fn]))
+    return f"{sources}: only evaluates, as eval/judge"

@@ -1,0 +1,65 @@
+"""Replay: the last ``--replay_batches`` batches are learned from again, beside the new one.
+
+A batch is used once, and a few batches later the policy has forgotten half of it. Here each step draws its
+minibatches from the new batch and from the last n together, as many as without replay: a step takes as many
+optimizer steps, and each response is used n + 1 times less often in its own step, but in n + 1 steps.
+
+Older responses are treated as if they were new: their log-probs, values, KL penalties and advantages are
+computed again with today's actor and critic, and the ratio is 1 when the step begins. They were drawn by an
+earlier policy: the importance weight min(pi_now / pi_then, --importance_cap) of each token says so
+(``importance_weights`` in ppo.py). It is the decoupled objective of Hilton et al. 2022 (arXiv:2110.00641).
+
+Every process keeps the same global batches, so a run can be resumed with another number of processes.
+"""
+
+import torch
+
+from trainer.compute.rollout_data import Rollout, join_rollouts
+
+# What is kept of a rollout. All other fields are computed anew in each step.
+KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores")
+
+
+class Replay:
+    """The last ``size`` global batches, on the CPU. positions: the rows of a global batch that belong to this
+    process (dataset/data_order.py)."""
+
+    def __init__(self, size, positions, world):
+        self.size, self.positions, self.world, self.batches = size, positions, world, []
+
+    def join(self, rollout):
+        """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
+        device = rollout.tokens.device
+        older = [
+            Rollout(**{name: x[self.positions].to(device) for name, x in batch.items()})
+            for batch in self.batches
+        ]
+        return join_rollouts([*older, rollout]) if older else rollout
+
+    def keep(self, rollout):
+        """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
+        if not self.size:
+            return
+        mine = {name: getattr(rollout, name).cpu() for name in KEPT}
+        parts = self.world.gather((self.positions, mine))
+        joined = join_rollouts([Rollout(**fields) for _, fields in parts])
+        order = torch.tensor([place for positions, _ in parts for place in positions]).argsort()
+        self.batches.append({name: getattr(joined, name)[order] for name in KEPT})
+        self.batches = self.batches[-self.size :]
+
+    def tensors(self):
+        """{name: tensor}: what a checkpoint keeps."""
+        return {
+            f"{number}.{name}": x.contiguous()
+            for number, batch in enumerate(self.batches)
+            for name, x in batch.items()
+        }
+
+    def load_tensors(self, tensors):
+        """Take over what ``tensors`` returned."""
+        self.batches = []
+        for key in sorted(tensors, key=lambda key: int(key.partition(".")[0])):
+            number, _, name = key.partition(".")
+            while len(self.batches) <= int(number):
+                self.batches.append({})
+            self.batches[int(number)][name] = tensors[key]
