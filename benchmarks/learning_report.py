@@ -124,7 +124,7 @@ def judges_table(runs):
 
 def variants_table(runs):
     """A row for each changed decision, a column for each task: the end, and in brackets its difference to the
-    mean of the same seeds without the change, with the standard error of this difference."""
+    mean of the same seeds and rates without the change, with the standard error of this difference."""
     runs = [r for r in runs if r["who"] == "ours"]
     names, rows = list(dict.fromkeys(r["variant"] for r in runs if r["variant"])), []
     tasks = [task for task in TASKS if any(r["task"] == task and r["variant"] for r in runs)]
@@ -132,14 +132,11 @@ def variants_table(runs):
         row = {"changed": name}
         for task in tasks:
             samples = TASKS[task].get("ablate")
-            plain = {r["seed"]: figure(r) for r in pick(runs, task, "ours", "", samples)}
-            pairs = [
-                (figure(r), plain[r["seed"]])
-                for r in pick(runs, task, "ours", name, samples)
-                if r["seed"] in plain
-            ]
-            row[f"({task})"] = difference(pairs)
-        rows.append(row)
+            plain = {(r["seed"], *r["rates"]): figure(r) for r in pick(runs, task, "ours", "", samples)}
+            changed = {(r["seed"], *r["rates"]): figure(r) for r in pick(runs, task, "ours", name, samples)}
+            row[f"({task})"] = difference([(changed[x], plain[x]) for x in changed.keys() & plain.keys()])
+        if any(list(row.values())[1:]):
+            rows.append(row)
     return table(rows)
 
 

@@ -23,6 +23,7 @@ from learning_rewards import gold, spelling
 from learning_tasks import POINTS, TASKS, exact_objective
 
 from model.compatibility import eos_ids
+from model.loading import load_policy
 from model.lora import frozen_copy
 from trainer import ppo, train_ppo
 from trainer.compute.scoring import PolicyScorer, score_all
@@ -129,7 +130,8 @@ def run_ours(request, out):
 
     def evaluate(run):
         if not kept:
-            inputs = run.args, run.reward, run.tokenizer, run.prompts, run.held_out, run.ref
+            reference = load_policy(run.args.model).eval()  # the run's own is rounded in bf16
+            inputs = run.args, run.reward, run.tokenizer, run.prompts, run.held_out, reference
             kept["judge"] = Judge(request["task"], request["folder"], *inputs)
         curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size)
         return {}

@@ -43,7 +43,9 @@ TASKS = {
         },
         "samples": 25_600,
         "rates": {"trl": [3e-4, 6e-4, 1.2e-3], "ours": [(1e-3, 3e-3)]},
-        "ours": {"kl_in": "reward", "critic_warmup_steps": 1, "replay_batches": 8, "ppo_epochs": 8},
+        "ours": {
+            "kl_in": "reward", "critic_warmup_steps": 1, "lam": 0.95, "replay_batches": 8, "ppo_epochs": 8,
+        },
         "seeds": 5,
         "more": 102_400,
         "ablate": 6_400,
@@ -86,7 +88,7 @@ TASKS = {
         },
         "samples": 3_072,
         "more": 1_536,
-        "ours": {"kl_in": "reward", "critic_warmup_steps": 1},
+        "ours": {"kl_in": "reward", "critic_warmup_steps": 1, "lam": 0.95},
         "rates": {
             "trl": [7.5e-5, 1.5e-4, 3e-4],
             "ours": [(7.5e-5, 5e-4)],

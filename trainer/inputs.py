@@ -41,6 +41,7 @@ DEMO = {
 
 BATCH_SIZE, MINI_BATCH_SIZE = 128, 32  # where no flag says otherwise
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
+SHORT, LAM_OF_SHORT = 64, 0.95  # tokens of an answer, and the lambda that suited such answers best
 
 
 def complete_flags(args):
@@ -146,6 +147,15 @@ def choose_reasoning(args, tokenizer, prompts):
     return f"format   not rewarded: neither chat template nor data use {THINK}; --reasoning 1 switches it on"
 
 
+def choose_lambda(args):
+    """Set --lam where it is not given: 1 for answers above 64 tokens, whose early tokens a score would hardly
+    reach with less -> a line that says so, None if the flag was given."""
+    if args.lam is not None:
+        return None
+    args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+    return f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
+
+
 def choose_rates(args, actor, critic_start):
     """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None."""
     sizes, said = [sum(p.numel() for p in model.parameters()) for model in (actor, critic_start)], []
@@ -242,4 +252,5 @@ def load_inputs(args):
             f"positions of {args.model}; lower it or --max_seq_len"
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
+    notes.append(choose_lambda(args))
     return actor, tokenizer, prompts, held_out, notes

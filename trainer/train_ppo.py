@@ -94,7 +94,7 @@ def flag_parser():
     add("--kl_in", default="loss", choices=["loss", "reward"], help="k2 in the loss, or k1 off the rewards")
     add("--target_kl", default=0.0, at_least=0, help="above this KL the actor's updates on a batch end")
     add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
-    add("--lam", default=0.95, at_least=0, at_most=1, help="lambda of GAE, for the advantages")
+    add("--lam", type=float, at_least=0, at_most=1, help="lambda of GAE; default: by --max_gen_len")
     add("--critic_lam", default=1.0, at_least=0, at_most=1, help="lambda of the critic's returns")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
     add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="critic alone; or auto [2 batches]")
