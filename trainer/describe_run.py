@@ -25,6 +25,7 @@ def describe_run(run):
         + (f"judge    {describe_judge(args)}\n" if run.judge.names else "")
         + f"prompts  {prompts.describe()}{tested}"
         + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
+        + f"\nlambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
         + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
         + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
         + "".join(f"\n{note}" for note in run.notes)

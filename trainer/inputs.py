@@ -51,6 +51,8 @@ def complete_flags(args):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if 0 < args.dual_clip <= 1:
         raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
+    if args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
+        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
     complete_sizes(args)
     fill_paths(args)
     return args
@@ -145,15 +147,6 @@ def choose_reasoning(args, tokenizer, prompts):
     if where:
         return f"format   rewarded: {where} uses {THINK}; --reasoning 0 switches it off"
     return f"format   not rewarded: neither chat template nor data use {THINK}; --reasoning 1 switches it on"
-
-
-def choose_lambda(args):
-    """Set --lam where it is not given: 1 for answers above 64 tokens, whose early tokens a score would hardly
-    reach with less -> a line that says so, None if the flag was given."""
-    if args.lam is not None:
-        return None
-    args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
-    return f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
 
 
 def choose_rates(args, actor, critic_start):
@@ -252,5 +245,4 @@ def load_inputs(args):
             f"positions of {args.model}; lower it or --max_seq_len"
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
-    notes.append(choose_lambda(args))
     return actor, tokenizer, prompts, held_out, notes
