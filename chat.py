@@ -78,18 +78,23 @@ def model_path(args):
     """The path or hub name of the model that the flags name; without such flags the newest, or the demo.
 
     With --best it is the ``.pth`` of the best evaluation beside it. InputError if there is none."""
-    if args.model:
-        return best_beside(args.model) if args.best else args.model
-    if args.weight or args.hidden_size or args.use_moe:
+    path = args.model
+    if not path and (args.weight or args.hidden_size or args.use_moe):
         name = f"{args.weight or 'ppo_actor'}_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
-        path = str(Path(args.out_dir) / name)
-        return best_beside(path) if args.best else path
-    found = Path(args.out_dir).glob("ppo_actor_*.pth")
+        path = Path(args.out_dir) / name
+    chosen = str(path or newest_result(args.out_dir))
+    if args.best:
+        chosen = best_beside(chosen)
+    if not path:
+        say(f"no --model given: {chosen}")
+    return chosen
+
+
+def newest_result(out_dir):
+    """The path of the newest trained actor there; the demo's policy if there is none."""
+    found = Path(out_dir).glob("ppo_actor_*.pth")
     trained = [p for p in found if re.fullmatch(r"ppo_actor_\d+(_moe)?\.pth", p.name)]  # results, no copies
-    path = max(trained, key=lambda p: p.stat().st_mtime, default=ROOT / "model" / "demo" / "policy")
-    path = best_beside(path) if args.best else str(path)
-    say(f"no --model given: {path}")
-    return path
+    return max(trained, key=lambda p: p.stat().st_mtime, default=ROOT / "model" / "demo" / "policy")
 
 
 def best_beside(model):

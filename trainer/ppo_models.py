@@ -29,6 +29,7 @@ from trainer.memory_plan import Plan
 from trainer.replay import Replay
 from trainer.rewards.judge import Judge
 from trainer.rewards.reward import Reward
+from trainer.rewards.reward_models import modules_of
 from trainer.runs import displays
 from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
@@ -95,7 +96,7 @@ class PpoRun:
     @property
     def judges(self):
         """All reward models, those that only evaluate too: modules, frozen."""
-        return [model.model for kind in (self.reward, self.judge) for model, _ in kind.models.values()]
+        return modules_of(self.reward, self.judge)
 
     @property
     def minibatches_per_batch(self):
@@ -162,7 +163,7 @@ class PpoRun:
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
         asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
-        with self.host.on_device(*(model.model for model, _ in reward.models.values())):
+        with self.host.on_device(*modules_of(reward)):
             return reward.raw_scores(asked, texts, answers, rollout.finished.tolist(), records)
 
     def note_rollout(self, step, rollout, returns, metrics):

@@ -57,9 +57,8 @@ class Replay:
 
     def load_tensors(self, tensors):
         """Take over what ``tensors`` returned."""
-        self.batches = []
-        for key in sorted(tensors, key=lambda key: int(key.partition(".")[0])):
+        batches = {}
+        for key, x in tensors.items():
             number, _, name = key.partition(".")
-            while len(self.batches) <= int(number):
-                self.batches.append({})
-            self.batches[int(number)][name] = tensors[key]
+            batches.setdefault(int(number), {})[name] = x
+        self.batches = [batches[number] for number in sorted(batches)]

@@ -130,7 +130,7 @@ from trainer.memory_check import check_memory
 from trainer.ppo_models import PpoRun, prepare_frozen
 from trainer.rewards.judge import load_judge
 from trainer.rewards.reward import load_reward
-from trainer.rewards.reward_models import critic_start
+from trainer.rewards.reward_models import critic_start, modules_of
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
@@ -156,9 +156,8 @@ def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
     judge = load_judge(args, device, dtype, held_out)
     actor.to(device).eval().requires_grad_(not args.lora_r)
     start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    judges = [model.model for model, _ in (*reward.models.values(), *judge.models.values())]
     sizes = sampling_sizes(args, prompts, held_out)
-    plan, memory = check_memory(args, actor, start, judges, device, dtype, sizes)
+    plan, memory = check_memory(args, actor, start, modules_of(reward, judge), device, dtype, sizes)
     notes = [*notes, choose_rates(args, actor, start), memory]
     critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
     room = plan.cache if device.type == "cuda" else None  # None: what suits a CPU

@@ -230,3 +230,8 @@ def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype):
             name += "_"
         loaded[name] = load_reward_model(path, device, trust_remote_code, dtype, weights), weight
     return loaded
+
+
+def modules_of(*rewards):
+    """The frozen modules of the reward models of these rewards (``Reward``, ``Judge``), as a list."""
+    return [model.model for reward in rewards for model, _ in reward.models.values()]
