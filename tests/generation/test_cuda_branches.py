@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as T
 from recorded_graphs import RecordedGraphs, Waits, without_kernels
-from test_engine import PROMPTS, VOCABULARY, draw
+from test_engine import PROMPTS, VOCABULARY, build, draw
 from tiny import tiny_llama
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,16 +33,7 @@ GPT2 |= {"pad_token_id": 0, "eos_token_id": 0, "bos_token_id": None}
 PACK = SamplerCopy._pack  # the layout of weights on a CPU; on a GPU they keep their addresses
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MINIMIND = {**SIZES, "use_moe": True}
-
-
-def build(config):
-    torch.manual_seed(0)
-    model = T.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() >= 2:
-                p.mul_(3.0)
-    return model
+SPREAD = 3.0  # of the models' distributions, see ``build``
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +134,7 @@ def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count
 )
 def test_other_families_can_be_captured(config, gpu):
     """Mixtures of experts too: no size of a decoding step depends on what their routers choose."""
-    policy = build(config)
+    policy = build(config, SPREAD)
     sampler = Sampler(policy, slots=7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -557,7 +548,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_all_experts_compute_what_the_chosen_ones_compute(name):
-    policy, other = build(EXPERTS[name]), build(EXPERTS[name])
+    policy, other = build(EXPERTS[name], SPREAD), build(EXPERTS[name], SPREAD)
     use_all_experts(other)
     replaced = [m for m in other.modules() if "forward" in vars(m)]
     assert len(replaced) == 2  # one a layer
@@ -578,7 +569,7 @@ def _expert_inputs(module):
 
 @pytest.mark.parametrize("name", ["minimind3", "qwen3"])
 def test_many_tokens_go_only_through_the_experts_that_they_chose(name, monkeypatch):
-    policy = build(EXPERTS[name])
+    policy = build(EXPERTS[name], SPREAD)
     use_all_experts(policy)
     module = next(m for m in policy.modules() if "forward" in vars(m))
     monkeypatch.setattr(type(module), "forward", lambda self, x, *more: x + 41)
@@ -592,7 +583,7 @@ def test_many_tokens_go_only_through_the_experts_that_they_chose(name, monkeypat
 
 def test_an_expert_that_was_not_chosen_may_be_infinite():
     """In fp16 an expert may overflow for a token that is not its own."""
-    policy = build(EXPERTS["minimind3"])
+    policy = build(EXPERTS["minimind3"], SPREAD)
     moe = next(m for m in policy.modules() if hasattr(m, "experts"))
     with torch.no_grad():
         moe.experts[1].down_proj.weight.fill_(torch.inf)
@@ -605,7 +596,7 @@ def test_an_expert_that_was_not_chosen_may_be_infinite():
 
 
 def test_experts_that_compute_something_else_stay_as_they_are(monkeypatch):
-    policy = build(EXPERTS["qwen3"])
+    policy = build(EXPERTS["qwen3"], SPREAD)
     experts = next(m for m in policy.modules() if hasattr(m, "gate_up_proj"))
     own = type(experts).forward
     monkeypatch.setattr(type(experts), "forward", lambda *args: 1.1 * own(*args))  # of another layout, say

@@ -327,13 +327,14 @@ FAMILIES = {  # name: (config, packs?)
 }
 
 
-def build(config):
+def build(config, spread=4.0):
+    """A random causal LM; the larger ``spread``, the further its distributions are from uniform."""
     torch.manual_seed(0)
     model = T.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() >= 2:
-                p.mul_(4.0)
+                p.mul_(spread)
     return model
 
 
