@@ -390,6 +390,16 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     assert dtypes == {torch.float32}
 
 
+def test_the_ratio_of_the_first_minibatch_is_one_however_far_the_others_are(files):
+    """Four minibatches; with PPO epochs the first one comes back, and must not count again."""
+    run, prompts = make_run(files, mini_batch_size=4, ppo_epochs=2, learning_rate=1e-2)
+    batches, positions = iter([[prompts[i] for i in range(16)]] * 2), list(range(16))
+    for step in range(2):
+        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
+        assert metrics["policy/first_ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert abs(metrics["policy/ratio"] - 1) > 1e-4
+
+
 def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
     run, prompts = make_run(files, update_old_actor_freq=2, learning_rate=1e-2)
     batches = iter([[prompts[i] for i in range(16)]] * 2)

@@ -170,6 +170,21 @@ def test_importance_weights_by_hand():
     assert ppo.importance_weights(old, torch.zeros(1, 4), mask, 0.0).tolist() == [[1.0] * 4]
 
 
+def test_effective_sample_size_by_hand():
+    """w = 1.5, 0.5 and 8, not cut: 10^2 / (3 * (2.25 + 0.25 + 64)). Equal weights: 1. A single one: 1/n."""
+    mask = torch.tensor([[True, True, True, False]])
+
+    def of(*weights):
+        logprobs = torch.tensor([weights], dtype=torch.float64).log().float()
+        return ppo.effective_sample_size(logprobs, torch.zeros(1, 4), mask, lambda x: x)
+
+    assert of(1.5, 0.5, 8.0, math.nan) == pytest.approx(100 / 199.5)
+    assert of(1.0, 1.0, 1.0, 9.0) == 1
+    assert of(0.2, 0.2, 0.2, 9.0) == pytest.approx(1)
+    assert of(1e60, 1e-60, 1e-60, 9.0) == pytest.approx(1 / 3)
+    assert math.isnan(of(math.inf, 1.0, 1.0, 9.0))
+
+
 def rows(**fields):
     """Rows of a rollout as ``policy_objective`` reads them."""
     return SimpleNamespace(mask=torch.ones(1, 3, dtype=torch.bool), **fields)

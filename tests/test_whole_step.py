@@ -9,6 +9,7 @@ metrics must agree. A metric that ``Plain`` does not compute fails the test.
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import WORDS, flags, save_policy_dir, word_tokenizer, write_jsonl
@@ -166,8 +167,14 @@ class Plain:
         scores = torch.tensor(function) + torch.tensor(missing)
         self.scores = torch.cat([kept, scores])
         numbers = {"reward/function": function, "reward/missing_eos": missing, "rollout/finished": ended}
-        numbers |= {"reward/score": scores.tolist(), "rollout/length": [len(ids) for ids in responses]}
-        return {name: sum(x) / len(x) for name, x in numbers.items()}
+        lengths = [len(ids) for ids in responses]
+        numbers |= {"reward/score": scores.tolist(), "rollout/length": lengths}
+        numbers["rollout/repetition"] = [repeated_trigrams(ids) for ids in responses]
+        means = {name: sum(x) / len(x) for name, x in numbers.items()}
+        means["reward/score_std"] = scores.std(correction=0).item()
+        means["rollout/distinct"] = len({tuple(ids) for ids in responses}) / len(responses)
+        means["rollout/score_length_corr"] = np.corrcoef(scores, lengths)[0, 1]
+        return means
 
     @torch.no_grad()
     def gap_of_samples(self):
@@ -209,6 +216,8 @@ class Plain:
         self.old_logprobs = self.policy(self.old_actor, 0, rows)[0]
         self.ref_logprobs = self.policy(self.ref, 0, rows)[0]
         self.weights = torch.exp(self.old_logprobs - self.sampled_logprobs)
+        uncut = self.weights[self.new].double()
+        self.note("rollout/importance_ess", (uncut.sum() ** 2 / (uncut @ uncut) / len(uncut))[None])
         self.weights = self.weights.clamp(max=args.importance_cap) if args.importance_cap else self.weights**0
         k1 = self.old_logprobs - self.ref_logprobs
         rewards = -args.kl_coef * k1 if args.kl_in == "reward" else torch.zeros_like(k1)
@@ -315,6 +324,8 @@ class Plain:
             kl = self.weights[mine] * ratio.detach() * k2
             loss = loss + args.kl_coef / self.std * kl.mean()
         approx_kl = ratio - 1 - torch.log(ratio)
+        if "policy/ratio" not in self.noted:
+            self.note("policy/first_ratio", ratio)
         self.note("policy/loss", losses)
         self.note("policy/approx_kl", approx_kl)
         self.note("policy/ratio", ratio)
@@ -359,6 +370,12 @@ def same_weights(untouched, model):
     mine = copy.deepcopy(untouched)
     mine.load_state_dict(model.state_dict())
     return mine.requires_grad_(True)
+
+
+def repeated_trigrams(ids):
+    """The share of trigrams that occurred before"""
+    trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
+    return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
 
 
 def asked_of(model):
@@ -475,5 +492,7 @@ def check_that_all_was_in_use(plain, lines):
     assert (most["policy/early_stop"] > 0) == (args.target_kl > 0)
     assert (most["policy/balance_loss"] > 0) == ("experts" in args.model)
     assert 0.1 < lines[-1]["rollout/finished"] < 0.9
+    assert most["rollout/repetition"] > 0 and most["rollout/importance_ess"] < 0.999
+    assert max(abs(line["policy/first_ratio"] - 1) for line in lines[1:] if "policy/ratio" in line) > 1e-3
     if args.dual_clip:
         assert plain.used == {"dual clip", "upper clip", "cap"}

@@ -13,6 +13,7 @@ BALANCE, ENGINE = "tests/compute/test_balance_loss.py", "tests/generation/test_e
 RESUMING = "tests/runs/test_checkpoints.py::test_resuming_equals_never_having_stopped_bit_for_bit"
 STARTS = "tests/test_invariants.py::test_the_critic_starts_as_the_reward_model_times_its_weight"
 REPLAY = "tests/test_replay.py"
+RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 
 
@@ -60,6 +61,7 @@ TRAIN_PPO = [
         "new.ref_logprobs = score_policy(new, old_actor,",
         "reference is the old actor",
     ),
+    ('    metrics.keep_first("policy/ratio", "policy/first_ratio")\n', "", "no ratio of the first minibatch"),
     ("run.replay.join(new)", "new", "nothing is replayed"),
     ("    run.replay.keep(new)\n", "", "no batch is kept for replay"),
     (
@@ -217,6 +219,18 @@ PPO = [
     ("mask, gamma, 1.0)[1]", "mask, gamma, 0.95)[1]", "Monte-Carlo returns with lambda 0.95"),
     (".exp().clamp(max=cap)", ".exp()", "importance weights have no cap"),
     ("    if not cap:\n", "    if False:\n", "--importance_cap 0 makes every weight 0"),
+    (
+        "total[0].square() / (total[1] * total[2])",
+        "total[0].square() / total[1]",
+        "tokens in the place of their share",
+        FORMULAS,
+    ),
+    (
+        "(old_logprobs - sampler_logprobs).double()",
+        "(old_logprobs - sampler_logprobs)",
+        "w in fp32",
+        FORMULAS,
+    ),
     ("(x - mean) / std, 0.0)", "x / std, 0.0)", "whitening keeps the mean"),
     (
         "return 1 - (error_std / return_std) ** 2",
@@ -342,7 +356,41 @@ CRITIC = {
             REPLAY,
         ),
     ],
+    "trainer/response_stats.py": [
+        ("(ids[:, 1:-1] << ID_BITS)", "(ids[:, 1:-1] << 1)", "trigrams that differ are the same", RESPONSES),
+        ("rollout.prompt_len[:, None] + torch", "torch", "the prompt's trigrams count", RESPONSES),
+        (
+            "(trigrams[:, 1:] == trigrams[:, :-1]) & there[:, 1:]",
+            "trigrams[:, 1:] == trigrams[:, :-1]",
+            "padding repeats",
+            RESPONSES,
+        ),
+        ("count.clamp(min=1)", "rollout.response_len", "repetition is divided by tokens", RESPONSES),
+        (".sort(1)[0]", "", "only a trigram right behind its like counts", RESPONSES),
+        ("hash(tuple(ids))", "hash(tuple(ids[:1]))", "responses that begin alike are the same", RESPONSES),
+        ("score, len(ids))", "score, ids[0])", "the first token as length", RESPONSES),
+        ("    x = x - mean\n", "    x = x - mean + 0.1\n", "a mean that is not taken off", RESPONSES),
+        ("LEAST_SPREAD = 1e-6", "LEAST_SPREAD = 0.0", "rounding has a correlation", RESPONSES),
+        ("(x @ y).item() / size if size", "(x @ y).item() / size**2 if size", "covariance", RESPONSES),
+    ],
+    "trainer/runs/metrics.py": [
+        (
+            "if name in self._totals and kept not in self._totals:",
+            "if name in self._totals:",
+            "every minibatch counts as the first",
+        ),
+    ],
     "trainer/ppo_models.py": [
+        (
+            "logprobs = new.old_logprobs, new.sampler_logprobs",
+            "logprobs = new.old_logprobs, new.ref_logprobs",
+            "effective sample size of the reference",
+        ),
+        (
+            'batch_metrics(rollout, batch.scores["score"], self.world), 1)',
+            'batch_metrics(rollout, batch.scores["missing_eos"], self.world), 1)',
+            "statistics of a part of the score",
+        ),
         (
             "args.clip_epsilon_high or args.clip_epsilon,",
             "args.clip_epsilon,",
@@ -481,6 +529,15 @@ ELSEWHERE = {
         ),
     ],
     "trainer/rewards/reward.py": [
+        (".abs().ge(SCORE_LIMIT)", ".ge(SCORE_LIMIT)", "scores at the lower limit do not count", REWARDS),
+        (".abs().ge(SCORE_LIMIT)", ".abs().gt(SCORE_LIMIT)", "no clipped score counts", REWARDS),
+        (".ge(SCORE_LIMIT).any(0)", ".ge(SCORE_LIMIT).all(0)", "every model must be at its limit", REWARDS),
+        (
+            "self.running.get(name)) for name in self.models]",
+            "None) for name in self.models]",
+            "raw scores where normalised ones are clipped",
+            "tests/rewards/test_running_stats.py",
+        ),
         ("* (~torch.tensor(finished))", "* torch.tensor(finished)", "the penalty is for responses that end"),
     ],
 }

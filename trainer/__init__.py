@@ -13,6 +13,7 @@ critic_warmup.py   the first batches, in which only the critic trains
 inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
 memory_plan.py     how much memory a PPO run needs, part by part
 memory_check.py    whether there is enough, and which flags would help
+response_stats.py  what a batch's responses look like: repetition, equal ones, whether long ones score more
 evaluation.py      PPO's evaluation on held-out prompts
 best.py            the weights of the best evaluation, kept
 supervised.py      what stages 1 and 2 share: flags, training loop, evaluation

@@ -88,6 +88,14 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, cap):
     return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).exp().clamp(max=cap)
 
 
+def effective_sample_size(old_logprobs, sampler_logprobs, mask, sum_over_processes):
+    """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
+    whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
+    where a w is too large for fp64."""
+    total = sum_over_processes(moments((old_logprobs - sampler_logprobs).double().exp(), mask))
+    return (total[0].square() / (total[1] * total[2])).item()
+
+
 def moments(x, mask):
     """[sum, sum of squares, count] of x under mask, fp64 [3]: add these over processes, then ``mean_std``."""
     x = torch.where(mask, x, 0.0).double()

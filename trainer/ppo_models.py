@@ -27,6 +27,7 @@ from trainer.describe_run import describe_run
 from trainer.generation.engine import Sampler, response_texts
 from trainer.memory_plan import Plan
 from trainer.replay import Replay
+from trainer.response_stats import batch_metrics, repetition
 from trainer.rewards.judge import Judge
 from trainer.rewards.reward import Reward
 from trainer.rewards.reward_models import modules_of
@@ -179,6 +180,10 @@ class PpoRun:
             metrics.add(name, total, count)
         explained = ppo.explained_variance(returns, new.values, new.mask, self.world.sum)
         metrics.add("value/explained_variance", explained, 1)
+        logprobs = new.old_logprobs, new.sampler_logprobs
+        metrics.add(
+            "rollout/importance_ess", ppo.effective_sample_size(*logprobs, new.mask, self.world.sum), 1
+        )
         metrics.add("value/scale", self.critic.scale, 1)
         metrics.add("policy/advantage_std", rollout.advantage_std, 1)
 
@@ -197,10 +202,14 @@ class PpoRun:
         batch: ``Batch`` of train_ppo.py; metrics: what scoring and updating have measured (``Metrics``);
         clock: the times before scoring, before updating, and after it.
         """
-        args, count = self.args, len(batch.prompts)
+        args, rollout, count = self.args, batch.rollout, len(batch.prompts)
         metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
-        metrics.add("rollout/length", batch.rollout.response_len.sum(), count)
-        metrics.add("rollout/finished", batch.rollout.finished.sum(), count)
+        if self.reward.models:
+            metrics.add("reward/at_limit", self.reward.at_limit(batch.raw).sum(), count)
+        metrics.add("rollout/length", rollout.response_len.sum(), count)
+        metrics.add("rollout/finished", rollout.finished.sum(), count)
+        metrics.add("rollout/repetition", repetition(rollout).sum(), count)
+        metrics.add_all(batch_metrics(rollout, batch.scores["score"], self.world), 1)
         means = metrics.means(self.world)
         seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
         means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}

@@ -129,7 +129,7 @@ from trainer.inputs import choose_rates, complete_flags, count_steps, load_input
 from trainer.memory_check import check_memory
 from trainer.ppo_models import PpoRun, prepare_frozen
 from trainer.rewards.judge import load_judge
-from trainer.rewards.reward import load_reward
+from trainer.rewards.reward import RawScores, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.distributed import init_world
@@ -207,6 +207,7 @@ class Batch:
     prompts: list  # of Prompt
     rollout: Rollout
     texts: list  # of the responses
+    raw: RawScores  # before they are normalised, clipped and weighed
     scores: dict  # {part of the reward: [B]}, "score" is their sum
     seconds: dict  # {phase: how long it took}
 
@@ -225,7 +226,7 @@ def collect(run, step, batches, positions):
         raw = run.raw_scores(run.reward, prompts, rollout, texts)
     scores = run.reward.combine(raw, run.world)
     seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
-    return Batch(prompts, rollout, texts, scores, seconds)
+    return Batch(prompts, rollout, texts, raw, scores, seconds)
 
 
 # ------------------------------------------------------------------- learn: scored responses -> weights
@@ -312,6 +313,7 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     gradients = partial(backward, run, minibatch, token_count, name)
     sums = gradients_that_fit(run, gradients, minibatch.lengths.tolist(), run.args.accumulation_steps)
     metrics.merge(sums)
+    metrics.keep_first("policy/ratio", "policy/first_ratio")
     watched = {"critic": ["value/loss"], "actor": ["policy/loss", "policy/approx_kl"]}[name]
     totals = run.world.sum(sums.totals(watched, run.world.device))
     loss, *approx_kl = (totals / token_count).tolist()

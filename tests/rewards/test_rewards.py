@@ -20,6 +20,7 @@ from trainer.rewards.rules import (
     mark_reward,
     repetition_penalty,
 )
+from trainer.runs.displays import PARTS, metric_names
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
@@ -113,6 +114,17 @@ def test_the_answer_block_is_scored_on_its_own():
     assert asked == [("p", GOOD), ("q", "no block"), ("p", "2")]
     assert parts["model"].tolist() == pytest.approx([0.4 * 1 + 0.6 * 3, -3.0])
     assert parts["score"].tolist() == pytest.approx([0.5 + 1.0 + 2.2, -3.0])
+
+
+def test_a_score_is_at_its_limit_where_the_clip_holds_it():
+    """Whole responses: those of one reward model or of two. Answer blocks and weights do not count."""
+    table = {"a": 3.0, "b": -3.5, "c": 2.99, GOOD: 0.0, "2": 9.0}
+    model = (lambda c: torch.tensor([table[response] for _, response in c]), -0.5)
+    other = (lambda c: torch.tensor([float(response == "c") * 4 for _, response in c]), 1.0)
+    for models, wanted in (({"m": model}, [1, 1, 0, 0]), ({"m": model, "o": other}, [1, 1, 1, 0])):
+        reward, responses = Reward(models), ["a", "b", "c", GOOD]
+        raw = reward.raw_scores(["p"] * 4, responses, [None] * 4, [True] * 4)
+        assert reward.at_limit(raw).tolist() == [bool(x) for x in wanted]
 
 
 def test_without_reasoning_only_the_whole_is_scored():
@@ -237,7 +249,7 @@ def test_training_with_several_reward_models(tmp_path):
     argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
     train_ppo.main([*argv, *reward_models])
     for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
-        parts = [x for name, x in metrics.items() if name.startswith("reward/") and name != "reward/score"]
+        parts = [metrics[name] for name in metric_names(PARTS, [metrics])]
         assert {
             "reward/model_reward",
             "reward/model_more",

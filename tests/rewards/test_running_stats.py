@@ -81,6 +81,8 @@ def test_normalised_scores_by_hand():
     assert parts["model"].tolist() == pytest.approx([2 * (-4 + 6) / unit, 0.0, 20 / unit])
     assert parts["model_raw"].tolist() == [10.0, 20.0, 30.0]
     assert parts["score"].equal(parts["format"] + parts["marks"] + parts["model"])
+    assert not reward.at_limit(ask(reward, ["a" + BLOCK.format("x"), "b", "c"])).any()  # -1.2 to 1.2
+    assert reward.at_limit(ask(reward, ["d"])).tolist() == [True]  # 9.8
     again = reward.combine(ask(reward, ["d"]))  # as in evaluation
     assert again["model"].tolist() == [6.0]  # 9.8 is clipped to 3, then weighted by 2
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))

@@ -46,6 +46,8 @@ SAME = {
 }
 SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
+SAME |= {"reward/score_std", "reward/at_limit", "rollout/repetition", "rollout/distinct"}
+SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.

@@ -21,7 +21,7 @@ import torch
 from errors import InputError
 from trainer.rewards import rules
 from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function
-from trainer.rewards.reward_models import clip_scores, load_reward_models, mix_with_answer
+from trainer.rewards.reward_models import SCORE_LIMIT, clip_scores, load_reward_models, mix_with_answer
 from trainer.rewards.reward_server import RewardServer
 from trainer.rewards.running_stats import RunningStats
 
@@ -158,6 +158,12 @@ class Reward:
         plain = [self._weight(name) * raws[name] if name in raws else parts[name] for name in raw.parts]
         named = {f"{name}_raw": x for name, x in raws.items()}
         return parts | named | {"score_raw": torch.stack(plain).sum(0)}
+
+    def at_limit(self, raw):
+        """[B], True where the score of a whole response by a reward model is at the limit of the clip or
+        beyond it (``--normalize_reward``: the normalised score). raw: ``RawScores`` that were combined."""
+        clipped = [clip_scores(raw.parts[name], self.running.get(name)) for name in self.models]
+        return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
 
     def _weight(self, part):
         return self.models[part][1] if part in self.models else 1.0

@@ -33,11 +33,12 @@ class Display:
 def metric_names(pattern, records):
     """A metric, or ``PARTS`` -> the names of the metrics in these records (list of dicts) that it stands for.
 
-    ``PARTS`` is without the sum of the parts and without the statistics of ``--normalize_reward``."""
+    ``PARTS`` is without the sum of the parts, the statistics of ``--normalize_reward`` and the share of
+    scores at the limit."""
     logged = dict.fromkeys(name for record in records for name in record)
     if pattern != PARTS:
         return [pattern] if pattern in logged else []
-    no_part = ("/score", "_raw", "_mean", "_std")
+    no_part = ("/score", "_raw", "_mean", "_std", "/at_limit")
     return [name for name in logged if name.startswith("reward/") and not name.endswith(no_part)]
 
 
@@ -128,6 +129,8 @@ PPO = Display(
         (PARTS, "highest"),
         ("rollout/length", ""),
         ("rollout/finished", "highest"),
+        ("rollout/repetition", ""),
+        ("rollout/distinct", ""),
         ("kl/k1", ""),
     ),
     evaluation=describe_ppo,

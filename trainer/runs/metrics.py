@@ -25,6 +25,12 @@ class Metrics:
         for name, (total, count) in other._totals.items():
             self.add(name, total, count)
 
+    def keep_first(self, name, kept):
+        """Add to the metric ``kept`` what ``name`` has so far, the first time that there is any of it: after
+        the first minibatch that has ``name``, the mean of ``kept`` is that minibatch's."""
+        if name in self._totals and kept not in self._totals:
+            self.add(kept, *self._totals[name])
+
     def total(self, name):
         """The sum of one metric on this process so far. Raises KeyError if nothing was added to it."""
         return float(self._totals[name][0])
