@@ -183,6 +183,10 @@ def test_effective_sample_size_by_hand():
     assert of(0.2, 0.2, 0.2, 9.0) == pytest.approx(1)
     assert of(1e60, 1e-60, 1e-60, 9.0) == pytest.approx(1 / 3)
     assert math.isnan(of(math.inf, 1.0, 1.0, 9.0))
+    other = ppo.moments(torch.tensor([[8.0]]), torch.tensor([[True]]))  # what another process has
+    mine, there = torch.tensor([[1.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
+    both = ppo.effective_sample_size(mine, torch.zeros(1, 2), there, lambda x: x + other)
+    assert both == pytest.approx(100 / 199.5)
 
 
 def rows(**fields):

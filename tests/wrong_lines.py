@@ -13,6 +13,7 @@ BALANCE, ENGINE = "tests/compute/test_balance_loss.py", "tests/generation/test_e
 RESUMING = "tests/runs/test_checkpoints.py::test_resuming_equals_never_having_stopped_bit_for_bit"
 STARTS = "tests/test_invariants.py::test_the_critic_starts_as_the_reward_model_times_its_weight"
 REPLAY = "tests/test_replay.py"
+TWO_PROCESSES = "tests/runs/test_processes.py::test_two_processes_of_batch_n_equal_one_of_batch_2n"
 RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 
@@ -368,6 +369,7 @@ CRITIC = {
         ("count.clamp(min=1)", "rollout.response_len", "repetition is divided by tokens", RESPONSES),
         (".sort(1)[0]", "", "only a trigram right behind its like counts", RESPONSES),
         ("hash(tuple(ids))", "hash(tuple(ids[:1]))", "responses that begin alike are the same", RESPONSES),
+        ("in world.gather(mine) for", "in [mine] for", "only this process' responses", TWO_PROCESSES),
         ("score, len(ids))", "score, ids[0])", "the first token as length", RESPONSES),
         ("    x = x - mean\n", "    x = x - mean + 0.1\n", "a mean that is not taken off", RESPONSES),
         ("LEAST_SPREAD = 1e-6", "LEAST_SPREAD = 0.0", "rounding has a correlation", RESPONSES),
@@ -390,6 +392,12 @@ CRITIC = {
             'batch_metrics(rollout, batch.scores["score"], self.world), 1)',
             'batch_metrics(rollout, batch.scores["missing_eos"], self.world), 1)',
             "statistics of a part of the score",
+        ),
+        (
+            "self.reward.at_limit(batch.raw).sum(), count)",
+            "self.reward.at_limit(batch.raw).sum(), 1)",
+            "responses at the limit are counted, not their share",
+            REWARDS,
         ),
         (
             "args.clip_epsilon_high or args.clip_epsilon,",

@@ -237,7 +237,9 @@ def test_specs_of_reward_models(tmp_path):
 
 def test_training_with_several_reward_models(tmp_path):
     files = run_files(tmp_path) | {"reward_fn": "", "run_name": "r", "out_dir": tmp_path / "out"}
-    more = save_reward_dir(tmp_path / "more", word_tokenizer(list("abcdefgh"), chat=True), seed=9)
+    tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
+    more = save_reward_dir(tmp_path / "more", tokenizer, seed=9)
+    high = save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)  # about 50 for every response
     sizes = {
         "batch_size": 8,
         "mini_batch_size": 4,
@@ -245,7 +247,7 @@ def test_training_with_several_reward_models(tmp_path):
         "critic_warmup_steps": 0,
         "device": "cpu",
     }
-    reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2"]
+    reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2", f"{high}=0.1"]
     argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
     train_ppo.main([*argv, *reward_models])
     for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
@@ -257,6 +259,7 @@ def test_training_with_several_reward_models(tmp_path):
             "reward/repetition",
         } <= metrics.keys()
         assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
+        assert metrics["reward/at_limit"] == 1.0
     reward_models[2] = f"{more}=3"
     with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
         train_ppo.main([*argv, *reward_models, "--resume", "auto"])
