@@ -2,7 +2,7 @@
 
 Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError``. Its message names the
 flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``, which prints
-that line and exits with code 2. Bugs still give a traceback.
+that line and exits with its ``code``, 2. Bugs still give a traceback.
 """
 
 import sys
@@ -11,6 +11,7 @@ import sys
 class InputError(ValueError):
     """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
+    code = 2  # the exit code of the script
     agreed = False  # True if all processes of the run raise it (World.all_or_none in runs/distributed.py)
 
 
@@ -24,7 +25,7 @@ def first_line(error):
 
 
 def run_script(main):
-    """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
+    """Call ``main()``. On ``InputError`` print its one line to stderr and exit with its code; on a GPU's
     out-of-memory error exit with code 1, on Ctrl-C with 130; on an operation that has no form for
     ``--deterministic 1`` say which, and exit with code 2. A character that the output cannot show is printed
     as a question mark."""
@@ -35,7 +36,7 @@ def run_script(main):
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.code)
     except RuntimeError as error:
         reason = first_line(error)
         if "use_deterministic_algorithms" in reason:  # an operation that has no such form

@@ -19,7 +19,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
 from dataset.keys import BY_FORM
@@ -29,6 +28,7 @@ from dataset.special_tokens import mark_special
 from dataset.tokenization import conversation_text, encode, for_tokenizer, render
 from dataset.turns import add_system
 from errors import InputError
+from progress_bar import phase
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: about ten seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
@@ -54,10 +54,12 @@ class RecordDataset(Dataset):
         places = range(n) if self.whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         self.columns, self._tools = {}, Counter()
         digest, lengths = hashlib.sha256(f"{n}".encode()), []
-        for block in _blocks(places, f"tokens of {path}"):
-            for item in self.make(block):
-                digest.update(json.dumps(item, default=_hashed).encode())
-                lengths.append(self.length(item))
+        with phase(f"tokens of {path}", len(places), "records") as bar:
+            for first in range(0, len(places), BLOCK):
+                for item in self.make(places[first : first + BLOCK]):
+                    digest.update(json.dumps(item, default=_hashed).encode())
+                    lengths.append(self.length(item))
+                bar.done = len(lengths)
         fitting = [(i, length) for i, length in zip(places, lengths, strict=True) if length <= max_length]
         if not fitting:
             raise InputError(f"{path}: every record is longer than {max_length} tokens; raise --max_seq_len")
@@ -138,13 +140,6 @@ class RecordDataset(Dataset):
 def _hashed(prompt):
     """What of a Prompt goes into the fingerprint: what is trained on, and not the rest of its record."""
     return {name: value for name, value in vars(prompt).items() if name != "record"}
-
-
-def _blocks(places, what):
-    with tqdm(total=len(places), desc=what, unit=" records", delay=2, leave=False, disable=None) as bar:
-        for first in range(0, len(places), BLOCK):
-            yield places[first : first + BLOCK]
-            bar.update(BLOCK)
 
 
 # ---------------------------------------------------------------------------------------------------------

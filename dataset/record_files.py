@@ -21,10 +21,9 @@ import tempfile
 import zlib
 from array import array
 
-from tqdm import tqdm
-
 from errors import InputError
 from model.loading import as_input_error, quiet
+from progress_bar import phase
 
 DATASETS = "datasets>=4"  # the versions that this code was tested with
 TABLE = (".parquet",)
@@ -151,12 +150,12 @@ def line_starts(file, name):
     starts, place = array("Q"), 0
     file.seek(0)
     size = os.fstat(file.fileno()).st_size
-    with tqdm(total=size, desc=f"lines of {name}", unit="B", unit_scale=True, delay=2, disable=None) as bar:
+    with phase(f"lines of {name}", size, "B") as bar:
         for line in file:
             if not line.isspace():
                 starts.append(place)
                 if not len(starts) % 100_000:
-                    bar.update(place - bar.n)
+                    bar.done = place
             place += len(line)
     starts.append(place)
     return starts

@@ -67,14 +67,6 @@ def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path)
     assert len(load_tokenizer(str(tmp_path / "ppo_actor_32"))) == 10
 
 
-def test_swanlab_offline_gets_the_metrics(files, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))  # so that nobody is logged in
-    monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
-    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", device="cpu")
-    train_ppo.main([*argv, "--use_wandb"])
-    assert list((tmp_path / "out" / "run_1" / "swanlog").glob("run-*"))
-
-
 def test_reward_code_of_a_model_needs_permission(files, tmp_path):
     config = {"model_type": "x", "auto_map": {"AutoConfig": "m.C", "AutoModel": "m.M"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

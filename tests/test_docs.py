@@ -9,6 +9,7 @@ from tiny import ROOT, read_jsonl, run_files, train
 
 from trainer import train_ppo, train_reward, train_sft
 from trainer.peer_flags import PEER_FLAGS
+from trainer.runs import health, health_start
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 DOCUMENTS = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
@@ -97,6 +98,12 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
             script = re.search(rf"^\| `{name}` \| (.*)$", page, re.MULTILINE)[1]
             only_elsewhere = "PPO" not in script and ("SFT" in script or "reward model" in script)
             assert only_elsewhere or any(patterns[name].match(n) for n in logged), f"{name} is never logged"
+
+
+def test_each_check_of_a_run_is_on_the_page_of_health():
+    page = text_of(ROOT / "docs" / "health.md")
+    for row in (*health.ROWS, *health_start.ROWS):
+        assert f"| `{row.__name__}` |" in page, row.__name__
 
 
 def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):

@@ -20,7 +20,7 @@ class Prompts(list):
     """Answers (None where a record has none), as a dataset of prompts."""
 
     def __getitem__(self, place):
-        return SimpleNamespace(index=place, answer=list.__getitem__(self, place))
+        return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place))
 
 
 def answering(sampled, greedy):
@@ -43,7 +43,9 @@ def test_every_figure_by_hand_without_reasoning(monkeypatch, batch):
     monkeypatch.setattr(evaluation, "BATCH", batch)
     answers = Prompts(["1", "22", None, "333"])
     roll_out = answering(["1", "2", "9999", "3"], [" 1 ", "22", "9", "33"])
-    found = evaluate(roll_out, answers, 0.7, False, ALONE)
+    found, rows = evaluate(roll_out, answers, 0.7, False, ALONE)
+    kept = [(row["place"], row["response"], row["greedy"]["response"]) for row in rows["eval_samples.jsonl"]]
+    assert kept == [(0, "1", " 1 "), (1, "2", "22"), (2, "9999", "9"), (3, "3", "33")]
     assert found == pytest.approx(
         {
             "eval/accuracy": 1 / 3,
@@ -63,7 +65,7 @@ def test_every_figure_by_hand_without_reasoning(monkeypatch, batch):
 def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate():
     answers = Prompts(["7", "8", "9"])
     roll_out = answering([RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)])
-    found = evaluate(roll_out, answers, 0.7, True, ALONE)
+    found, _ = evaluate(roll_out, answers, 0.7, True, ALONE)
     assert found["eval/accuracy"] == pytest.approx(1 / 3)  # an answer outside of the block is none
     assert found["eval/format_rate"] == pytest.approx(2 / 3)
     assert found["eval/format"] == pytest.approx(1 / 3)
@@ -71,7 +73,7 @@ def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate():
 
 
 def test_without_answers_there_is_no_accuracy():
-    found = evaluate(answering(["a", "b"], ["a", "b"]), Prompts([None, None]), 0.7, False, ALONE)
+    found, _ = evaluate(answering(["a", "b"], ["a", "b"]), Prompts([None, None]), 0.7, False, ALONE)
     assert "eval/score" in found
     assert not any("accuracy" in name or "format_rate" in name for name in found)
 
@@ -129,7 +131,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(tmp_path, monkeypatch):
     actor, tokenizer, prompts, held_out, _ = load_inputs(args)
     run = train_ppo.build_run(args, ALONE, actor, tokenizer, prompts, held_out)
     run.actor.load_state_dict(plain.state_dict())
-    found = train_ppo.evaluate_actor(run)
+    found, _ = train_ppo.evaluate_actor(run, {}, {})
     for kind, texts in responses.items():
         right = [text == record["answer"] for text, record in zip(texts, records, strict=True)]
         assert 0.2 < sum(right) / 13 < 0.9

@@ -9,7 +9,7 @@ from tiny import ROOT
 # Packages by level, the lowest first. A module imports from its own package and from lower levels only.
 LEVELS = (
     ({"errors"},),
-    ({"atomic_files"},),
+    ({"atomic_files"}, {"progress_bar"}),
     ({"model"},),
     ({"dataset"},),
     ({"trainer.compute"},),

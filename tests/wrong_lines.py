@@ -15,6 +15,7 @@ STARTS = "tests/test_invariants.py::test_the_critic_starts_as_the_reward_model_t
 REPLAY = "tests/test_replay.py"
 TWO_PROCESSES = "tests/runs/test_processes.py::test_two_processes_of_batch_n_equal_one_of_batch_2n"
 RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
+BARS, TRACKED = "tests/test_progress_bar.py", "tests/runs/test_trackers.py"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 
 
@@ -30,11 +31,11 @@ class Mutation(NamedTuple):
 
 TRAIN_PPO = [
     (
-        "epoch_order(pool, args.seed, step * args.ppo_epochs + ppo_epoch)[:count]",
+        "epoch_order(pool, args.seed, epoch + i)[:count]",
         "range(count)",
         "minibatches are never reordered",
     ),
-    ("step * args.ppo_epochs + ppo_epoch)[:count]", "step)[:count]", "the same order in every PPO epoch"),
+    ("epoch + i)[:count]", "epoch)[:count]", "the same order in every PPO epoch"),
     (
         "run.respond(run.old_actor, prompts",
         "run.respond(run.actor, prompts",
@@ -43,17 +44,17 @@ TRAIN_PPO = [
     ("args.kl_coef / mb.advantage_std,", "args.kl_coef,", "the KL is not divided by the advantages' std"),
     (", args.gamma * args.lam\n", ", args.lam\n", "later tokens' KL is not discounted"),
     (
-        "    return loss / token_count + balance / count, metrics",
+        "    return loss / token_count + balance / run.minibatch_size, metrics",
         "    return loss / token_count, metrics",
         "no balance loss of the actor",
     ),
     (
-        "    return loss / token_count + balance / count, metrics",
+        "    return loss / token_count + balance / run.minibatch_size, metrics",
         "    return loss / token_count + balance / token_count, metrics",
         "the actor's balance loss is divided by tokens",
     ),
     (
-        "args.vf_coef * loss / token_count + balance / count",
+        "args.vf_coef * loss / token_count + balance / run.minibatch_size",
         "args.vf_coef * loss / token_count",
         "no balance of the critic",
     ),
@@ -138,8 +139,8 @@ TRAIN_PPO = [
     ),
     (', "schedule": args.lr_schedule}', "}", "--lr_schedule is ignored"),
     (
-        "for ppo_epoch in range(args.ppo_epochs):",
-        "for ppo_epoch in range(1):",
+        "for i in range(args.ppo_epochs) for k",
+        "for i in range(1) for k",
         "one PPO epoch, whatever the flag",
     ),
     (
@@ -550,15 +551,192 @@ ELSEWHERE = {
     ],
 }
 
+SHOWN = {  # what one sees of a run
+    "progress_bar.py": [
+        (">= DELAY", "< DELAY", "bars of short phases only", BARS),
+        ("leave=False", "leave=True", "a bar stays", BARS),
+        ('get("RANK", "0") == "0"', 'get("RANK", "0") != "x"', "every process shows bars", BARS),
+        ("sys.stderr.isatty()", "True", "bars in files", BARS),
+        ("self.bar.start_t = self.begun", "pass", "the clock starts late", BARS),
+        ("            _phases.remove(this)\n", "            pass\n", "a phase never ends", BARS),
+    ],
+    "trainer/compute/memory.py": [
+        ("bar.done += len(rows)", "bar.done += 1", "micro-batches are counted for sequences", BARS),
+    ],
+    "trainer/generation/engine.py": [
+        (" - len(self.engine.waiting) - ", " - ", "waiting prompts count as responses", BARS),
+    ],
+    "trainer/evaluation.py": [
+        ('"evaluation", 2 * len(mine)', '"evaluation", len(mine)', "the bar is full half-way", BARS),
+    ],
+    "trainer/runs/trackers.py": [
+        ("if fresh and not tracker.fresh:", "if fresh:", "a resumed run lacks its first steps", TRACKED),
+        ("        remove([path])\n", "", "steps are doubled in TensorBoard", TRACKED),
+        ('remove([folder.path / "swanlog"])', "pass", "two runs in SwanLab", TRACKED),
+        ('glob(f"offline-run-*-{name}")', 'glob("no-run")', "two runs in wandb", TRACKED),
+        (
+            "                del self._live[name]\n",
+            "                pass\n",
+            "a broken tracker is asked again",
+            TRACKED,
+        ),
+        ("if (step, name) not in self._given:", "if True:", "two pictures of a step", TRACKED),
+        ("html.escape(text)", "text", "a response's HTML is obeyed", TRACKED),
+    ],
+    "trainer/runs/run_logger.py": [
+        (
+            "begun, step = health.add(record)",
+            "begun, step = self.health.sorted",
+            "a finding at every step",
+            TRACKED,
+        ),
+        ("if self._is_shown(step) else", "if step else", "a text at every step", TRACKED),
+    ],
+}
+
+
+H = ("tests/runs/test_health.py",)
+HEALTH = {
+    "trainer/runs/health_past.py": [
+        (
+            "self._begin.setdefault(name, [])) < WINDOW",
+            "self._begin.setdefault(name, [])) < 1e9",
+            "the start moves",
+            *H,
+        ),
+        ("spread = math.sqrt(max(best * (1 - best), 0.01))", "spread = 1.0", "a wider standard error", *H),
+        ("found[2][1] - found[0][1] >", "found[1][1] - found[0][1] >", "the best evaluation is compared", *H),
+        ('steps[0]["step"]', "self.step", "since the last of the steps that show it", *H),
+        ("min(rate / 3, suited or rate / 3)", "rate / 3", "a rate far too high is only cut to a third", *H),
+    ],
+    "trainer/runs/health_policy.py": [
+        ("abs(x - 1) > limit, 1)", "x - 1 > limit, 1)", "a ratio below 1 is right", *H),
+        ("not LEAST_RATIO < x < LARGEST_RATIO", "x > LARGEST_RATIO", "a small ratio is right", *H),
+        ("or past.steps < 12 or", "or", "stuck after eight steps", *H),
+        ("limit = max(KL_LIMIT, KL_OF_A_TOKEN * length)", "limit = KL_LIMIT", "long answers are far", *H),
+    ],
+    "trainer/runs/health_critic.py": [
+        ("abs(x) > BIASED * spread", "x > BIASED * spread", "values that are too low are right", *H),
+    ],
+    "trainer/runs/health_responses.py": [
+        ("x < start / 2", "x < start", "half of the ends is not needed", *H),
+        ("count = past.steps_of(FEWEST)", "count = 1", "four responses say how many end", *H),
+        ("WRONG if past.worsened() else LOOK", "WRONG if past.improved() is False else LOOK", "no rise", *H),
+        ("or now < start / LONGER", "", "shorter answers are never gamed", *H),
+        ('past.start("rollout/finished", count) >= NONE_ENDS', "False", "no end later is no end ever", *H),
+    ],
+    "trainer/runs/health_reward.py": [
+        ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
+        ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
+        ('past.most("reward/score_std") >= SAME', "False", "equal scores at the end are wrong", *H),
+        ("WRONG if past.steps * size >= SCORED else LOOK", "WRONG", "a few answers that fail are wrong", *H),
+    ],
+    "trainer/runs/health_start.py": [
+        ("samples / prompts <= OFTEN", "prompts <= OFTEN", "prompts are counted, not samples of them", *H),
+        ("WRONG if dropped / read > NEARLY_ALL else LOOK", "LOOK", "nearly all may be dropped", *H),
+        ("suited / FAR <= rate <= suited * FAR", "rate <= suited * FAR", "a low rate is usual", *H),
+    ],
+    "trainer/runs/health.py": [
+        ("if found and not (known and found.level == LOOK):", "if found:", "said at every step", *H),
+        ("(f.level != WRONG, f.step,", "(f.step,", "the wrong ones are not first", *H),
+        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
+    ],
+    "trainer/runs/log_and_save.py": [
+        ("error.code, error.agreed = BROKEN, True", "error.agreed = True", "a broken run exits with 2", *H),
+    ],
+    "trainer/start_facts.py": [
+        ("return header, bool(set(ids) & set(eos))", "return header, True", "the template has an EOS", *H),
+        ('"sees_answer": one != other', '"sees_answer": True', "every judge sees the answer", *H),
+    ],
+}
+
+
+_REPORT = "tests/runs/test_report.py::test_"
+KEPT, PROCESSES = (
+    _REPORT + "of_a_step_the_first_two_and_those_that_stand_out_are_kept",
+    _REPORT + "what_stands_out_is_taken_from_all_processes_and_nothing_is_at_a_limit_that_is_not",
+)
+COUNTED, MARKED = _REPORT + "a_histogram_by_hand", _REPORT + "changed_words_are_marked_and_counted"
+COLUMNS, DUE = (
+    _REPORT + "a_distribution_is_counted_again_in_rows_that_all_steps_share",
+    _REPORT + "writing_it_takes_at_most_a_hundredth_of_the_time",
+)
+REPORT = {
+    "trainer/runs/samples.py": [
+        (
+            "rollout.old_logprobs - rollout.ref_logprobs",
+            "rollout.ref_logprobs - rollout.old_logprobs",
+            "the sign of a response's KL",
+            KEPT,
+        ),
+        ("torch.where(rollout.mask, ", "torch.where(rollout.mask | True, ", "padding counts as KL", KEPT),
+        (".sum(1)[-count:]", ".sum(1)[:count]", "the KL of replayed responses", KEPT),
+        (
+            '"worst": lambda row: -row["parts"]["score"],',
+            '"worst": lambda row: row["length"],',
+            "the worst is another one",
+            KEPT,
+        ),
+        ('row["limit"] >= AT_LIMIT', "True", "each step has one at the limit", PROCESSES),
+        ('["parts"][name] / weight)', '["parts"][name])', "the limit forgets the weight", KEPT),
+        (
+            "for theirs in world.gather(mine) for",
+            "for theirs in [mine] for",
+            "answers of one process",
+            _REPORT + "the_first_held_out_prompts_are_kept_by_number_over_processes",
+        ),
+        (
+            "low, high = low - 0.5, low - 0.5 + bins * width",
+            "high = low + bins * width",
+            "lengths at an edge",
+            COUNTED,
+        ),
+    ],
+    "trainer/runs/report.py": [
+        (">= SHARE * self._seconds", ">= self._seconds", "it is written at every step", DUE),
+        (
+            "new, gone, word = new + d - c, gone + b - a,",
+            "new, gone, word = new + b - a, gone + d - c,",
+            "new and gone",
+            MARKED,
+        ),
+        ("pieces += [(word, True)", "pieces += [(word, False)", "nothing is marked", MARKED),
+        (
+            '"worst": lambda row: row["parts"]["score"],',
+            '"worst": lambda row: row["step"],',
+            "the worst come first to last",
+            _REPORT + "of_each_kind_the_most_outstanding_are_shown_once",
+        ),
+        (
+            '"autoescape": True',
+            '"autoescape": False',
+            "the texts are HTML",
+            _REPORT + "the_page_has_all_sections_plots_and_texts_and_no_script",
+        ),
+    ],
+    "trainer/runs/report_plots.py": [
+        ("below[0], below[-1] = 0, sum(counts)", "pass", "what lies far outside is left out", COLUMNS),
+        (
+            "np.searchsorted(np.cumsum(counts), counts.sum() / 2)",
+            "np.argmax(counts)",
+            "the mode as the median",
+            COLUMNS,
+        ),
+        (
+            "columns.append(counts / counts.sum())",
+            "columns.append(counts)",
+            "steps of more responses are stronger",
+            COLUMNS,
+        ),
+    ],
+}
+
 
 def _rows():
-    for file, rows in {
-        "trainer/train_ppo.py": TRAIN_PPO,
-        "trainer/ppo.py": PPO,
-        **CRITIC,
-        **COMPUTE,
-        **ELSEWHERE,
-    }.items():
+    files = [("trainer/train_ppo.py", TRAIN_PPO), ("trainer/ppo.py", PPO)]
+    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT):
+        files += part.items()
+    for file, rows in files:
         for old, new, fault, *tests in rows:
             yield Mutation(file, old, new, fault, tuple(tests) or (WHOLE_STEP,))
 

@@ -6,6 +6,7 @@ train_reward.py    stage 2, the reward model
 
 ppo.py             PPO's formulas as pure functions: KL, token rewards, GAE, whitening, losses
 ppo_models.py      ``PpoRun``: the models of a PPO run, and what is saved, compared and printed of them
+start_facts.py     facts of data, templates and reward models, for the checks of a run's start
 describe_run.py    what a PPO run says of itself when it begins
 replay.py          the last batches, learned from again
 value_scale.py     the scale of the critic's values: rewards of any size are learned alike

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from errors import InputError
 from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
-from trainer.runs.trackers import TRACKERS
+from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
@@ -195,8 +195,7 @@ def add_output_flags(p, save_interval, eval_interval):
         may_change=True,
         help="steps; 0: only at the ends",
     )
-    for tracker in TRACKERS:
-        tracker.add_flags(add)
+    trackers.add_flags(add)
 
 
 def add_stage_flags(p):
@@ -224,7 +223,9 @@ def add_stage_flags(p):
 
 def complete_output_flags(args):
     """Make --out_dir absolute: where things are written must not depend on the working directory, which a
-    reward function may change. InputError for a --run_name that is a path."""
+    reward function may change. InputError for a --run_name that is a path, or trackers that exclude each
+    other."""
     if args.run_name in (".", "..") or "/" in args.run_name or "\\" in args.run_name:
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
+    trackers.wanted(args)
     args.out_dir = os.path.abspath(args.out_dir)

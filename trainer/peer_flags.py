@@ -33,7 +33,7 @@ PEER_FLAGS = {
     "eval_steps": "eval_interval",
     "metric_for_best_model": "best_metric",  # higher is better
     "resume_from_checkpoint": "resume",
-    "report_to": "use_wandb",  # a switch without a value; logs to SwanLab
+    "report_to": "tracker",
     "project": "wandb_project",
     "max_grad_norm": "grad_clip",
     "dataloader_num_workers": "num_workers",
@@ -43,7 +43,7 @@ PEER_FLAGS = {
     "torch_dtype": "dtype",  # of mixed precision: the trained weights stay float32
     "use_cpu": "device",  # cpu
     # TRL up to 0.11, the first PPOTrainer
-    "log_with": "use_wandb",  # as report_to
+    "log_with": "tracker",  # as report_to
     "tracker_project_name": "wandb_project",
     "use_score_scaling": "normalize_reward",  # 1
     # OpenRLHF up to 0.10.1 (underscores), and from 0.10.2 on (dots)
@@ -118,7 +118,8 @@ PEER_FLAGS = {
     "ckpt.load_enable": "resume",  # auto
     "logger.logging_steps": "log_interval",
     "eval.steps": "eval_interval",
-    "logger.wandb.key": "use_wandb",  # a switch without a value; logs to SwanLab
+    "logger.wandb.key": "tracker",  # a key there
+    "use_tensorboard": "tracker",  # a folder there
     "logger.wandb.project": "wandb_project",
     "wandb_run_name": "run_name",
     "logger.wandb.run_name": "run_name",
@@ -142,9 +143,10 @@ VALUES = {
     "param_dtype": "bfloat16",
     "ds.param_dtype": "bfloat16",
     "use_cpu": "cpu",
-    "report_to": "no value",
-    "log_with": "no value",
-    "logger.wandb.key": "no value",
+    "report_to": "swanlab, tensorboard, wandb or none",
+    "log_with": "swanlab, tensorboard, wandb or none",
+    "logger.wandb.key": "wandb",
+    "use_tensorboard": "tensorboard",
     "use_score_scaling": "1",
     "reward.normalize_enable": "1",
     "actor.gradient_checkpointing_enable": "1",
@@ -217,5 +219,4 @@ NOT_HERE |= {
     "ptx_coef": "there is no pretraining loss; --kl_coef keeps the policy near its start",
     "enable_ema": "no moving average of the weights is kept",
     "save_hf_ckpt": "export.py writes a Hugging Face directory from the result",
-    "use_tensorboard": "metrics.jsonl and curves.png in the run folder have every number",
 }

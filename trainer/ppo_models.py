@@ -36,6 +36,7 @@ from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
 from trainer.runs.fingerprints import short_hash, weights_hash
+from trainer.start_facts import start_facts
 from trainer.value_scale import ValueScale
 
 
@@ -103,6 +104,11 @@ class PpoRun:
     def minibatches_per_batch(self):
         """How many minibatches a batch is cut into: the optimizer steps of one PPO epoch."""
         return self.args.batch_size // self.args.mini_batch_size
+
+    @property
+    def minibatch_size(self):
+        """Sequences of a minibatch, over all processes."""
+        return self.args.mini_batch_size * self.world.size
 
     @property
     def modules(self):
@@ -283,6 +289,10 @@ class PpoRun:
             path, _, name = self.args.reward_fn.rpartition(":")
             found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])
         return found
+
+    def facts(self):
+        """What health.py says of the start of the run: {name: value}, for config.json."""
+        return start_facts(self)
 
     def about(self):
         """What the run is made of, in a few lines."""

@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 
 from dataset.data_order import RecordBatches, next_batch, record_loader
 from errors import InputError
+from progress_bar import phase
 from trainer.compute.batching import micro_batches, tokens_per_pass
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -106,6 +107,9 @@ class SupervisedRun:
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
+    def facts(self):
+        return {}
+
     def summarise(self, means):
         return means
 
@@ -157,10 +161,12 @@ def split_records(args, load):
 def backward(run, items, lengths, totals, token_budget):
     """Compute the gradients of this process' part of a batch, micro-batch by micro-batch -> Metrics."""
     sums = Metrics()
-    for index in micro_batches(lengths, token_budget):
-        loss, metrics = run.loss([items[i] for i in index], totals)
-        run.loss_scale.scaled(loss).backward()
-        sums.merge(metrics)
+    with phase("gradients", len(lengths), "sequences") as bar:
+        for index in micro_batches(lengths, token_budget):
+            loss, metrics = run.loss([items[i] for i in index], totals)
+            run.loss_scale.scaled(loss).backward()
+            sums.merge(metrics)
+            bar.done += len(index)
     for p in run.trained.parameters():  # 0 for an expert that no token reached, as with two processes
         p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
     return sums
@@ -201,6 +207,7 @@ def evaluate(run):
             [run.tokens(item) for item in items],
             tokens_per_pass(world.device),
             lambda rows: sums.merge(run.measure([items[i] for i in rows])),
+            "evaluation",
         )
     return run.summarise(sums.means(world))
 

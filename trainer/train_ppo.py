@@ -12,8 +12,7 @@
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor;
                   with 1, the default, it is the actor itself
 
-Left out on purpose: top-k and top-p (what is sampled is what is scored), adaptive KL coefficients, entropy
-bonuses, a value head on the actor. Why each thing is as it is: docs/ppo.md.
+Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
 
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
     torchrun --nproc_per_node 2 trainer/train_ppo.py                on two GPUs or processes
@@ -103,6 +102,7 @@ def flag_parser():
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
     add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
+    add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
     return p
 
 
@@ -115,6 +115,7 @@ import torch
 from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
 from model.critic import CriticModel
 from model.lora import add_adapters, frozen_copy, trained
+from progress_bar import phase
 from trainer import ppo
 from trainer.best import choose_best, keep_best, restore_best
 from trainer.compute.batching import micro_batches, send
@@ -134,11 +135,11 @@ from trainer.rewards.reward_models import critic_start, modules_of
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import log_step, run_to_the_end, save
+from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import start_or_resume
-from trainer.runs.run_logger import sample_rows
+from trainer.runs.samples import rows_of_step
 
 
 def parse_args(argv=None):
@@ -274,8 +275,7 @@ def critic_loss(run, mb, token_count):
     loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, clip, scale)
     metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
-    count = run.args.mini_batch_size * run.world.size  # sequences of the minibatch
-    return run.args.vf_coef * loss / token_count + balance / count, metrics
+    return run.args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
 
 def actor_loss(run, mb, token_count):
@@ -287,8 +287,7 @@ def actor_loss(run, mb, token_count):
     loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
     metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
-    count = args.mini_batch_size * run.world.size  # sequences of the minibatch
-    return loss / token_count + balance / count, metrics
+    return loss / token_count + balance / run.minibatch_size, metrics
 
 
 LOSSES = {"critic": critic_loss, "actor": actor_loss}
@@ -330,26 +329,28 @@ def update(run, rollout, step, metrics):
     the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
     of the batch; the critic, which the KL does not concern, goes on."""
     args, world, size, count = run.args, run.world, run.args.mini_batch_size, run.minibatches_per_batch
-    first = step * args.ppo_epochs * count  # optimizer steps before this batch
+    epoch = step * args.ppo_epochs  # this batch's first one in the run
+    first = epoch * count  # optimizer steps before this batch
     names = [name for name, learner in run.learners.items() if first >= learner.first_step]
     pool = len(rollout.tokens) // size  # minibatches to draw from, those of replayed batches among them
     minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(pool)]
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    order = [k for i in range(args.ppo_epochs) for k in epoch_order(pool, args.seed, epoch + i)[:count]]
     stopped = False  # by --target_kl
-    for ppo_epoch in range(args.ppo_epochs):
-        order = epoch_order(pool, args.seed, step * args.ppo_epochs + ppo_epoch)[:count]
-        for place, k in enumerate(order):  # minibatch k
-            number, steps = first + ppo_epoch * count + place, {}
+    with phase("updates", len(order), "minibatches") as bar:
+        for number, k in enumerate(order, first):  # optimizer step, minibatch
+            steps = {}
             for name in names if not stopped else names[:1]:
                 steps[name] = train_model(run, name, minibatches[k], token_counts[k], number, metrics)
             if not stopped:
                 stopped = None in steps.values()
                 metrics.add("policy/early_stop", stopped, 1)
             note_steps(run, filter(None, steps.values()))
+            bar.done += 1
 
 
 def learn(run, step, batch):
-    """Fill the rollout's fields, update actor and critic -> (metrics, rows for samples.jsonl)."""
+    """Fill the rollout's fields, update actor and critic -> (metrics, {file: rows to keep})."""
     args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
     rollout = fill_rollout(run, step, batch, metrics)
     clock.append(time.perf_counter())
@@ -357,8 +358,7 @@ def learn(run, step, batch):
     if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
-    means = run.step_metrics(batch, metrics, clock)
-    return means, sample_rows(batch.prompts, batch.texts, batch.scores)
+    return run.step_metrics(batch, metrics, clock), rows_of_step(run, batch, rollout)
 
 
 # -------------------------------------------------------------------------------------------- the loop
@@ -374,8 +374,10 @@ def train(run, logger):
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
             save(run, logger)
         if progress.step == 0:
-            log_step(run, logger, 0, metrics := evaluate_actor(run))
+            metrics, rows = evaluate_actor(run, {}, {})
+            log_step(run, logger, 0, metrics, rows)
             keep_best(run, logger, metrics)
+            end_if_broken(run, logger)
         for step in order.steps:
             try:
                 batch = collect(run, step, batches, order.positions)
@@ -389,7 +391,7 @@ def train(run, logger):
             failed = None
             if last or (args.eval_interval and done % args.eval_interval == 0):
                 try:
-                    metrics |= evaluate_actor(run)
+                    metrics, rows = evaluate_actor(run, metrics, rows)
                 except InputError as error:  # a reward failed: first log and save what has been learned
                     failed = error
             log_step(run, logger, done, metrics, rows)
@@ -398,6 +400,7 @@ def train(run, logger):
                 save(run, logger)
             if failed:
                 raise failed
+            end_if_broken(run, logger)
             if signal and not last:
                 raise SystemExit(128 + signal)
 

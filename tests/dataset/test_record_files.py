@@ -286,9 +286,9 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
 def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, small_limits, capsys):
     """Saved and resumed: the same as if the line had been good from the start."""
     names = run_files(tmp_path)
-    good = ['{"prompt": "a b"}', '{"prompt": "b c"}'] * 20
+    good = ['{"prompt": "a b"}', '{"prompt": "b c"}'] * 36
     bad = list(good)
-    bad[18] = '{"prompt": 18}         '
+    bad[70] = '{"prompt": 18}         '  # the first 64 prompts are looked at before training (start_facts.py)
     path = tmp_path / "large.jsonl"
     common = names | {
         "data_path": path,
@@ -297,14 +297,14 @@ def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, sm
         "mini_batch_size": 4,
         "seed": 3,
     }
-    common |= {"max_gen_len": 4, "max_steps": 9, "max_seq_len": 20, "reasoning": 0}
+    common |= {"max_gen_len": 4, "max_steps": 18, "max_seq_len": 20, "reasoning": 0}
     path.write_text("\n".join(bad))
-    with pytest.raises(InputError, match=r"large\.jsonl:19"):
+    with pytest.raises(InputError, match=r"large\.jsonl:71"):
         train(**common, run_name="stopped", num_workers=1)
     assert multiprocessing.active_children() == []
     done = read_jsonl(tmp_path / "stopped" / "metrics.jsonl")[-1]["step"]
     assert (tmp_path / "stopped" / "checkpoints" / f"step_{done}").is_dir()
-    bad[18] = good[18]
+    bad[70] = good[70]
     path.write_text("\n".join(bad))
     train(**common, run_name="stopped", resume="auto", num_workers=1)
     train(**common, run_name="whole")

@@ -49,7 +49,7 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
         train_ppo.main(argv_of({**files, **flags_}, tmp_path / name, **more))
         found = without_time(read_jsonl(tmp_path / name / "r" / "metrics.jsonl"))
         judgements = [sum(key.startswith("eval/judge") for key in line) for line in found]
-        assert judgements == ([6, 0, 6] if flags_ else [0, 0, 0])  # judge and two parts, sampled and greedy
+        assert judgements == ([7, 0, 7] if flags_ else [0, 0, 0])  # judge, two parts: sampled, greedy; a std
         lines.append([{k: v for k, v in r.items() if not k.startswith("eval/judge")} for r in found])
     assert lines[0] == lines[1]
     for model in ("actor", "critic"):
@@ -60,7 +60,7 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
 def test_its_scores_are_sums_of_raw_ones(files, judged):
     """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
     run = evaluated_run(files, judged)
-    found = evaluate_actor(run)
+    found, _ = evaluate_actor(run, {}, {})
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
     sampled, own = [], run.respond
 
@@ -69,13 +69,16 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
         return sampled[-1][1]
 
     run.respond = noted
-    assert evaluate_actor(run) == found  # the same responses every time
+    assert evaluate_actor(run, {}, {})[0] == found  # the same responses every time
     for kind, (prompts, (_, texts)) in zip(("", "_greedy"), sampled, strict=True):
         scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
         counts = sum(text.count("a") for text in texts) / len(texts)
         assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)
         assert found[f"eval/judge_function{kind}"] == pytest.approx(100 + counts, abs=1e-4)
         total = 100 + counts - 2 * scores.mean().item()
+        each = torch.tensor([100.0 + text.count("a") for text in texts]) - 2 * scores
+        if not kind:
+            assert found["eval/judge_std"] == pytest.approx(each.std(correction=0).item(), abs=1e-3)
         assert found[f"eval/judge{kind}"] == pytest.approx(total, abs=1e-4)
 
 
@@ -111,7 +114,7 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
 @pytest.mark.parametrize("lora_r", [0, 2])
 def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
     run = evaluated_run(files, judged, lora_r=lora_r)
-    expected = evaluate_actor(run)
+    expected, _ = evaluate_actor(run, {}, {})
     run.args.offload_frozen = 1
     train_ppo.prepare_frozen(run)
     assert len(run.judges) == 2  # that of the reward and that of the judge
@@ -121,7 +124,7 @@ def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora
         for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
             p.data = torch.full_like(numbers, torch.nan)
             pairs[i] = (p, numbers)
-    found = evaluate_actor(run)
+    found, _ = evaluate_actor(run, {}, {})
     assert found == pytest.approx(expected, abs=1e-5)
 
 

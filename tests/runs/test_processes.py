@@ -141,8 +141,21 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
         assert [path.read_bytes() == last for path in places] == [True, True]
     assert best[0] == pytest.approx(best[1], rel=1e-4)
     assert best[0][0] == 12
-    a, b = (read_jsonl(folder / "samples.jsonl")[::2] for folder in (one, two))
-    assert [s["response"] for s in a] == [s["response"] for s in b]  # position 0 of each global batch
+    kept = [read_jsonl(folder / "samples.jsonl") for folder in (one, two)]
+    a, b = ([s["response"] for s in rows if s["kind"] == "first"][::2] for rows in kept)
+    assert a == b  # position 0 of each global batch
+    for kind in ("best", "worst", "longest"):
+        a, b = ([s["parts"]["score"] for s in rows if s["kind"] == kind] for rows in kept)
+        assert len(a) == 12
+        if kind != "longest":  # several may be the longest
+            assert a == pytest.approx(b, rel=1e-4, abs=2e-4)
+    a, b = (read_jsonl(folder / "histograms.jsonl") for folder in (one, two))
+    assert [row["length"] for row in a] == [row["length"] for row in b]
+    assert [sum(row["kl"]["counts"]) for row in b] == 12 * [16]
+    a, b = (read_jsonl(folder / "eval_samples.jsonl") for folder in (one, two))
+    where = [(s["step"], s["place"], s["prompt"], s["response"], s["greedy"]["response"]) for s in a]
+    assert [(s["step"], s["place"], s["prompt"], s["response"], s["greedy"]["response"]) for s in b] == where
+    assert {place for _, place, *_ in where} == set(range(5))
 
 
 def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files, tmp_path):

@@ -2,10 +2,11 @@
 
 import json
 import shlex
+import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, run_files
+from tiny import ROOT, flags, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
@@ -195,7 +196,7 @@ def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_pat
 def logger_of(total_steps, tmp_path, log_interval=0, display=displays.PPO):
     """A RunLogger of a run of so many steps."""
     folder = RunFolder(tmp_path, f"r{total_steps}_{log_interval}", "")
-    args = SimpleNamespace(log_interval=log_interval, use_wandb=False)
+    args = SimpleNamespace(log_interval=log_interval, use_wandb=False, tracker=[])
     progress = SimpleNamespace(step=0)
     run = SimpleNamespace(display=display, args=args, progress=progress, total_steps=total_steps)
     return RunLogger(folder, run)
@@ -215,12 +216,12 @@ def test_help_says_what_the_default_log_interval_does():
         assert "0: 20 or more lines" in script.flag_parser().format_help()
 
 
-def test_notes_are_printed_at_any_step_and_once(tmp_path, capsys):
+def test_findings_are_printed_at_any_step_and_once(tmp_path, capsys):
     logger = logger_of(100, tmp_path, log_interval=50)
     for step in (1, 2, 3):
         logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)})
     logger.finish()
-    assert capsys.readouterr().out.count("note: step 2: the KL to the reference is 4.00") == 1
+    assert capsys.readouterr().out.count("health: wrong, since step 2: the policy is far from its start") == 1
 
 
 # -------------------------------------------------------------------------------------------- a whole run
@@ -347,3 +348,15 @@ def test_stages_say_their_verdict_too(tmp_path, capsys):
     assert "on 4 held-out pairs" in said
     assert "Files: reward_32 has the weights after step 4." in said
     assert f"python {ROOT / 'trainer/train_ppo.py'} --reward_model" in said or "python trainer/" in said
+
+
+def test_a_run_without_matplotlib_ends_well_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    sizes = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1, "reasoning": 0}
+    train(**run_files(tmp_path), **sizes, out_dir=tmp_path / "out", run_name="r")
+    said = capsys.readouterr().out
+    assert said.count("without matplotlib; pip install matplotlib") == 1
+    assert "report it" not in said
+    assert (tmp_path / "out/r/summary.md").exists()

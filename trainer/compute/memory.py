@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from errors import InputError
+from progress_bar import phase
 from trainer.compute.batching import micro_batches
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
@@ -64,17 +65,22 @@ def halve_until_it_fits(work, token_budget, longest, undo):
         token_budget //= 2
 
 
-def each_micro_batch(lengths, token_budget, work):
+def each_micro_batch(lengths, token_budget, work, name="scoring"):
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
-    runs out is halved, and both halves are done again. InputError if a single sequence does not fit."""
+    runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
+
+    name: of the progress bar."""
     waiting = micro_batches(lengths, token_budget)[::-1]
-    while waiting:
-        rows = waiting.pop()
-        if not attempt(work, rows)[0]:
-            if len(rows) == 1:
+    with phase(name, len(lengths), "sequences") as bar:
+        while waiting:
+            rows = waiting.pop()
+            if attempt(work, rows)[0]:
+                bar.done += len(rows)
+            elif len(rows) == 1:
                 raise out_of_memory_error(lengths[rows[0]])
-            half = len(rows) // 2
-            waiting += [rows[half:], rows[:half]]
+            else:
+                half = len(rows) // 2
+                waiting += [rows[half:], rows[:half]]
 
 
 def out_of_memory_error(length):

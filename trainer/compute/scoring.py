@@ -99,8 +99,9 @@ class ValueScorer(nn.Module):
 
 
 @torch.no_grad()
-def score_all(rollout, score):
-    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order."""
+def score_all(rollout, score, name="log-probs"):
+    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order. name: of
+    the progress bar."""
     places, parts, width = [], [], rollout.sampler_logprobs.shape[1]
 
     def fill(index):
@@ -109,7 +110,7 @@ def score_all(rollout, score):
         places.extend(index)
 
     device = rollout.tokens.device
-    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(device), fill)
+    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(device), fill, name)
     result = torch.zeros_like(rollout.sampler_logprobs)
     return result.index_copy_(0, send(torch.tensor(places), device), torch.cat(parts))
 
@@ -121,4 +122,4 @@ def score_policy(rollout, scorer, temperature):
 
 def score_values(rollout, scorer):
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences))
+    return score_all(rollout, lambda rows: scorer(*rows.sequences), "values")

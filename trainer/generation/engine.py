@@ -15,6 +15,7 @@ rewards/reward.py takes ``--missing_eos_penalty`` off its score. It is trained o
 
 import torch
 
+from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
 from trainer.compute.free_memory import free_memory
 from trainer.compute.kernels import kernels_for
@@ -93,10 +94,12 @@ class Sampler:
         if self.engine is None or any(a < b for a, b in zip(has, needs, strict=True)):
             self._build(*map(max, has, needs))
         self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, temperature)
-        while self.engine.waiting or self.engine.live:
-            self.engine.admit()
-            self.engine.advance()
-            self.engine.compact()
+        with phase("sampling", len(prompt_ids), "responses") as bar:
+            while self.engine.waiting or self.engine.live:
+                self.engine.admit()
+                self.engine.advance()
+                self.engine.compact()
+                bar.done = len(prompt_ids) - len(self.engine.waiting) - self.engine.live
 
     def _build(self, rows, width, limit):
         """A new engine for these sizes, with as many slots as there is room for."""

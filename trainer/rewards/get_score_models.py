@@ -17,6 +17,7 @@ from errors import InputError
 from model.half_precision import make_score_heads
 from model.loading import as_input_error, load_tokenizer
 from model.pretrained import check_report, fill_buffers, load_pretrained
+from progress_bar import phase
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 
@@ -61,8 +62,12 @@ class RemoteRewardModel:
         return self._in_batches(chats, lengths) if self.batched else self._one_by_one(chats)
 
     def _one_by_one(self, chats):
-        with as_input_error("--reward_model: its get_score failed"):
-            scores = [float(self.model.get_score(self.tokenizer, chat)) for chat in chats]
+        scores = []
+        bar = phase("reward model", len(chats), "sequences")
+        with as_input_error("--reward_model: its get_score failed"), bar as counted:
+            for chat in chats:
+                scores.append(float(self.model.get_score(self.tokenizer, chat)))
+                counted.done += 1
         return torch.tensor(scores, dtype=torch.float32)
 
     def _in_batches(self, chats, lengths):
@@ -75,7 +80,7 @@ class RemoteRewardModel:
             scores[rows] = torch.as_tensor(found).float().cpu().reshape(len(rows))  # some return one as 0-d
 
         with as_input_error("--reward_model: its get_scores failed"):
-            each_micro_batch(lengths, tokens_per_pass(self.model.device), fill)
+            each_micro_batch(lengths, tokens_per_pass(self.model.device), fill, "reward model")
         return scores
 
     def _disagreement(self, chats, lengths):

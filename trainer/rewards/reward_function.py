@@ -34,6 +34,7 @@ import torch
 
 from dataset.keys import keys_found
 from errors import InputError
+from progress_bar import phase
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 RECORDS = "records"  # the parameter that gets whole records
@@ -127,7 +128,7 @@ def call_reward_function(function, prompts, responses, answers, records, seconds
     try:
         # Copies, so that the function may change its arguments.
         *batch, more = copy.deepcopy((prompts, responses, answers, fields(function, records)))
-        with time_limit(seconds):
+        with phase("reward function"), time_limit(seconds):
             scores = as_numbers(function(*batch, **more), len(responses))
     except TimeUp:
         raise InputError(

@@ -89,7 +89,9 @@ class ClassifierRewardModel:
                 found.append(score(tokens, lengths, layout).float())
             places.extend(index)
 
-        each_micro_batch([len(x) for x in ids], tokens_per_pass(self.model.device), score_some)
+        each_micro_batch(
+            [len(x) for x in ids], tokens_per_pass(self.model.device), score_some, "reward model"
+        )
         if found:
             scores[places] = torch.cat(found).cpu()  # one copy from the device
         if self.dtype == torch.float16:  # in other types reward.py names the response that has no score

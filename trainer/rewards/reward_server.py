@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from dataset.tokenization import prompt_text
 from errors import InputError
+from progress_bar import phase
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 BATCH = 64  # responses in one request
@@ -41,9 +42,11 @@ class RewardServer:
 
     def __call__(self, prompts, responses, answers):
         scores = []
-        for first in range(0, len(responses), BATCH):
-            part = slice(first, first + BATCH)
-            scores += self._ask(prompts[part], responses[part], answers[part])
+        with phase("reward server", len(responses), "responses") as bar:
+            for first in range(0, len(responses), BATCH):
+                part = slice(first, first + BATCH)
+                scores += self._ask(prompts[part], responses[part], answers[part])
+                bar.done = len(scores)
         return torch.tensor(scores)
 
     def _ask(self, prompts, responses, answers):

@@ -17,9 +17,16 @@ heartbeat.py        ends a process if another one has died or hangs
 metrics.py          ``Metrics``: means over micro-batches and processes
 run_logger.py       log files, progress bar, printed lines
 displays.py         what each script shows: lines, curves, tables
+panels.py           which metrics are drawn together, and what to look for
 plots.py            curves.png
 summary.py          summary.md: a verdict in words, and tables
-notes.py            remarks on metrics that are far out of the usual
+samples.py          responses and distributions that are kept, in samples.jsonl and two more files
+report.py           report.html: a whole run on one page
+report_plots.py     its plots, which follow light and dark
+report.html.jinja2  the page itself
+health.py           what is unusual or wrong in a run, with causes and remedies; a command for run folders
+health_past.py      what its checks look at; they are in health_start.py, health_policy.py, health_critic.py,
+                    health_responses.py and health_reward.py
 commands.py         command lines to copy
-trackers.py         SwanLab, and how to add another tracker
+trackers.py         SwanLab, TensorBoard, Weights & Biases, and how to add another tracker
 """

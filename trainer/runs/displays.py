@@ -1,13 +1,13 @@
 """How each script's runs are shown: printed line, progress bar, curves, evaluation line, summary at the end.
 
-This file only names metrics (docs/metrics.md) and formats; run_logger.py prints, plots.py draws, and
-summary.py makes the summary.
+This file only names metrics (docs/metrics.md) and formats. The curves are in panels.py; run_logger.py prints,
+plots.py draws, summary.py makes the summary, and report.py the report.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PARTS = "reward/*"  # stands for every part of the reward
+from trainer.runs.panels import PAIRS_PANELS, PARTS, PPO_DETAILS, PPO_PANELS, RATINGS_PANELS, SFT_PANELS
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,14 @@ class Display:
     line: tuple  # the line of a step: (metric, its format), …
     bar: tuple  # the progress bar shows the parts of that line that contain one of these words
     log_interval: int  # steps between printed lines where --log_interval is 0; fewer in a short run
-    panels: tuple  # the plots of curves.png: (title, ((metric or PARTS, label), …)), three in a row
+    panels: tuple  # the plots of curves.png, three in a row, and the first ones of report.html
     best: str  # the metric that is compared: of the evaluations eval/<best>, of the steps <group>/<best>
     followed: tuple  # the table of the steps: (metric or PARTS, "highest", "lowest" or '': which is best), …
     evaluation: Callable  # metrics of a step -> its evaluation as text, '' if there was none
+    details: tuple = ()  # more plots of report.html
     group: str = "train"
     lower_is_better: bool = False  # of ``best``
-    samples: bool = False  # True if the run writes samples.jsonl
+    samples: tuple = ()  # names of the files of rows that the run writes besides metrics.jsonl (samples.py)
     mark: Callable = lambda metrics: ""  # metrics of a step -> words at the beginning of its line
 
 
@@ -64,33 +65,6 @@ PPO_LINE = (  # (metric, its format in the line)
     ("perf/samples_per_second", "{:.1f} samples/s"),
 )
 
-PPO_PANELS = (  # title, [(metric, label)]
-    (
-        "score",
-        (
-            ("reward/score", "training"),
-            ("eval/score", "held out, sampled"),
-            ("eval/score_greedy", "held out, greedy"),
-            ("eval/judge", "judge, held out"),
-        ),
-    ),
-    ("parts of the reward (training)", ((PARTS, ""),)),
-    (
-        "shares: right (never rewarded), ended",
-        (
-            ("eval/accuracy", "right, sampled"),
-            ("eval/accuracy_greedy", "right, greedy"),
-            ("rollout/finished", "ended (training)"),
-        ),
-    ),
-    ("KL to the reference (nats a token)", (("kl/k1", "k1"), ("kl/k3", "k3"))),
-    ("response length (tokens)", (("rollout/length", "training"), ("eval/length", "held out, sampled"))),
-    (
-        "update",
-        (("policy/clip_fraction", "clip fraction"), ("value/explained_variance", "explained variance")),
-    ),
-)
-
 
 def only_critic(metrics):
     """True for the metrics of a step of critic warm-up, in which the actor did not train."""
@@ -122,6 +96,7 @@ PPO = Display(
     bar=("score", "kl", "len", "samples"),
     log_interval=5,
     panels=PPO_PANELS,
+    details=PPO_DETAILS,
     best="score",
     group="reward",
     followed=(
@@ -134,7 +109,7 @@ PPO = Display(
         ("kl/k1", ""),
     ),
     evaluation=describe_ppo,
-    samples=True,
+    samples=("samples.jsonl", "eval_samples.jsonl", "histograms.jsonl"),
     mark=mark_ppo,
 )
 
@@ -160,11 +135,7 @@ SFT = Display(
     ),
     bar=("loss", "tokens"),
     log_interval=50,
-    panels=(
-        ("loss (nats a token)", (("train/loss", "trained on"), ("eval/loss", "held out"))),
-        ("gradient norm", (("train/grad_norm", "before clipping"),)),
-        ("learning rate", (("train/learning_rate", "rate"),)),
-    ),
+    panels=SFT_PANELS,
     best="loss",
     followed=(("train/loss", "lowest"),),
     lower_is_better=True,
@@ -185,11 +156,7 @@ PAIRS = Display(
     ),
     bar=("loss", "accuracy", "pairs"),
     log_interval=50,
-    panels=(
-        ("pair loss (nats)", (("train/loss", "trained on"), ("eval/loss", "held out"))),
-        ("chosen above rejected", (("train/accuracy", "trained on"), ("eval/accuracy", "held out"))),
-        ("score chosen - rejected", (("train/distance", "trained on"), ("eval/distance", "held out"))),
-    ),
+    panels=PAIRS_PANELS,
     best="accuracy",
     followed=(("train/accuracy", "highest"), ("train/loss", "lowest"), ("train/distance", "")),
     evaluation=describe_supervised,
@@ -207,11 +174,7 @@ RATINGS = Display(
     ),
     bar=("loss", "answers"),
     log_interval=50,
-    panels=(
-        ("squared error", (("train/loss", "trained on"), ("eval/loss", "held out"))),
-        ("root of the mean squared error", (("eval/rmse", "held out"),)),
-        ("correlation with the given scores", (("eval/correlation", "held out"),)),
-    ),
+    panels=RATINGS_PANELS,
     best="loss",
     followed=(("train/loss", "lowest"),),
     lower_is_better=True,

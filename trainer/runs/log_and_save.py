@@ -5,15 +5,17 @@ Only the main process writes. If it cannot write, all processes end with its err
 
 import time
 
-from errors import InputError
+from errors import InputError, SaidElsewhere
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 from trainer.runs.garbage import collect_garbage, collected_between_steps
 from trainer.runs.interrupts import StopRequest
 
+BROKEN = 3  # exit code of a run that --strict_health has ended
+
 
 def log_step(run, logger, step, metrics, rows=()):
-    """Log a step's metrics and sample rows. Every script calls it between two steps."""
+    """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
     collect_garbage()
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
@@ -32,6 +34,18 @@ def save(run, logger):
             run.save_result()
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
+
+
+def end_if_broken(run, logger):
+    """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
+    and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
+    """
+    text = run.args.strict_health and run.world.gather(logger.broken)[0]
+    if text:
+        save(run, logger)
+        error = (InputError if run.world.is_main else SaidElsewhere)(f"--strict_health 1: {text}")
+        error.code, error.agreed = BROKEN, True
+        raise error
 
 
 def run_to_the_end(run, logger, train):

@@ -8,8 +8,8 @@ from trainer.runs.displays import metric_names
 def plot_curves(records, panels, path):
     """Draw the records of a metrics.jsonl (a list of dicts) as a PNG at ``path``.
 
-    panels: one plot for each (title, ((metric or PARTS, label), …)), three in a row. Evaluations get markers.
-    Without a label a metric is called by its name.
+    panels: list of ``Panel`` (displays.py), three in a row. Evaluations get markers. Without a label a metric
+    is called by its name.
     """
     # matplotlib is imported here because only the end of a run needs it. pyplot and computed layouts are
     # avoided: each takes longer than the drawing, and every short run would wait for them.
@@ -23,7 +23,7 @@ def plot_curves(records, panels, path):
     axes = figure.subplots(rows, 3)
     edges = {"left": 0.06, "right": 0.99, "top": 1 - 0.3 / height, "bottom": 0.5 / height}
     figure.subplots_adjust(**edges, wspace=0.22, hspace=0.32)
-    for axis, (title, series) in zip(axes.flat, panels, strict=True):
+    for axis, (title, series, _) in zip(axes.flat, panels, strict=True):
         for name, label in (
             (name, label) for known, label in series for name in metric_names(known, records)
         ):

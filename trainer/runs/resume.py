@@ -20,6 +20,7 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     states                  {name: object with state_dict and load_state_dict}: the same, in state.json
     files                   [name of a file in the run folder]: a checkpoint has a copy of it
     fingerprints()          {flag: hash of what it names}: what resuming compares
+    facts()                 {name: value}: what health.py says of a run's start
     save_result()           writes the files that users load
     result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
     best_metric             by which evaluations are compared; "": as its display says
@@ -79,7 +80,8 @@ def write_config(run, folder, argv):
     are allowed are added to the folder's notes.
     """
     config, held = configuration(run), (folder.checkpoint or folder.path) / "config.json"
-    config["resume_command"] = resume_command(argv, folder.path, run.script)
+    config["command"] = quoted(command(argv, run.script))
+    config["resume_command"] = quoted([*command(argv, run.script), "--resume", str(folder.path)])
     config["run_id"] = secrets.token_hex(8)  # for trackers
     if held.exists():  # true without a checkpoint too, if the run was killed before its first one
         old = _read_json(held)
@@ -103,6 +105,7 @@ def configuration(run):
         "threads": torch.get_num_threads(),
         "versions": {**versions, "transformers": transformers_version},
         "fingerprints": run.fingerprints(),
+        "facts": run.facts(),
     }
 
 
@@ -157,8 +160,8 @@ def check_same_run(old, new, flags):
     return notes
 
 
-def resume_command(argv, folder, script):
-    """The command line that resumes a run, for the user to copy. argv: the flags of the present command."""
+def command(argv, script):
+    """The words of the command line that starts a run, without --resume. argv: its flags."""
     kept, skip = [], False
     for word in argv:
         if not skip and word != "--resume" and not word.startswith("--resume="):
@@ -169,8 +172,7 @@ def resume_command(argv, folder, script):
         local = os.environ["LOCAL_WORLD_SIZE"]
         nodes = int(os.environ["WORLD_SIZE"]) // int(local)
         launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
-    path = Path(__file__).parents[1] / script
-    return quoted([*launcher, str(path), *kept, "--resume", str(folder)])
+    return [*launcher, str(Path(__file__).parents[1] / script), *kept]
 
 
 def _read_json(path):

@@ -10,10 +10,13 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     config.json                           every flag, the versions, fingerprints of models and data
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
+    eval_samples.jsonl                    PPO: the same held-out prompts' answers at every evaluation
+    histograms.jsonl                      PPO: the scores, lengths and KLs of each step, counted in bins
     best.pth best/                        PPO: the best actor of this run, also when a later run has one
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
+    report.html                           all of it to look at, written again and again as the run goes
     curves.png summary.md                 written when the run ends or is stopped
-    swanlog/                              with --use_wandb (trackers.py)
+    swanlog/ tensorboard/ wandb/          with --tracker (trackers.py)
     .lock                                 locked while a process uses the folder
 
 PPO and stage 1 write their result with every checkpoint, stage 2 writes it at the end. A new run gets a new
@@ -103,15 +106,15 @@ class RunFolder:
         It stays if it was there before this run, or holds anything but what every run writes at its start:
         an evaluation, a sample, a checkpoint, a file of a tracker or of the user.
         """
-        written = ("config.json", "metrics.jsonl", "samples.jsonl", ".lock", ".lock.held")
+        rows = ("samples.jsonl", "eval_samples.jsonl", "histograms.jsonl")
+        written = ("config.json", "metrics.jsonl", *rows, ".lock", ".lock.held")
         with contextlib.suppress(OSError, ValueError):
             if self._found or any(path.name not in written for path in self.path.iterdir()):
                 return False
             lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            samples = self.path / "samples.jsonl"
             if any(json.loads(line).keys() != {"step"} for line in lines):
                 return False
-            if samples.exists() and samples.stat().st_size:
+            if any(path.exists() and path.stat().st_size for path in map(self.path.joinpath, rows)):
                 return False
             for name in written:
                 (self.path / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Logging of a run: log files, progress bar, printed lines, sample texts, and the summary at the end.
 
-The ``Display`` of each script says what is shown (displays.py). Trackers such as SwanLab get the same metrics
-(trackers.py). Only the main process has a ``RunLogger``; the others have a ``NullLogger``.
+The ``Display`` of each script says what is shown (displays.py). Trackers such as TensorBoard get the same
+metrics (trackers.py). Only the main process has a ``RunLogger``; the others have a ``NullLogger``.
 """
 
 import contextlib
@@ -18,15 +18,20 @@ from tqdm import tqdm
 from atomic_files import write_whole, writing
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
-from trainer.runs import trackers
 from trainer.runs.checkpoints import list_checkpoints
-from trainer.runs.notes import Notes
+from trainer.runs.health import Health, one_line
+from trainer.runs.health_past import WRONG
 from trainer.runs.plots import plot_curves
+from trainer.runs.report import Report, read_rows
+from trainer.runs.samples import sample_text
 from trainer.runs.summary import summarise
+from trainer.runs.trackers import Trackers
 
 
 class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
+
+    broken = ""
 
     def log(self, step, metrics, rows=()):
         pass
@@ -60,50 +65,92 @@ class RunLogger:
         shortest = max(1, self.total_steps // 20)  # so that a run prints 20 lines or more, if it has 20 steps
         self.log_interval = args.log_interval or min(self.display.log_interval, shortest)
         self.saved_step, self.saving_seconds = first_step, 0.0
-        self._files = []
-        for name in ("metrics.jsonl", *(["samples.jsonl"] if self.display.samples else [])):
+        self._files = {}
+        for name in ("metrics.jsonl", *self.display.samples):
             path = folder.path / name
             with writing(path):
                 kept = cut_lines(path, first_step)
-                self._files.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115
+                self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
             if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
                 folder.notes.append(f"note: {path} does not have every step up to {first_step}")
-        self._notes = Notes(read_metrics(folder.path))  # of a resumed run, which has given some
+        self.health = Health(folder.config, read_metrics(folder.path))  # a resumed run has given some
+        self.broken = ""  # the first finding of level "wrong" that has begun in this process
         shown = {"desc": self.display.title, "unit": "step", "disable": None}
         self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
-        self._trackers = trackers.start(args, folder)
+        self._trackers = Trackers(run.args, folder, self.say)
+        self._trackers.catch_up(self._steps_so_far())
+        self._report = Report(run, folder)
         self._start = time.perf_counter()
 
     def log(self, step, metrics, rows=()):
-        """Log one step's metrics {name: mean} and sample rows: to files, trackers and progress bar.
+        """Log one step's metrics {name: mean} and {file: rows}: to files, trackers and progress bar.
 
         Every --log_interval steps a line is printed, and every fourth time a sample; both at the last step.
-        Notes (notes.py) are printed at any step.
+        Findings (health.py) are printed at any step.
         """
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        for file, records in zip(self._files, ([numbers], rows), strict=False):
+        rows = dict(rows)
+        for name, records in {"metrics.jsonl": [numbers], **rows}.items():
+            file = self._files[name]
             with writing(file.name):
                 for record in records:
                     file.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
                 file.flush()
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
         self._bar.set_postfix_str(describe(metrics, self.display.line, self.display.bar), refresh=False)
         self._bar.update(step - self._bar.n)
         last = step == self.total_steps
-        if step and (last or step % self.log_interval == 0):
+        if self._is_shown(step):
             mark = self.display.mark(metrics)
             line = describe(metrics, self.display.line)
             self.say(f"step {step}/{self.total_steps} | {mark + ' | ' if mark else ''}{line}")
-        for text in self._notes.add(step, metrics):
-            self.say(f"note: step {step}: {text}")
+        for finding in (begun := self.health.add({"step": step, **metrics})):
+            self.say(f"health: {one_line(finding)}")
+            if finding.level == WRONG:
+                self.broken = self.broken or one_line(finding)
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         if held_out := self.display.evaluation(metrics):
             self.say(f"  held out at step {step}: {held_out}")
-        if rows and (last or step % (4 * self.log_interval) == 0):
-            self.say(sample_text(step, rows[0]))
+        if (samples := rows.get("samples.jsonl")) and (last or step % (4 * self.log_interval) == 0):
+            self.say(sample_text(step, samples[0]))
+        self._trackers.log(step, metrics, self._texts(step, samples or (), begun))
+        if held_out and step and self._trackers:
+            self._draw_curves(read_metrics(self.folder.path))
+        if self._report.is_due():
+            self._write_report(read_metrics(self.folder.path), "running")
+
+    def _is_shown(self, step):
+        """Whether this step has a printed line."""
+        return step and (step == self.total_steps or step % self.log_interval == 0)
+
+    def _texts(self, step, rows, begun):
+        """The texts of a step for the trackers, [(name, text), …]: its samples where it has a printed line,
+        and the findings that began with it."""
+        samples = "\n\n".join(sample_text(step, row) for row in rows) if self._is_shown(step) else ""
+        texts = ("samples", samples), ("findings", "\n".join(map(one_line, begun)))
+        return [(name, text) for name, text in texts if text]
+
+    def _steps_so_far(self):
+        """The steps of a resumed run from its files, one by one -> (step, metrics, texts), for trackers."""
+        rows, health = {}, Health(self.folder.config)
+        if self.display.samples:
+            for row in read_rows(self.folder.path / "samples.jsonl"):
+                rows.setdefault(row["step"], []).append(row)
+        for record in read_metrics(self.folder.path):
+            begun, step = health.add(record), record.pop("step")
+            yield step, record, self._texts(step, rows.get(step, ()), begun)
+
+    def _draw_curves(self, records):
+        """Write curves.png and give it to the trackers."""
+        path = self.folder.path / "curves.png"
+        try:
+            with writing(path):
+                plot_curves(records, self.display.panels, path)
+        except ImportError:
+            self.say("note: no curves.png and no report.html without matplotlib; pip install matplotlib")
+            return
+        self._trackers.picture(last_step(records), "curves", path)
 
     def say(self, text):
         """Print above the progress bar."""
@@ -129,11 +176,12 @@ class RunLogger:
             f"{self.display.unit}{minibatches}, {world.size} x {world.device.type} in {dtype}, "
             f"in {self.folder.path}"
             + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
+            + "".join(f"\n{line}" for line in self._trackers.about())
         )
 
     def flush(self):
         """Force the log files to the disk. Call it before a checkpoint, which must not be ahead of them."""
-        for file in self._files:
+        for file in self._files.values():
             with writing(file.name):
                 os.fsync(file.fileno())
 
@@ -150,16 +198,18 @@ class RunLogger:
                 )
             return
         if saved := list_checkpoints(self.folder.path):  # first: torchrun may end this process while it plots
-            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
+            more = run.progress.step < self.total_steps
+            go_on = f"\nto go on: {self.folder.config['resume_command']}" if more else ""
+            self.say(f"saved: {saved[-1]}{go_on}")
         # A full disk, or half a line: the error that ended the run says so.
         with contextlib.suppress(ValueError):
-            self._write_summary(run)
-            self.say(f"so far: {self.folder.path / 'summary.md'} and curves.png")
+            self._write_summary(run, "stopped")
+            self.say(f"so far: {self.folder.path / 'summary.md'}, report.html and curves.png")
 
     def summary(self, run):
-        """Write curves.png and summary.md; print the latter, time, memory, files."""
+        """Write curves.png, summary.md and report.html; print the summary, time, memory, files."""
         self._bar.close()
-        text, folder = self._write_summary(run), self.folder.path
+        text, folder = self._write_summary(run, "ended"), self.folder.path
         seconds = time.perf_counter() - self._start
         records = read_metrics(folder)
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
@@ -174,40 +224,35 @@ class RunLogger:
                 if run.progress.skipped_steps
                 else ""
             )
-            + f"\nsummary  {folder / 'summary.md'}\ncurves   {folder / 'curves.png'}\n{run.results()}"
+            + f"\nsummary  {folder / 'summary.md'}\nreport   {folder / 'report.html'}"
+            f"\ncurves   {folder / 'curves.png'}\n{run.results()}"
         )
 
-    def _write_summary(self, run):
-        """Write curves.png and summary.md -> the text of the latter."""
+    def _write_summary(self, run, state):
+        """Write curves.png, summary.md and report.html (see ``Report.write``) -> the text of summary.md."""
         folder, records = self.folder.path, read_metrics(self.folder.path)
-        text = summarise(run, records, self.saved_step)
+        text = summarise(run, records, self.saved_step, self.health.sorted)
+        self._draw_curves(records)
         with writing(folder):
-            plot_curves(records, self.display.panels, folder / "curves.png")
             write_whole(folder / "summary.md", text)
+        self._trackers.text(last_step(records), "summary", text)
+        self._write_report(records, state)
         return text
 
+    def _write_report(self, records, state):
+        if note := self._report.write(records, self.health.sorted, state):
+            self.say(note)
+
     def _close_files(self):
-        for file in self._files:
+        for file in self._files.values():
             with contextlib.suppress(OSError):  # a full disk was reported already
                 file.close()
 
     def finish(self):
         self._bar.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        self._trackers.finish()
         self._close_files()
         self.folder.close()
-
-
-def sample_rows(batch, texts, parts, count=2):
-    """The first ``count`` samples of a batch -> rows for samples.jsonl: prompt, response, parts of the score.
-
-    batch: list of Prompt; texts: the responses; parts: {part of the score: [B]}.
-    """
-    return [
-        {"prompt": p.prompt, "response": text, "parts": {n: round(x[i].item(), 4) for n, x in parts.items()}}
-        for i, (p, text) in enumerate(zip(batch[:count], texts, strict=False))
-    ]
 
 
 def describe(metrics, line, only=None):
@@ -217,14 +262,6 @@ def describe(metrics, line, only=None):
     """
     texts = [text.format(metrics[name]) for name, text in line if name in metrics]
     return " | ".join(t for t in texts if only is None or any(word in t for word in only))
-
-
-def sample_text(step, row):
-    """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response."""
-    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-    parts = "  ".join(f"{name} {value:+.2f}" for name, value in row["parts"].items())
-    body = "\n".join("    " + line for line in f"{prompt}\n{row['response']}".splitlines())
-    return f"  sample at step {step}: {parts}\n{body}"
 
 
 def cut_lines(path, last_step):
@@ -251,3 +288,8 @@ def read_metrics(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [{name: math.nan if x is None else x for name, x in r.items()} for r in records]
+
+
+def last_step(records):
+    """The step of the last of these records; 0 where metrics.jsonl was lost."""
+    return records[-1]["step"] if records else 0

@@ -1,7 +1,7 @@
 """summary.md: whether a run helped, in words and tables, for all three scripts.
 
-A verdict, the notes (notes.py), a table of the first and the last evaluation, a table of the training steps,
-and which step the saved weights have. It is written when a run ends, also when it was stopped.
+A verdict, the findings (health.py), a table of the first and the last evaluation, a table of the training
+steps, and which step the saved weights have. It is written when a run ends, also when it was stopped.
 
 How the verdict tells a change from chance: s is how much the metric varies from one training step to the next
 (``spread_of_steps``). A mean of k steps then has the standard error s / sqrt(k). An evaluation of n records
@@ -11,19 +11,20 @@ difference that is called a rise or a fall. Evaluations share their sampling noi
 
 import math
 
-from trainer.runs.displays import PARTS, compared_name, metric_names, only_critic
-from trainer.runs.notes import Notes, spread_of_steps
+from trainer.runs.displays import PARTS, PPO, compared_name, metric_names, only_critic
+from trainer.runs.health import as_markdown
+from trainer.runs.health_past import spread_of_steps
 
 
-def summarise(run, records, saved_step):
+def summarise(run, records, saved_step, findings=()):
     """The content of summary.md, Markdown.
 
-    records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none.
+    records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none;
+    findings: what health.py has found in the records.
     """
     steps, held_out = [r for r in records if r["step"]], len(run.held_out or ())
-    words = [f"Note, step {step}: {text}." for step, text in Notes(records).given.values()]
     size = run.args.batch_size * run.world.size
-    words += verdict(records, run.display, size, held_out, run.best_metric)
+    words = verdict(records, run.display, size, held_out, run.best_metric)
     words += about_the_steps(steps, run.total_steps)
     if saved_step and run.result_path:
         saved = f"{run.result_path.name} has the weights after step {saved_step}"
@@ -33,6 +34,7 @@ def summarise(run, records, saved_step):
         saved = "no weights are saved"
     parts = [
         "\n".join(f"- {line}" for line in words),
+        as_markdown(findings) if run.display is PPO else "",
         evaluation_table([r for r in records if any(name.startswith("eval/") for name in r)]),
         step_table(steps, run.display),
         f"Files: {saved}{run.about_best()}. The curves are in curves.png, every step is in metrics.jsonl.",
@@ -147,7 +149,7 @@ def evaluation_table(records):
     for name in after:
         if name.startswith("eval/") and not name.endswith("_greedy") and name in before:
             keys = [name, f"{name}_greedy"] if greedy else [name]
-            cells = " | ".join(shown(r.get(key, math.nan)) for key in keys for r in (before, after))
+            cells = " | ".join(shown(r[key]) if key in r else "" for key in keys for r in (before, after))
             rows.append(f"| {name.removeprefix('eval/').replace('_', ' ')} | {cells} |")
     return "\n".join(rows)
 

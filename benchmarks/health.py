@@ -1,0 +1,206 @@
+"""Does trainer/runs/health.py tell broken runs from healthy ones? Real runs, many of them broken on purpose.
+
+    python benchmarks/health.py                   # makes the runs that are missing, half a minute each
+    python benchmarks/health.py rate noise        # makes those whose names have one of these words, again
+    python benchmarks/health.py --table           # makes none: only judges those that are kept
+
+Each run is the bundled demo, 24 steps of 32 prompts or fewer, with the changes of health_runs.py. What the
+checks read of it is kept in benchmarks/results/health.json, and the table is written into docs/health.md. A
+broken run is "named" if one of its first two findings is among those that its entry expects. A run "remedy of
+x" is x with the flags that its first finding of that entry told. Each run is a forked process: Linux and Mac.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from common import ROOT, machine, table
+from health_runs import BROKEN, HEALTHY, REMEDIES, SHORTER, TRAINED, make_files
+
+from trainer.runs.health import findings, read_run
+from trainer.runs.health_past import WRONG
+
+KEPT = ROOT / "benchmarks" / "results" / "health.json"
+PAGE = ROOT / "docs" / "health.md"
+NOT_READ = ("perf/", "train/", "kl/k2", "kl/k3", "_greedy", "value/balance", "policy/balance")
+MARKS = "<!-- runs -->", "<!-- end of runs -->"
+
+
+def train(flags, folder, log):
+    """One run of train_ppo.py in a forked process -> (metrics.jsonl, config.json, seconds, exit code)."""
+
+    def child():
+        with open(log, "w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        from errors import run_script
+        from trainer import train_ppo
+
+        words = [
+            str(w) for name, x in flags.items() for w in (f"--{name}", *(x if isinstance(x, list) else [x]))
+        ]
+        run_script(lambda: train_ppo.main([*words, "--out_dir", str(folder)]))
+
+    start = time.perf_counter()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    return *read_run(folder / "run_1"), round(time.perf_counter() - start, 1), process.exitcode
+
+
+def kept_of(records, args):
+    """A run -> what is kept of it: its flags, facts, and a column for each metric that a check may read."""
+    names = dict.fromkeys(name for r in records for name in r)
+    names = [n for n in names if n != "step" and not any(part in n for part in NOT_READ)]
+    columns = {name: [short(r.get(name)) for r in records] for name in names}
+    dropped = ("versions", "fingerprints", "resume_command", "run_id", "out_dir", "threads")
+    args = {name: x for name, x in args.items() if name not in dropped and x not in ("", None, [])}
+    texts = {name: Path(x).name for name, x in args.items() if isinstance(x, str) and "/" in x}
+    if "reward_model" in args:
+        texts["reward_model"] = [Path(x).name for x in args["reward_model"]]
+    return {"args": args | texts, "step": [r["step"] for r in records], "metrics": columns}
+
+
+def short(x):
+    """A number with four digits; None for one that is not there."""
+    return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
+
+
+def records_of(run):
+    """What ``kept_of`` has kept -> (lines of metrics.jsonl, config.json)."""
+    lines = [
+        {"step": step, **{name: x[n] for name, x in run["metrics"].items() if x[n] is not None}}
+        for n, step in enumerate(run["step"])
+    ]
+    return lines, run["args"]
+
+
+def judge(name, run):
+    """A kept run -> a row of the table: what is expected, what is found, and whether that is right."""
+    found = findings(*records_of(run))
+    names = [f.name + ("!" if f.level == WRONG else "") for f in found]
+    first = [f.name for f in found[:2]]
+    row = {"run": name, "changed": run["about"], "findings (! is wrong)": ", ".join(names) or "none"}
+    if run["kind"] == "broken":
+        return row | {"named": "yes" if set(first) & set(run["expected"]) else "**no**"}
+    return row | {"named": "**wrong**" if any(f.level == WRONG for f in found) else f"{len(found)} look"}
+
+
+def tables(kept):
+    """The kept runs -> Markdown: a table for each kind, with a sentence on its sum."""
+    parts = []
+    for kind in ("broken", "healthy", "remedied"):
+        rows = [judge(name, run) for name, run in kept.items() if run["kind"] == kind]
+        if kind == "broken":
+            right = sum(row["named"] == "yes" for row in rows)
+            parts.append(
+                f"**Broken on purpose: {right} of {len(rows)} are named by the first or second finding.**"
+            )
+        elif rows:
+            alarms = sum(row["named"] == "**wrong**" for row in rows)
+            looks = sum(
+                row["findings (! is wrong)"] != "none" and row["named"] != "**wrong**" for row in rows
+            )
+            title = {"healthy": "Healthy", "remedied": "Broken runs with the remedy that was told"}[kind]
+            parts.append(
+                f"**{title}: of {len(rows)}, {alarms} have a finding of level wrong, {looks} of level look.**"
+            )
+        parts.append(table(rows))
+    return "\n\n".join(parts)
+
+
+def remedy_flags(remedy):
+    """``--kl_coef 0.06 --lam 1, or …`` -> {"kl_coef": "0.06", "lam": "1"}, up to the first word of text."""
+    return dict(re.findall(r"--(\w+) ([-\d.e]+|float32)(?=[ ,;]|$)", re.split(r", or |; ", remedy)[0]))
+
+
+def specs(kept, files):
+    """-> {name: (kind, what is changed, flags, expected findings)}; remedies as far as they can be told."""
+    found = {}
+    for name, (about, flags, expected) in BROKEN(files).items():
+        steps = next((n for n, names in SHORTER.items() if name in names), TRAINED["max_steps"])
+        found[name] = "broken", about, {"max_steps": steps, **flags}, expected
+    found |= {n: ("healthy", *spec, ()) for n, spec in HEALTHY(files).items()}
+    for name in REMEDIES:
+        if name not in kept:
+            continue
+        told = [f for f in findings(*records_of(kept[name])) if f.name in kept[name]["expected"]]
+        if told and (flags := remedy_flags(told[0].remedy)):
+            words = " ".join(f"--{n} {x}" for n, x in flags.items())
+            found[f"remedy of {name}"] = ("remedied", words, {**found[name][2], **flags}, ())
+    return found
+
+
+def make(words):
+    """Make the runs that are missing, or those whose names have one of these words -> all that are kept."""
+    import trainer.train_ppo  # noqa: F401, so that the forked processes have it
+
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))["runs"] if KEPT.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        files = make_files(Path(folder))
+        done = set()
+        while True:
+            known = specs(kept, files)
+            todo = [
+                n for n in known if n not in done and (any(w in n for w in words) if words else n not in kept)
+            ]
+            if not todo:
+                break
+            kind = ("broken", "healthy")[len(done) % 2]  # some of both, should it be stopped
+            name = next((n for n in todo if known[n][0] == kind), todo[0])
+            done.add(name)
+            kind, about, flags, expected = known[name]
+            out, log = Path(folder) / f"out_{len(done)}", Path(folder) / "log.txt"
+            try:
+                *run, seconds, code = train({**TRAINED, **files["flags"], **flags}, out, log)
+            except ValueError as error:
+                print(f"{name}: no run: {error}\n{log.read_text(encoding='utf-8')[-2000:]}", flush=True)
+                continue
+            kept[name] = {
+                "kind": kind,
+                "about": about,
+                "expected": list(expected),
+                "seconds": seconds,
+                **kept_of(*run),
+            }
+            KEPT.write_text(as_text({"machine": machine(), "runs": kept}), encoding="utf-8")
+            row = judge(name, kept[name])
+            print(
+                f"{name} ({code}, {seconds:.0f} s): {row['named']}: {row['findings (! is wrong)']}",
+                flush=True,
+            )
+    return kept
+
+
+def as_text(results):
+    """Results as JSON, a line a run."""
+    runs = ",\n".join(
+        f"{json.dumps(n)}: {json.dumps(r, separators=(',', ':'))}" for n, r in results["runs"].items()
+    )
+    return f'{{"machine": {json.dumps(results["machine"])},\n"runs": {{\n{runs}\n}}}}\n'
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="make only runs whose names have one of these words, again")
+    parser.add_argument("--table", action="store_true", help="make no run")
+    args = parser.parse_args()
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))["runs"] if args.table else make(args.words)
+    text = tables(kept)
+    print(text)
+    page = PAGE.read_text(encoding="utf-8")
+    begin, end = (page.index(mark) for mark in MARKS)
+    PAGE.write_text(f"{page[:begin]}{MARKS[0]}\n\n{text}\n\n{page[end:]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Trackers with their real libraries, offline: what they hold of a run that was resumed, and when they fail.
+
+What they wrote is read back with their own formats: TensorBoard's event accumulator, the records of wandb and
+SwanLab.
+"""
+
+import html
+import json
+import struct
+import time
+from types import SimpleNamespace
+
+import matplotlib
+import pytest
+from tiny import (
+    DIE,
+    finish,
+    flags,
+    launch,
+    read_jsonl,
+    run_files,
+    save_policy_dir,
+    word_tokenizer,
+    write_jsonl,
+)
+
+from errors import InputError
+from trainer import train_ppo, train_reward, train_sft
+from trainer.runs import displays, run_logger, trackers
+from trainer.runs.run_folder import RunFolder
+
+accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+wandb_records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+
+ALL = ("swanlab", "tensorboard", "wandb")
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 5, "critic_warmup_steps": 0}
+SIZES |= {"save_interval": 2, "eval_interval": 3, "log_interval": 2, "run_name": "r", "device": "cpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    """A home in which nobody is logged in. matplotlib's list of fonts, which takes seconds to make, stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("SWANLAB_API_KEY", "WANDB_API_KEY", "WANDB_MODE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+# -------------------------------------------------------------------------------------------- reading back
+
+
+def in_tensorboard(folder):
+    """-> ({metric: [(step, value), …]}, {name: [(step, text), …]}, {name: [step of a picture, …]})"""
+    sizes = {"scalars": 0, "tensors": 0, "images": 0}
+    events = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance=sizes)
+    events.Reload()
+    tags = events.Tags()
+    scalars = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in tags["scalars"]}
+    texts = {
+        name.removesuffix("/text_summary"): [
+            (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(name)
+        ]
+        for name in tags["tensors"]
+    }
+    pictures = {name: [(e.step) for e in events.Images(name)] for name in tags["images"]}
+    return scalars, texts, pictures
+
+
+def in_wandb(folder):
+    """The same from the one offline run of wandb."""
+    (run,) = (folder / "wandb").glob("offline-run-*")
+    (path,) = run.glob("*.wandb")
+    scalars, texts, pictures = {}, {}, {}
+    for record in wandb_run(path):
+        if not record.HasField("history"):
+            continue
+        items = {
+            "/".join(i.nested_key) if i.nested_key else i.key: json.loads(i.value_json)
+            for i in record.history.item
+        }
+        step = items.pop("_step")
+        media = {name.removesuffix("/path") for name in items if name.endswith("/path")}
+        for name in media:
+            file = run / "files" / items[f"{name}/path"]
+            if file.suffix == ".html":
+                texts.setdefault(name, []).append((step, file.read_text()))
+            else:
+                assert file.read_bytes().startswith(b"\x89PNG")
+                pictures.setdefault(name, []).append(step)
+        for name, value in items.items():
+            if not name.startswith("_") and name.rpartition("/")[0] not in media:
+                scalars.setdefault(name, []).append((step, value))
+    return scalars, texts, pictures
+
+
+def wandb_run(path):
+    """The records of a run of wandb. Its own process writes the last of them a moment after the end."""
+    end = time.monotonic() + 20
+    while True:
+        records = [wandb_records.Record.FromString(data) for data in blocks(path.read_bytes())]
+        if records and records[-1].HasField("exit"):
+            return records
+        assert time.monotonic() < end, "the end of the run is missing"
+        time.sleep(0.02)
+
+
+def blocks(data, header=7):
+    """The records of a LevelDB log, in which wandb writes."""
+    place, whole = header, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield whole
+            whole = b""
+
+
+def in_swanlab(folder):
+    """The same from the one run of SwanLab."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (run,) = (folder / "swanlog").glob("run-*")
+    (path,) = run.glob("*.swanlab")
+    reader, found = DataStoreReader(), ({}, {}, {})
+    reader.open(path)
+    for data in reader:
+        record = Record.FromString(data)
+        if record.HasField("scalar"):
+            scalar = record.scalar
+            found[0].setdefault(scalar.key, []).append((scalar.step, scalar.value.number))
+        elif record.HasField("media"):
+            media = record.media
+            for item in media.value.items:
+                if item.filename.endswith(".txt"):
+                    text = (run / "media" / "text" / item.filename).read_text()
+                    found[1].setdefault(media.key, []).append((media.step, text))
+                else:
+                    assert (run / "media" / "image" / item.filename).is_file()
+                    found[2].setdefault(media.key, []).append(media.step)
+    reader.close()
+    return found
+
+
+READERS = {"swanlab": in_swanlab, "tensorboard": in_tensorboard, "wandb": in_wandb}
+
+
+def check_all_steps(name, folder):
+    """A tracker has every metric of every step of metrics.jsonl once, and no other step."""
+    scalars, texts, pictures = READERS[name](folder)
+    records = read_jsonl(folder / "metrics.jsonl")
+    metrics = {m for record in records for m in record if m != "step"}
+    assert {m for m in scalars if not m.startswith("__swanlab__")} == metrics, name  # those are the machine's
+    for metric in metrics:
+        expected = [(r["step"], r[metric]) for r in records if metric in r]
+        assert [step for step, _ in scalars[metric]] == [step for step, _ in expected], metric
+        values = [value for _, value in scalars[metric]]
+        assert values == pytest.approx([value for _, value in expected], rel=1e-6, abs=1e-6), metric
+    return texts, pictures
+
+
+# -------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    held_out = write_jsonl(folder / "eval.jsonl", [{"prompt": "a b", "answer": "a"}])
+    return run_files(folder) | {"eval_data_path": held_out}
+
+
+def start(files, out_dir, *names, **environment):
+    """Start a run with these trackers, or go on with it."""
+    argv = [*flags(**files, **SIZES, out_dir=out_dir), "--tracker", *names]
+    return launch([*argv, "--resume", "auto"], **environment)
+
+
+@pytest.fixture(scope="module")
+def resumed(files, tmp_path_factory):
+    """The folder of a run with all trackers that was killed in step 4, when its last checkpoint was that of
+    step 2, and then resumed."""
+    out = tmp_path_factory.mktemp("resumed")
+    finish(start(files, out, *ALL, FAULT=DIE, FAULT_AT="8"), code=-9)  # calls 1, 2, 6, 7 evaluate
+    assert read_jsonl(out / "r" / "metrics.jsonl")[-1]["step"] == 3
+    said, _ = finish(start(files, out, *ALL))
+    assert "resumed  after step 2\n" in said
+    return SimpleNamespace(path=out / "r", said=said)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_resumed_run_has_every_step_once(resumed, name):
+    texts, pictures = check_all_steps(name, resumed.path)
+    samples = read_jsonl(resumed.path / "samples.jsonl")
+    assert [step for step, _ in texts["samples"]] == [2, 4, 5]  # every --log_interval steps, and the last
+    for step, text in texts["samples"]:
+        responses = [row["response"] for row in samples if row["step"] == step]
+        assert len(responses) >= 2
+        assert all(r in text or html.escape(r) in text for r in responses)
+    assert [step for step, _ in texts["summary"]] == [5]
+    assert pictures == {"curves": [3, 5]}  # the evaluations'
+
+
+def test_the_run_keeps_its_id_and_says_how_to_look(resumed):
+    run_id = json.loads((resumed.path / "config.json").read_text())["run_id"]
+    (swanlab,) = (resumed.path / "swanlog").glob("run-*")
+    (wandb,) = (resumed.path / "wandb").glob("offline-run-*")
+    assert swanlab.name.endswith(run_id)
+    assert wandb.name.endswith(run_id)
+    assert f"tracker  tensorboard: tensorboard --logdir {resumed.path / 'tensorboard'}\n" in resumed.said
+    assert f"tracker  wandb: wandb sync {wandb}\n" in resumed.said
+
+
+BREAK = """
+import psutil, shutil
+shutil.rmtree(os.environ["OUT"] + "/r/tensorboard")
+for process in psutil.Process().children(recursive=True):
+    if "wandb-core" in process.name():
+        process.kill()
+        process.wait()
+"""
+
+
+def test_trackers_that_fail_leave_the_run_alone(files, tmp_path):
+    """The folder of one is removed, the process of the other one is killed."""
+    said, _ = finish(start(files, tmp_path, *ALL, FAULT=BREAK, FAULT_AT="5", OUT=str(tmp_path)))  # in step 3
+    for name in ("tensorboard", "wandb"):
+        assert said.count(f"note: --tracker {name}: it failed (") == 1, said
+    assert said.count("gets nothing more; the run goes on") == 2
+    check_all_steps("swanlab", tmp_path / "r")
+    assert (tmp_path / "ppo_actor_32.pth").exists()
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path):
+    _, err = finish(start(files, tmp_path, "wandb", WANDB_MODE="online"), code=2)
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "--tracker wandb: it cannot start (" in line
+    assert line.endswith("mend that, or leave it out")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("script", [train_sft, train_reward], ids=["sft", "reward"])
+def test_the_stages_before_have_trackers_too(tmp_path, script):
+    tokenizer = word_tokenizer(["a", "b", "user", "assistant"], chat=True)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"conversations": turns, "prompt": "a", "chosen": "a b", "rejected": "b"}] * 8
+    values = {
+        "model": save_policy_dir(tmp_path / "policy", tokenizer),
+        "data_path": write_jsonl(tmp_path / "data.jsonl", records),
+        "out_dir": tmp_path / "out",
+        "max_steps": 2,
+        "batch_size": 4,
+        "eval_size": 2,
+        "run_name": "r",
+        "device": "cpu",
+    }
+    script.main([*flags(**values), "--tracker", "tensorboard"])
+    texts, pictures = check_all_steps("tensorboard", tmp_path / "out" / "r")
+    assert "held" in texts["summary"][0][1]
+    assert pictures == {"curves": [2]}
+
+
+# ------------------------------------------------------------------------------------- findings and flags
+
+
+def logger_of(folder, step, *names):
+    """The logger of a run of two steps that goes on after this step."""
+    args = SimpleNamespace(log_interval=1, use_wandb=False, tracker=list(names), wandb_project="p")
+    run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=step), total_steps=2)
+    folder = RunFolder(folder.parent, folder.name, "auto")
+    folder.config = {"run_id": "0123abcd"}
+    return run_logger.RunLogger(folder, run)
+
+
+def test_findings_and_html_go_to_all_and_a_new_tracker_gets_the_steps_before(tmp_path):
+    text = "<script>alert(1)</script>\n# **x** \u2028 \x85"  # the last two end lines for str.splitlines
+    row = {"prompt": "<b>?", "response": text, "parts": {"score": 1.0}}
+    for step, names in ((0, ["tensorboard"]), (1, ALL), (2, ALL)):  # the last one has nothing left to do
+        logger = logger_of(tmp_path / "r", step, *names)
+        for now in range(step + 1, 3):
+            logger.log(now, {"kl/k1": 5.0 if now == 2 else 0.1}, {"samples.jsonl": [row]})
+        logger.finish()
+        for name in names:
+            texts, _ = check_all_steps(name, tmp_path / "r")
+            ((at, finding),) = texts["findings"]  # once, at its step
+            assert at == 2
+            assert "kl/k1 5.00 nats per token" in finding
+            escaped = "&lt;script&gt;alert(1)&lt;/script&gt;" if name == "wandb" else "    <script>alert(1)"
+            assert [step for step, text in texts["samples"] if escaped in text] == [1, 2], name
+    assert "tracker: ['swanlab', 'tensorboard', 'wandb']" in in_tensorboard(tmp_path / "r")[1]["config"][0][1]
+
+
+def test_the_flags_name_each_tracker_once():
+    def wanted(*argv):
+        return trackers.wanted(train_ppo.flag_parser().parse_args(argv))
+
+    assert wanted() == wanted("--tracker") == wanted("--tracker", "none") == []
+    assert wanted("--use_wandb") == wanted("--use_wandb", "--tracker", "swanlab") == ["swanlab"]
+    assert wanted("--tracker", "wandb", "tensorboard", "wandb") == ["wandb", "tensorboard"]
+    for argv in (["--tracker", "none", "wandb"], ["--use_wandb", "--tracker", "none"]):
+        for script in (train_ppo, train_sft, train_reward):
+            with pytest.raises(InputError, match="--tracker none: another tracker is asked for as well"):
+                script.parse_args(argv)
+    with pytest.raises(InputError, match="argument --tracker: invalid choice: 'mlflow'"):
+        train_ppo.parse_args(["--tracker", "mlflow"])
+    with pytest.raises(InputError, match="--report_to: it is called --tracker here"):
+        train_ppo.parse_args(["--report_to", "wandb"])
+
+
+def test_a_package_that_is_missing_is_one_line_and_leaves_no_folder(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers.WandB, "package", "no_such_package")
+    with pytest.raises(InputError) as caught:
+        train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--tracker", "wandb"])
+    assert str(caught.value) == "--tracker wandb: needs no_such_package; pip install no_such_package"
+    assert not (tmp_path / "out").exists()

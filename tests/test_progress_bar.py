@@ -1,0 +1,227 @@
+"""Progress bars: seen in a real terminal while a phase is slow, gone after it; nothing elsewhere; no result
+depends on them.
+
+The terminal is a pseudo-terminal. ``Screen`` does with its bytes what a terminal does.
+"""
+
+import os
+import re
+import struct
+import subprocess
+import time
+
+import pytest
+from tiny import LINUX, PYTHON, ROOT, WORDS, run_files, same_run, tiny_llama, train, write_jsonl
+
+import progress_bar
+from errors import InputError
+from progress_bar import phase
+from trainer.compute.memory import each_micro_batch
+from trainer.generation.engine import sample
+from trainer.generation.sampling_noise import noise_keys
+
+in_a_terminal = pytest.mark.skipif(not LINUX, reason="a pseudo-terminal")
+
+
+class Screen:
+    """The lines that a terminal shows; ``seen``: what it has shown after each piece of output."""
+
+    def __init__(self):
+        self.lines, self.row, self.column, self.seen = [""], 0, 0, []
+
+    def write(self, text):
+        for piece in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", text):
+            if piece == "\n":
+                self.row, self.column = self.row + 1, 0
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            elif piece == "\r":
+                self.column = 0
+            elif piece == "\x1b[A":
+                self.row -= 1
+            else:
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + piece + line[self.column + len(piece) :]
+                self.column += len(piece)
+            self.seen.append("\n".join(line.rstrip() for line in self.lines))
+
+    @property
+    def text(self):
+        return self.seen[-1].strip() if self.seen else ""
+
+
+def run_in_terminal(code, **environment):
+    """Run Python code with a pseudo-terminal as its stderr -> ``Screen``."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # rows, columns
+    command = [PYTHON, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
+    process = subprocess.Popen(
+        command, stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    os.close(theirs)
+    screen, said = Screen(), b""
+    while True:
+        try:
+            said += (piece := os.read(ours, 1 << 16))
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+    os.close(ours)
+    assert process.wait(timeout=60) == 0, said
+    screen.write(said.decode())
+    return screen
+
+
+SLOW = """
+import time
+import progress_bar
+from progress_bar import phase
+progress_bar.DELAY, progress_bar.TICK = 0.2, 0.05
+with phase("outside", 2, "parts") as outer:
+    for _ in range(2):
+        with phase("inside", 3, "things") as bar:
+            for _ in range(3):
+                time.sleep(0.15)
+                bar.done += 1
+        outer.done += 1
+progress_bar.DELAY = 0.6
+with phase("a function"):
+    time.sleep(1.5)
+"""
+
+
+@in_a_terminal
+def test_a_slow_phase_shows_its_bar_and_takes_it_away():
+    screen = run_in_terminal(SLOW)
+    both = [text for text in screen.seen if "outside" in text and "inside" in text]
+    assert any(
+        re.search(r"outside: +0%.* 0/2 .*\n.*inside: +67%.* 2/3 \[00:00<00:00, .* things/s\]", t)
+        for t in both
+    )
+    assert any("1/2" in text and "parts" in text for text in both)
+    clocks = [m[1] for text in screen.seen if (m := re.search(r"^a function: 00:(\d\d)$", text.strip()))]
+    assert clocks == sorted(clocks)
+    assert set(clocks) == {"00", "01"}  # from its beginning on, although it counts nothing
+    assert screen.text == ""
+
+
+@in_a_terminal
+def test_only_the_main_process_shows_bars():
+    assert run_in_terminal(SLOW, RANK="1").seen == []
+    assert run_in_terminal(SLOW, RANK="0").seen
+
+
+def test_without_a_terminal_nothing_is_printed():
+    command = [PYTHON, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SLOW}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == done.stdout == ""
+
+
+@in_a_terminal
+def test_a_short_phase_shows_nothing():
+    code = "import time\nfrom progress_bar import phase\nwith phase('short', 1, 'things'): time.sleep(1)"
+    assert run_in_terminal(code).seen == []
+
+
+# ------------------------------------------------------------------------------------- the phases of a run
+
+
+class Kept(list):
+    """The list of phases that go on, which remembers those that have ended."""
+
+    def __init__(self):
+        self.ended = []
+
+    def remove(self, this):
+        self.ended.append(this)
+        super().remove(this)
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """Bars are drawn as if stderr were a terminal, of short phases too -> the phases that have ended."""
+    kept = Kept()
+    monkeypatch.setattr(progress_bar, "_phases", kept)
+    monkeypatch.setattr(progress_bar, "_is_shown", lambda: True)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    monkeypatch.setattr(progress_bar, "TICK", 0.002)
+    monkeypatch.setattr(progress_bar, "_drawing", None)  # another thread, that draws this list
+    yield kept.ended
+    assert kept == []  # none is left over, so that no bar stays
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    held_out = [{"prompt": f"a {word}", "answer": "a"} for word in WORDS]
+    return run_files(folder) | {"eval_data_path": write_jsonl(folder / "eval.jsonl", held_out)}
+
+
+SIZES = {"batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 2, "max_gen_len": 6, "critic_warmup_steps": 0}
+
+
+def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(files, tmp_path, request, capsys):
+    train(**files, **SIZES, max_steps=2, out_dir=tmp_path / "quiet", run_name="r")
+    assert capsys.readouterr().err == ""
+    ended = request.getfixturevalue("phases")
+    train(**files, **SIZES, max_steps=2, out_dir=tmp_path / "shown", run_name="r")
+    same_run(tmp_path / "quiet" / "r", tmp_path / "shown" / "r", 2)
+    names = [this.what for this in ended]
+    for name, count, total in (
+        (f"tokens of {files['data_path']}", 1, 40),
+        ("updates", 2, 4),  # PPO epochs times minibatches
+        ("values", 2, 8),
+        ("evaluation", 2, 16),  # sampled and greedy
+    ):
+        assert [this.total for this in ended if this.what == name] == [total] * count, name
+    assert names.count("sampling") == 1 + 2 + 2 * 2  # the first one checks the policy
+    assert names.count("log-probs") == 2 * 2  # old actor and reference
+    assert names.count("reward model") == names.count("reward function") == 6
+    for this in ended:
+        assert this.done == (this.total or 0) or this.what.startswith("lines of"), this.what
+    assert "updates" in capsys.readouterr().err
+
+
+def test_sampling_counts_responses_as_they_end(files, phases, monkeypatch):
+    seen = []
+
+    class Watched(progress_bar.Phase):
+        def __setattr__(self, name, value):
+            if name == "done" and self.what == "sampling":
+                seen.append(value)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(progress_bar, "Phase", Watched)
+    sample(tiny_llama(10, spread=2.0), [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0, slots=8)
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] == 40
+    assert len(set(seen)) > 5
+
+
+def test_a_phase_that_fails_takes_its_bar_away(files, phases):
+    with pytest.raises(InputError), phase("a phase", 3, "things"):
+        raise InputError("it fails")
+    assert [this.what for this in phases] == ["a phase"]
+
+
+def test_a_micro_batch_that_is_halved_is_counted_once(phases):
+    def work(rows):
+        if len(rows) > 2:
+            raise RuntimeError("out of memory")
+
+    each_micro_batch([10] * 16, 1000, work, "scoring")
+    assert [(this.what, this.done, this.total) for this in phases] == [("scoring", 16, 16)]
+
+
+def test_a_phase_costs_a_few_microseconds(phases):
+    """A step has about ten of them; a step of the demo takes half a second."""
+    start, count = time.perf_counter(), 2000
+    for _ in range(count):
+        with phase("short", 3, "things") as bar:
+            bar.done += 1
+    assert (time.perf_counter() - start) / count < 1e-3 / 10

@@ -1,0 +1,98 @@
+"""Facts of a PPO run that are known when it begins, for the checks of runs/health_start.py.
+
+They are written to config.json, so ``python -m trainer.runs.health`` can speak of them later too.
+"""
+
+import re
+
+from dataset.lm_dataset import SAMPLE
+from dataset.tokenization import conversation_ids, for_tokenizer, render
+from dataset.turns import to_messages
+from errors import InputError
+from model.compatibility import tokenizer_note
+from trainer.runs.learning_rate import suited_rate
+
+LOOKED_AT = 64  # prompts in which unknown tokens are counted
+ANSWERS = "Seven.", "It is late, go home."  # two answers that no reward model should find the same
+THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
+
+
+def start_facts(run):
+    """A ``PpoRun`` -> {name: value}, as JSON has them.
+
+    prompts, read, dropped, held_out    counts of records
+    chat_template                       has the policy's tokenizer one?
+    missing_header                      the text between a prompt and its answer, "" as it should be
+    template_has_eos                    does the template write a token that ends a response after an answer?
+    unknown_tokens                      share of the unknown token in the prompts
+    fewer_ids                           [ids of the tokenizer, embeddings] where the first are clearly fewer
+    vocabulary                          embeddings of the policy
+    dtype                               of mixed precision and sampling
+    suited                              {flag: the learning rate that suits the model's size}
+    reward_models                       {name: weight, template, sees_answer}
+    """
+    prompts, tokenizer = run.prompts, run.tokenizer
+    dropped = prompts.dropped
+    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+    header, ends = turns_of(tokenizer, first[0].prompt, run.eos)
+    rows, count = run.ref.get_input_embeddings().weight.shape[0], len(tokenizer.get_vocab())
+    lora = run.args.lora_r > 0
+    sizes = {"learning_rate": ("actor", run.ref), "critic_learning_rate": ("critic", run.critic)}
+    return {
+        "prompts": len(prompts),
+        "read": len(prompts) + dropped if prompts.whole else SAMPLE,
+        "dropped": dropped,
+        "held_out": len(run.held_out or ()),
+        "chat_template": bool(tokenizer.chat_template),
+        "missing_header": header,
+        "template_has_eos": ends,
+        "unknown_tokens": unknown_share(tokenizer, first),
+        "fewer_ids": [count, rows] if tokenizer_note(tokenizer, run.ref) else None,
+        "vocabulary": rows,
+        "dtype": str(run.dtype).removeprefix("torch."),
+        "suited": {
+            flag: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
+            for flag, (kind, model) in sizes.items()
+        },
+        "reward_models": {
+            name: {"weight": weight, **reads(model.tokenizer, first[0].prompt)}
+            for name, (model, weight) in run.reward.models.items()
+        },
+    }
+
+
+def turns_of(tokenizer, prompt, eos):
+    """How the chat template goes from a prompt to an answer and on -> (missing header, has it an EOS?).
+
+    prompt: text or messages; eos: the ids that end a response. ("", True) where there is no template, or
+    where it rewrites what stands before the answer, so that nothing can be said.
+    """
+    if tokenizer.chat_template is None:
+        return "", True
+    asked, answer = for_tokenizer(tokenizer, to_messages(prompt)), ANSWERS[0]
+    try:
+        before = render(tokenizer, asked, generate=True)
+        after = render(tokenizer, [*asked, {"role": "assistant", "content": answer}])
+        ids = tokenizer(after.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+    except InputError:
+        return "", True
+    if not after.startswith(before) or answer not in after[len(before) :]:
+        return "", True
+    header = THOUGHT.sub("", after[len(before) :].partition(answer)[0]).strip()
+    return header, bool(set(ids) & set(eos))
+
+
+def unknown_share(tokenizer, prompts):
+    """The share of the tokenizer's unknown token in the prompts (list of Prompt)."""
+    ids = [i for prompt in prompts for i in prompt.prompt_ids]
+    special = (None, tokenizer.bos_token_id, tokenizer.eos_token_id)  # GPT-2 has one token for all three
+    return 0.0 if tokenizer.unk_token_id in special else ids.count(tokenizer.unk_token_id) / len(ids)
+
+
+def reads(tokenizer, prompt):
+    """Whether a reward model's tokenizer has a template, and whether the answer is in what it reads."""
+    try:
+        one, other = conversation_ids(tokenizer, [(prompt, answer) for answer in ANSWERS])
+    except InputError:  # the first batch will say so
+        one, other = [], [0]
+    return {"template": bool(tokenizer.chat_template), "sees_answer": one != other}
