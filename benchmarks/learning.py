@@ -27,11 +27,12 @@ from learning_tasks import TASKS, prepare
 FILE = RESULTS / "learning.json"
 # One decision changed at a time: {name: (tasks, flags of train_ppo.py, name of a patch in learning_run.py)}
 OURS = {
-    "lambda 1 for both": ("abcd", {"lam": 1, "critic_lam": 1}, None),
+    "lambda 1 for both": ("abd", {"lam": 1, "critic_lam": 1}, None),
     "lambda 0.95 for both": ("abcd", {"lam": 0.95, "critic_lam": 0.95}, None),
     "KL in the loss": ("acd", {"kl_in": "loss"}, None),
     "KL in the reward": ("b", {"kl_in": "reward"}, None),
-    "no replay": ("acd", {"replay_batches": 0}, None),
+    "no replay": ("a", {"replay_batches": 0}, None),
+    "replay of 2 batches": ("bcd", {"replay_batches": 2}, None),
     "4 PPO epochs, no replay": ("a", {"replay_batches": 0, "ppo_epochs": 4}, None),
     "no value clip": ("abcd", {"cliprange_value": 0}, None),
     "no critic warm-up": ("abcd", {"critic_warmup_steps": 0}, None),
@@ -43,8 +44,8 @@ OURS = {
     "rate warm-up, 5 batches": ("abcd", {"lr_warmup_steps": 5}, None),
     "constant rate": ("abcd", {"lr_schedule": "constant"}, None),
     "1 PPO epoch": ("cd", {"ppo_epochs": 1}, None),
-    "2 PPO epochs": ("bcd", {"ppo_epochs": 2}, None),
-    "4 PPO epochs": ("ab", {"ppo_epochs": 4}, None),
+    "2 PPO epochs": ("b", {"ppo_epochs": 2}, None),
+    "4 PPO epochs": ("abcd", {"ppo_epochs": 4}, None),
     "batch half as large": ("a", {"batch_size": 128}, None),
     "batch 64": ("bd", {"batch_size": 64}, None),
     "bf16": ("abcd", {"dtype": "bfloat16"}, None),

@@ -132,8 +132,9 @@ def variants_table(runs):
         row = {"changed": name}
         for task in tasks:
             samples = TASKS[task].get("ablate")
-            plain = {(r["seed"], *r["rates"]): figure(r) for r in pick(runs, task, "ours", "", samples)}
-            changed = {(r["seed"], *r["rates"]): figure(r) for r in pick(runs, task, "ours", name, samples)}
+            found = pick(runs, task, "ours", name, samples)
+            same = pick(runs, task, "ours", "", samples, found[0]["rates"]) if found else ()
+            changed, plain = ({r["seed"]: figure(r) for r in group} for group in (found, same))
             row[f"({task})"] = difference([(changed[x], plain[x]) for x in changed.keys() & plain.keys()])
         if any(list(row.values())[1:]):
             rows.append(row)

@@ -29,7 +29,7 @@ from trainer.generation.sampling_noise import noise_keys
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 DEMO = ROOT / "dataset" / "demo"
 POINTS = 8  # evaluations of a run, besides the one at its start
-HELD_OUT = 128  # answers of an evaluation on dreams
+HELD_OUT = {"c": 128, "d": 512}  # answers of an evaluation on dreams
 WORDS = "abcdefg"  # with EOS and the unknown word: nine tokens
 # "flags": what both trainers get; "rates": those of TRL, and pairs (actor, critic) of ours; "ours", "trl":
 # what only one gets; "more", "ablate": numbers of samples (--more, --variants)
@@ -58,7 +58,7 @@ TASKS = {
             "batch_size": 128, "mini_batch_size": 32, "ppo_epochs": 1,
         },
         "samples": 5_888,
-        "rates": {"trl": [5e-4], "ours": [(5e-4, 5e-4)]},
+        "rates": {"trl": [2.5e-4, 5e-4, 1e-3], "ours": [(2.5e-4, 5e-4), (5e-4, 5e-4), (1e-3, 5e-4)]},
         "seeds": 3,
         "more": 2_944,
         "trl": {"num_ppo_epochs": 2},
@@ -72,6 +72,7 @@ TASKS = {
         },
         "samples": 1_024,
         "more": 512,
+        "ablate": 512,
         "ours": {"kl_in": "reward", "critic_warmup_steps": 1, "lam": 1},
         "rates": {
             "trl": [4e-5, 7.5e-5, 1.5e-4, 3e-4],
@@ -88,10 +89,11 @@ TASKS = {
         },
         "samples": 3_072,
         "more": 1_536,
+        "ablate": 1_536,
         "ours": {"kl_in": "reward", "critic_warmup_steps": 1, "lam": 0.95},
         "rates": {
             "trl": [7.5e-5, 1.5e-4, 3e-4],
-            "ours": [(7.5e-5, 5e-4)],
+            "ours": [(4e-5, 5e-4), (7.5e-5, 5e-4), (1.5e-4, 5e-4)],
         },
         "seeds": 3,
     },
@@ -219,10 +221,10 @@ def starts():
     return found[:48], found[48:]
 
 
-def write_prompts(folder):
+def write_prompts(folder, task):
     """Training prompts in 32 rounds, held-out ones as many times as an evaluation needs."""
     train, held_out = starts()
-    rounds = HELD_OUT // len(held_out)
+    rounds = HELD_OUT[task] // len(held_out)
     return {
         "data_path": write_jsonl(folder / "prompts.jsonl", [{"prompt": x} for x in train * 32]),
         "eval_data_path": write_jsonl(folder / "held_out.jsonl", [{"prompt": x} for x in held_out * rounds]),
@@ -270,7 +272,7 @@ def long_answers(folder, dreams):
     counts = Counter(word for text in texts for word in WORD.findall(text.lower()))
     (folder / "known_words.json").write_text(json.dumps([w for w, count in counts.items() if count >= 10]))
     reward = {"model": str(folder / "policy"), "reward_fn": f"{REWARDS}:nature"}
-    return reward | write_prompts(folder)
+    return reward | write_prompts(folder, "c")
 
 
 def behind_a_judge(folder, dreams):
@@ -293,4 +295,4 @@ def behind_a_judge(folder, dreams):
         "--out_dir", folder, "--run_name", "judge",
     )  # fmt: skip
     reward = {"model": str(dreams), "reward_model": str(next(folder.glob("reward_*/")))}
-    return reward | write_prompts(folder)
+    return reward | write_prompts(folder, "d")
