@@ -36,8 +36,8 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, {file: rows to keep}).
 
     Names of greedy results end in "_greedy". The answers to the first prompts are kept (runs/samples.py), for
-    report.html. roll_out(list of Prompt, temperature) -> (rollout, response
-    texts, {part of the score: [B]}). If it raises InputError in one process, all processes raise it.
+    report.html. roll_out(list of Prompt, temperature) -> (rollout, response texts, {part of the score: [B]}).
+    If it raises InputError in one process, all processes raise it.
     """
     metrics, shown = Metrics(), {}
     mine = share_of(range(len(prompts)), world)

@@ -421,7 +421,7 @@ def test_a_report_that_cannot_be_written_ends_the_run_in_one_line(copied):
 
 
 def test_a_fault_in_the_page_does_not_end_a_run(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "verdict", lambda *more: 1 / 0)
+    monkeypatch.setattr(report, "in_words", lambda *more: 1 / 0)
     train_ppo.main(flags(**{**files, "max_steps": 1}, out_dir=tmp_path))
     assert "note: report.html cannot be made (ZeroDivisionError: division by zero)" in capsys.readouterr().out
     assert (tmp_path / "ppo_actor_32.pth").exists()

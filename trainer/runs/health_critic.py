@@ -3,9 +3,8 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
 
-JUDGEMENT = "judgement: docs/health.md"
 USELESS, LONG = -0.1, 5  # explained variance, steps; a healthy critic can be at 0 where nothing is foreseen
 NONSENSE = -2.0  # explained variance of a critic that is broken
 BIASED = 0.7  # standard deviations of the scores

@@ -12,6 +12,7 @@ from itertools import pairwise
 BEGIN = 4  # steps at the start in which a healthy score has not yet risen much
 WINDOW = 10  # steps at the start and at the end of the run so far that are compared
 WRONG, LOOK = "wrong", "look"  # the levels of a finding
+JUDGEMENT = "judgement: docs/health.md"  # the source of a limit that was found here
 WEIGHT = re.compile(r"=[^=/\\]*$")  # behind a path in --reward_model
 HELD_OUT = 250  # records of an evaluation, where the run does not say
 

@@ -5,9 +5,8 @@ Each is a pure function: ``Past`` -> ``Finding``, or None.
 
 import math
 
-from trainer.runs.health_past import LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
 
-JUDGEMENT = "judgement: docs/health.md"
 KL_LIMIT, KL_OF_A_TOKEN = 10.0, 0.1  # nats a response; nats a token, for long responses
 HIGH_KL, HIGHEST_KL = 1.0, 3.0  # nats a token, of a single step
 BELOW = -1.0  # nats a response

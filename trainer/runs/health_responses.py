@@ -3,9 +3,8 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
 
-JUDGEMENT = "judgement: docs/health.md"
 NONE_ENDS, FEW_END, FALL = 0.02, 0.7, 0.2  # shares of responses
 FEWEST = 64  # responses: of fewer, chance decides how many end
 FORMATTED = 0.01  # of reward/format: a share of 2 %

@@ -3,9 +3,8 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import BEGIN, LOOK, WINDOW, WRONG, Finding, spread_of_steps
+from trainer.runs.health_past import BEGIN, JUDGEMENT, LOOK, WINDOW, WRONG, Finding, spread_of_steps
 
-JUDGEMENT = "judgement: docs/health.md"
 BY_LENGTH = 0.6  # correlation of score and length
 SAME = 1e-4  # standard deviation of the scores
 SCORED = 500  # responses: of fewer, a reward that is seldom earned can be earned by none

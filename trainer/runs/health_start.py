@@ -4,9 +4,8 @@ Each is a pure function: ``Past`` -> ``Finding``, or None. They read the flags a
 config.json (start_facts.py), so they are silent about runs of versions that did not write these.
 """
 
-from trainer.runs.health_past import LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
 
-JUDGEMENT = "judgement: docs/health.md"
 # Flags, and the range outside which they rarely help. Learning rates: by what suits the model's size.
 USUAL = {
     "clip_epsilon": (0.02, 1.0),

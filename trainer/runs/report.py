@@ -24,7 +24,7 @@ from errors import first_line
 from trainer.runs.displays import PPO
 from trainer.runs.report_plots import Drawing
 from trainer.runs.samples import prompt_text
-from trainer.runs.summary import about_the_steps, evaluation_table, step_table, verdict
+from trainer.runs.summary import in_words, tables
 
 SHARE = 100  # so writing it takes at most 1 % of a run
 FIRST = 1.0  # seconds: what the first writing is assumed to take
@@ -80,27 +80,24 @@ class Report:
     def content(self, records, findings, state):
         """What the page shows, by the names that report.html.jinja2 has for it. Arguments: see ``write``."""
         run, config, path = self.run, self.folder.config, self.folder.path
-        steps, numbered = [r for r in records if r["step"]], list(enumerate(findings, 1))
-        size, held_out = run.args.batch_size * run.world.size, len(run.held_out or ())
+        numbered = list(enumerate(findings, 1))
         drawing = Drawing(records, numbered)
         plots = [drawing.curves(panel) for panel in (*run.display.panels, *run.display.details)]
         histograms = read_rows(path / "histograms.jsonl")
         heat = [
             drawing.distribution(title, look_for, histograms, name) for name, title, look_for in DISTRIBUTIONS
         ]
-        evaluated = [r for r in records if any(name.startswith("eval/") for name in r)]
         return {
             "name": path.name,
             "script": run.script,
             "state": state,
-            "step": records[-1]["step"] if records else 0,
+            "step": last_step(records),
             "total_steps": run.total_steps,
             "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-            "words": verdict(records, run.display, size, held_out, run.best_metric)
-            + about_the_steps(steps, run.total_steps),
+            "words": in_words(run, records),
             "findings": numbered,
             "watched": run.display is PPO,
-            "tables": [cells(evaluation_table(evaluated)), cells(step_table(steps, run.display))],
+            "tables": [cells(table) for table in tables(run, records)],
             "plots": [plot for plot in plots if plot],
             "heat": [plot for plot in heat if plot],
             "evaluations": evaluations(read_rows(path / "eval_samples.jsonl")),
@@ -133,6 +130,11 @@ def read_rows(path):
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def last_step(records):
+    """The step of the last of these records; 0 where metrics.jsonl was lost."""
+    return records[-1]["step"] if records else 0
 
 
 def cells(table):

@@ -22,7 +22,7 @@ from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.health import Health, one_line
 from trainer.runs.health_past import WRONG
 from trainer.runs.plots import plot_curves
-from trainer.runs.report import Report, read_rows
+from trainer.runs.report import Report, last_step, read_rows
 from trainer.runs.samples import sample_text
 from trainer.runs.summary import summarise
 from trainer.runs.trackers import Trackers
@@ -209,9 +209,8 @@ class RunLogger:
     def summary(self, run):
         """Write curves.png, summary.md and report.html; print the summary, time, memory, files."""
         self._bar.close()
-        text, folder = self._write_summary(run, "ended"), self.folder.path
+        (text, records), folder = self._write_summary(run, "ended"), self.folder.path
         seconds = time.perf_counter() - self._start
-        records = read_metrics(folder)
         rates = sorted(r["perf/samples_per_second"] for r in records if "perf/samples_per_second" in r)
         memory = f"{peak_memory() / 2**30:.1f} GiB of memory"
         if torch.cuda.is_available():
@@ -229,7 +228,8 @@ class RunLogger:
         )
 
     def _write_summary(self, run, state):
-        """Write curves.png, summary.md and report.html (see ``Report.write``) -> the text of summary.md."""
+        """Write curves.png, summary.md and report.html (see ``Report.write``) -> the text of summary.md,
+        and the lines of metrics.jsonl."""
         folder, records = self.folder.path, read_metrics(self.folder.path)
         text = summarise(run, records, self.saved_step, self.health.sorted)
         self._draw_curves(records)
@@ -237,7 +237,7 @@ class RunLogger:
             write_whole(folder / "summary.md", text)
         self._trackers.text(last_step(records), "summary", text)
         self._write_report(records, state)
-        return text
+        return text, records
 
     def _write_report(self, records, state):
         if note := self._report.write(records, self.health.sorted, state):
@@ -285,11 +285,5 @@ def cut_lines(path, last_step):
 
 def read_metrics(folder):
     """The run's metrics.jsonl as a list of dicts; null becomes NaN."""
-    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_rows(Path(folder) / "metrics.jsonl")
     return [{name: math.nan if x is None else x for name, x in r.items()} for r in records]
-
-
-def last_step(records):
-    """The step of the last of these records; 0 where metrics.jsonl was lost."""
-    return records[-1]["step"] if records else 0

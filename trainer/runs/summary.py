@@ -22,10 +22,6 @@ def summarise(run, records, saved_step, findings=()):
     records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none;
     findings: what health.py has found in the records.
     """
-    steps, held_out = [r for r in records if r["step"]], len(run.held_out or ())
-    size = run.args.batch_size * run.world.size
-    words = verdict(records, run.display, size, held_out, run.best_metric)
-    words += about_the_steps(steps, run.total_steps)
     if saved_step and run.result_path:
         saved = f"{run.result_path.name} has the weights after step {saved_step}"
     elif saved_step:
@@ -33,13 +29,25 @@ def summarise(run, records, saved_step, findings=()):
     else:
         saved = "no weights are saved"
     parts = [
-        "\n".join(f"- {line}" for line in words),
+        "\n".join(f"- {line}" for line in in_words(run, records)),
         as_markdown(findings) if run.display is PPO else "",
-        evaluation_table([r for r in records if any(name.startswith("eval/") for name in r)]),
-        step_table(steps, run.display),
+        *tables(run, records),
         f"Files: {saved}{run.about_best()}. The curves are in curves.png, every step is in metrics.jsonl.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def in_words(run, records):
+    """What came of a run -> sentences. records: all lines of metrics.jsonl."""
+    size, held_out = run.args.batch_size * run.world.size, len(run.held_out or ())
+    words = verdict(records, run.display, size, held_out, run.best_metric)
+    return words + about_the_steps([r for r in records if r["step"]], run.total_steps)
+
+
+def tables(run, records):
+    """The two tables of a run, Markdown: evaluations, steps. records: all lines of metrics.jsonl."""
+    evaluated = [r for r in records if any(name.startswith("eval/") for name in r)]
+    return evaluation_table(evaluated), step_table([r for r in records if r["step"]], run.display)
 
 
 def about_the_steps(steps, total):
