@@ -120,7 +120,7 @@ def tables(kept):
 
 def remedy_flags(remedy):
     """``--kl_coef 0.06 --lam 1, or …`` -> {"kl_coef": "0.06", "lam": "1"}, up to the first word of text."""
-    return dict(re.findall(r"--(\w+) ([-\d.e]+|float32)(?=[ ,;]|$)", re.split(r", or |; ", remedy)[0]))
+    return dict(re.findall(r"--(\w+) ([-\d.e]+|float32|actor)(?=[ ,;]|$)", re.split(r", or |; ", remedy)[0]))
 
 
 def specs(kept, files):

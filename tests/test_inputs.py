@@ -8,7 +8,7 @@ from tiny import tiny_llama, word_tokenizer, write_jsonl
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import choose_rates, choose_reasoning, complete_flags, count_steps
+from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps
 
 WORDS = ["a", "b", "<think>"]
 
@@ -93,6 +93,22 @@ def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
 @pytest.mark.parametrize("given", [0, 1])
 def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
     assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "held_out"),
+    [
+        ([], str(DEMO["eval_data_path"])),
+        (["--data_path", "mine.jsonl"], ""),
+        (["--data_path", "mine.jsonl", "--eval_data_path", "held_out.jsonl"], "held_out.jsonl"),
+        (["--eval_data_path", "held_out.jsonl"], "held_out.jsonl"),
+    ],
+)
+def test_the_held_out_prompts_of_the_demo_belong_to_its_prompts(given, held_out):
+    args = complete_flags(parsed(*given))
+    assert args.eval_data_path == held_out
+    assert args.data_path == ("mine.jsonl" if "--data_path" in given else str(DEMO["data_path"]))
+    assert args.model == str(DEMO["model"])
 
 
 def test_the_demo_is_rewarded_for_its_format():

@@ -90,9 +90,9 @@ def fill_paths(args):
     for name in ("reward_model", "eval_reward_model"):
         setattr(args, name, [path for path in getattr(args, name) if path])
     if not args.model:
-        for name, path in DEMO.items():
-            if name != "reward_model" and not getattr(args, name):
-                setattr(args, name, str(path))
+        if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
+            args.eval_data_path = args.eval_data_path or str(DEMO["eval_data_path"])
+        args.model, args.data_path = str(DEMO["model"]), args.data_path or str(DEMO["data_path"])
         if not (args.reward_model or args.reward_fn or args.reward_url):
             args.reward_model = [str(DEMO["reward_model"])]
         if args.reasoning is None:

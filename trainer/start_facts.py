@@ -3,13 +3,14 @@
 They are written to config.json, so ``python -m trainer.runs.health`` can speak of them later too.
 """
 
+import math
 import re
 
 from dataset.lm_dataset import SAMPLE
 from dataset.tokenization import conversation_ids, for_tokenizer, render
 from dataset.turns import to_messages
 from errors import InputError
-from model.compatibility import tokenizer_note
+from model.compatibility import most_positions, tokenizer_note
 from trainer.runs.learning_rate import suited_rate
 
 LOOKED_AT = 64  # prompts in which unknown tokens are counted
@@ -21,6 +22,8 @@ def start_facts(run):
     """A ``PpoRun`` -> {name: value}, as JSON has them.
 
     prompts, read, dropped, held_out    counts of records
+    longest                             tokens of the longest prompt, trained on or held out
+    positions                           of the policy: tokens of prompt plus response; None: no limit
     chat_template                       has the policy's tokenizer one?
     missing_header                      the text between a prompt and its answer, "" as it should be
     template_has_eos                    does the template write a token that ends a response after an answer?
@@ -37,12 +40,15 @@ def start_facts(run):
     header, ends = turns_of(tokenizer, first[0].prompt, run.eos)
     rows, count = run.ref.get_input_embeddings().weight.shape[0], len(tokenizer.get_vocab())
     lora = run.args.lora_r > 0
+    positions = most_positions(run.ref.config)
     sizes = {"learning_rate": ("actor", run.ref), "critic_learning_rate": ("critic", run.critic)}
     return {
         "prompts": len(prompts),
         "read": len(prompts) + dropped if prompts.whole else SAMPLE,
         "dropped": dropped,
         "held_out": len(run.held_out or ()),
+        "longest": max(data.longest for data in (prompts, run.held_out) if data),
+        "positions": None if positions == math.inf else positions,
         "chat_template": bool(tokenizer.chat_template),
         "missing_header": header,
         "template_has_eos": ends,

@@ -360,6 +360,13 @@ def test_the_format_alone_rises():
     late = {"reward/format": 0.5, "reward/marks": 1.0, "reward/model": 0.3}
     steps = [{**(early if n < 10 else late), "reward/score": 1.1 + 0.7 * (n >= 10)} for n in range(20)]
     assert "form_gains_judge_loses" in found_in(steps)
+    facts = {**FACTS, "reward_models": {"model": {"weight": 0.5, "template": True, "sees_answer": True}}}
+    for given, weight in (("a/DIR=0.5", facts), ("a/DIR", FACTS)):
+        found = findings(steps_of(*steps), {**FLAGS, "reward_model": [given], "facts": weight})
+        (remedy,) = [f.remedy for f in found if f.name == "form_gains_judge_loses"]
+        assert remedy == f"--reward_model a/DIR={'1' if '=' in given else '2'}, or --reasoning 0"
+    (remedy,) = [f.remedy for f in findings(steps_of(*steps), {}) if f.name == "form_gains_judge_loses"]
+    assert remedy == "a larger weight in --reward_model, or --reasoning 0"  # of an older version
     assert "form_gains_judge_loses" not in found_in([{**s, "reward/model": 0.5} for s in steps])
 
 
@@ -445,6 +452,33 @@ def test_stages_1_and_2_have_no_findings():
     assert findings(steps, {"script": "train_sft.py", "batch_size": 1, "learning_rate": 1.0}) == []
 
 
+def test_a_longer_size_is_named_as_far_as_the_positions_of_the_model_go():
+    """128 positions, the longest prompt has 40 tokens: answers of 88 tokens have room, and no more."""
+
+    def remedy(name, steps, **args):
+        found = findings(steps_of(*steps), {**FLAGS, "facts": {**FACTS, **small}, **args})
+        return next(f.remedy for f in found if f.name == name)
+
+    small = {"positions": 128, "longest": 40}
+    none, few = [{"rollout/finished": 0.0}] * 2, [{"rollout/finished": 0.5}] * 4
+    assert remedy("never_ends", none, max_gen_len=22).startswith("--max_gen_len 88; or check eos_token")
+    assert remedy("never_ends", none, max_gen_len=30).startswith("--max_gen_len 88; or check eos_token")
+    assert remedy("never_ends", none, max_gen_len=71).startswith("check eos_token")  # hardly longer than now
+    assert remedy("few_end", few, max_gen_len=44) == "--max_gen_len 88"
+    assert remedy("few_end", few, max_gen_len=70) == "--max_gen_len 88"
+    assert remedy("few_end", few, max_gen_len=88).startswith("--missing_eos_penalty 2, or shorter prompts")
+    small["dropped"] = 3000
+    assert remedy("records_dropped", [{}], max_seq_len=16) == "--max_seq_len 64"
+    assert remedy("records_dropped", [{}], max_seq_len=40) == "--max_seq_len 64"
+    assert remedy("records_dropped", [{}], max_seq_len=64).startswith(
+        "shorter prompts, or a smaller --max_gen_len"
+    )
+    small["positions"] = None  # no limit
+    assert remedy("records_dropped", [{}], max_seq_len=64) == "--max_seq_len 256"
+    assert remedy("never_ends", none, max_gen_len=88).startswith("--max_gen_len 352;")
+    assert remedy("few_end", few, max_gen_len=88) == "--max_gen_len 176"
+
+
 # ------------------------------------------------------------------------------------------- facts of a start
 
 
@@ -489,6 +523,8 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     assert facts["dropped"] == facts["read"] - facts["prompts"] > 0
     assert facts["reward_models"]["model"] == {"weight": 1.0, "template": True, "sees_answer": False}
     assert facts["suited"]["learning_rate"] == 5e-4
+    assert facts["positions"] == 256
+    assert facts["longest"] <= 5
     blindness = "health: wrong, since step 0: a reward model does not see the answers"
     assert said.count(blindness) == 1
     assert "**judge_is_blind** (wrong, since step 0)" in (folder / "summary.md").read_text(encoding="utf-8")
@@ -519,11 +555,16 @@ def test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone(tm
     }
     argv = flags(**files, **sizes, device="cpu", out_dir=tmp_path / "out", strict_health=1)
     out, err = finish(launch(argv), code=3)
-    assert err.startswith("error: --strict_health 1: wrong, since step 1: all responses get the same score")
-    assert len(err.splitlines()) == 1
+    assert err == (
+        "error: --strict_health 1: ended by scores_alike, wrong since step 1; its line above and "
+        "docs/health.md say what to try\n"
+    )
+    assert out.count("health: wrong, since step 1: all responses get the same score") == 1
     assert (tmp_path / "out/run_1/checkpoints/step_4").is_dir()
     assert len(read_jsonl(tmp_path / "out/run_1/metrics.jsonl")) == 5
     assert "--resume" in out
+    assert " | ev - | " in out and "nan" not in out  # all returns are equal
+    assert read_jsonl(tmp_path / "out/run_1/metrics.jsonl")[1]["value/explained_variance"] is None
     train_ppo.main(
         [*argv, "--resume", str(tmp_path / "out/run_1")]
     )  # it has been said: the user wants to go on
@@ -536,7 +577,10 @@ def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path
         file.write((json.dumps({"prompt": "how much is " * 9}) + "\n") * 60)
     argv = flags(**files, batch_size=4, max_gen_len=4, max_seq_len=20, device="cpu", out_dir=tmp_path / "out")
     out, err = finish(launch([*argv, "--strict_health", "1"]), code=3)
-    assert err.startswith("error: --strict_health 1: wrong, since step 0: many prompts are longer")
+    assert err.startswith(
+        "error: --strict_health 1: ended by records_dropped, wrong since step 0; its line above"
+    )
+    assert out.count("health: wrong, since step 0: many prompts are longer") == 1
     assert "nothing was learned" in out
     assert "step 1/" not in out
 
@@ -649,6 +693,8 @@ def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
             {"normalize_reward": 1},
             "--kl_coef 0.06, or another reward",
         ),
+        ("reward/at_limit", 0.5, "scores_at_limit", {}, "--normalize_reward 1 --critic_init actor"),
+        ("reward/at_limit", 0.5, "scores_at_limit", {"critic_init": "actor"}, "--normalize_reward 1"),
         (
             "value/bias",
             2.0,

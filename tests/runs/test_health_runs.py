@@ -56,6 +56,8 @@ def test_the_flags_of_a_remedy_can_be_told_from_its_words(health):
     told = health.remedy_flags("--kl_coef 0.06 --lam 1, or another reward")
     assert told == {"kl_coef": "0.06", "lam": "1"}
     assert health.remedy_flags("--dtype float32; if it stays, report it") == {"dtype": "float32"}
+    normal = {"normalize_reward": "1", "critic_init": "actor"}
+    assert health.remedy_flags("--normalize_reward 1 --critic_init actor") == normal
     assert health.remedy_flags("--learning_rate 3.3e-05") == {"learning_rate": "3.3e-05"}
     assert health.remedy_flags("--learning_rate at a third") == {}
     assert health.remedy_flags("more prompts in --data_path, or --epochs 1") == {}

@@ -13,7 +13,7 @@ from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import commands, displays, plots
 from trainer.runs.commands import command_line
 from trainer.runs.run_folder import RunFolder
-from trainer.runs.run_logger import RunLogger
+from trainer.runs.run_logger import RunLogger, describe
 from trainer.runs.summary import evaluation_table, step_table, verdict
 
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
@@ -38,6 +38,14 @@ def records_of(rise, before=None, after=None, name="reward/score"):
         records = [{"step": 0, evaluated: before}, *records]
         records[-1][evaluated] = after
     return records
+
+
+def test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash():
+    nan = float("nan")
+    assert describe({"value/explained_variance": nan}, displays.PPO.line) == "ev -"
+    assert describe({"value/explained_variance": 0.314}, displays.PPO.line) == "ev 0.31"
+    assert describe({"reward/score": nan}, displays.PPO.line) == "score nan"
+    assert describe({"train/loss": nan}, displays.SFT.line) == "loss nan"
 
 
 # ------------------------------------------------------------------------------------------------ the verdict

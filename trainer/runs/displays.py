@@ -4,6 +4,7 @@ This file only names metrics (docs/metrics.md) and formats. The curves are in pa
 plots.py draws, summary.py makes the summary, and report.py the report.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,15 @@ PPO_LINE = (  # (metric, its format in the line)
     ("value/explained_variance", "ev {:.2f}"),
     ("perf/samples_per_second", "{:.1f} samples/s"),
 )
+
+
+UNDEFINED = "value/explained_variance"  # where all returns are equal, which is no fault
+
+
+def shown(name, text, x):
+    """A metric's part of the line of a step, such as "ev 0.31"; "ev -" where it has no value. The NaN of any
+    other metric stays to be seen."""
+    return text.partition("{")[0] + "-" if name == UNDEFINED and math.isnan(x) else text.format(x)
 
 
 def only_critic(metrics):

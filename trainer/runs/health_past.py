@@ -14,6 +14,7 @@ WINDOW = 10  # steps at the start and at the end of the run so far that are comp
 WRONG, LOOK = "wrong", "look"  # the levels of a finding
 JUDGEMENT = "judgement: docs/health.md"  # the source of a limit that was found here
 WEIGHT = re.compile(r"=[^=/\\]*$")  # behind a path in --reward_model
+WORTH = 1.25  # times a size: a smaller rise would hardly change anything
 HELD_OUT = 250  # records of an evaluation, where the run does not say
 
 
@@ -198,6 +199,16 @@ class Past:
         """``--name`` with its value times ``factor``; ``default`` where it is 0 or not known."""
         value = self.flag(name, 0)
         return f"--{name} {value * factor if value else default:.2g}"
+
+    def larger(self, name, factor, default):
+        """``--max_gen_len`` or ``--max_seq_len`` times ``factor``, or what the model's positions leave;
+        "" where they leave hardly more than the run has. default: the flag where it is not known."""
+        value, positions = self.flag(name, default), self.facts.get("positions")
+        wanted = value * factor
+        if positions:
+            other = self.facts["longest"] if name == "max_gen_len" else self.flag("max_gen_len", 0)
+            wanted = min(wanted, positions - other)
+        return f"--{name} {wanted}" if wanted >= WORTH * value else ""
 
     def lower_rate(self, name="learning_rate"):
         """``--learning_rate`` at a third, or at what suits the model's size if that is less."""

@@ -32,7 +32,10 @@ def never_ends(past):
         ("the chat template ends answers without the EOS token", *causes)
         if not eos
         else (*causes, "the prompt template is not the one of the policy's training"),
-        f"--max_gen_len {4 * past.flag('max_gen_len', 64)}; or check eos_token in tokenizer_config.json",
+        f"{longer}; or check eos_token in tokenizer_config.json"
+        if (longer := past.larger("max_gen_len", 4, 64))
+        else "check eos_token in tokenizer_config.json and --prompt_template; the model has no positions for "
+        "longer answers",
         "TRL's PPO guide (the EOS trick)",
     )
 
@@ -70,8 +73,8 @@ def few_end(past):
     since = past.lasting("rollout/finished", lambda x: x < FEW_END or x < start - FALL, count)
     if since is None:
         return None
-    longer = past.flag("max_gen_len", 64) * 2
     penalty = past.times("missing_eos_penalty", 2, 1)
+    full = f"{penalty}, or shorter prompts: the model has no positions for longer answers"
     fell = now < start - FALL
     causes = ("the reward pays for long answers", "--learning_rate is too high")
     return Finding(
@@ -80,7 +83,7 @@ def few_end(past):
         "the model forgets to stop" if fell else "many responses are cut at --max_gen_len",
         f"rollout/finished {now:.2f}, at the start {start:.2f}",
         causes if fell else ("--max_gen_len is too small", *causes),
-        f"{penalty} {past.lower_rate()}" if fell else f"--max_gen_len {longer}",
+        f"{penalty} {past.lower_rate()}" if fell else past.larger("max_gen_len", 2, 64) or full,
         "TRL's PPO guide (the EOS trick)",
     )
 

@@ -57,7 +57,9 @@ def scores_at_limit(past):
     since = past.lasting("reward/at_limit", lambda x: x > AT_LIMIT)
     if since is None:
         return None
-    normal = past.flag("normalize_reward", 0)
+    normal, remedy = past.flag("normalize_reward", 0), "--normalize_reward 1"
+    if past.flag("critic_init", "auto") != "actor":  # else it begins at the raw scale
+        remedy += " --critic_init actor"
     return Finding(
         LOOK,
         since,
@@ -65,7 +67,7 @@ def scores_at_limit(past):
         "get no more",
         f"reward/at_limit {past.now('reward/at_limit', 1):.2f} of the responses",
         ("a reward model with a large scale", "the policy exploits it"),
-        past.times("kl_coef", 3, 0.05) + ", or another reward" if normal else "--normalize_reward 1",
+        past.times("kl_coef", 3, 0.05) + ", or another reward" if normal else remedy,
         "docs/rewards.md",
     )
 
@@ -152,13 +154,15 @@ def form_gains_judge_loses(past):
     form = gain["reward/format"] + gain["reward/marks"]
     if not (form > SHARE_OF_FORM * gain["reward/score"] > 0 and gain["reward/model"] < -0.02):
         return None
+    models = past.facts.get("reward_models", {})
+    heavier = past.reward_models(**{name: 2 * model["weight"] for name, model in models.items()})
     return Finding(
         LOOK,
         past.step,
         "the score rises by the format alone, and the reward model likes the answers less",
         f"format and marks {form:+.2f}, model {gain['reward/model']:+.2f}",
         ("the weight of the reward model is too small",),
-        "--reward_model PATH=2, or --reasoning 0",
+        f"{heavier if models else 'a larger weight in --reward_model'}, or --reasoning 0",
         JUDGEMENT,
     )
 

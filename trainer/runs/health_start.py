@@ -123,7 +123,8 @@ def records_dropped(past):
         "many prompts are longer than --max_seq_len and are left out",
         f"{dropped} of {read} ({dropped / read:.0%})",
         ("--max_seq_len is too small for this data",),
-        f"--max_seq_len {4 * past.flag('max_seq_len', 256)}",
+        past.larger("max_seq_len", 4, 256)
+        or "shorter prompts, or a smaller --max_gen_len: together they fill the model's positions",
         JUDGEMENT,
     )
 

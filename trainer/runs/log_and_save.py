@@ -40,10 +40,13 @@ def end_if_broken(run, logger):
     """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
     and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
     """
-    text = run.args.strict_health and run.world.gather(logger.broken)[0]
-    if text:
+    finding = run.args.strict_health and run.world.gather(logger.broken)[0]
+    if finding:
         save(run, logger)
-        error = (InputError if run.world.is_main else SaidElsewhere)(f"--strict_health 1: {text}")
+        error = (InputError if run.world.is_main else SaidElsewhere)(
+            f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
+            "its line above and docs/health.md say what to try"
+        )
         error.code, error.agreed = BROKEN, True
         raise error
 

@@ -19,6 +19,7 @@ from atomic_files import write_whole, writing
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.checkpoints import list_checkpoints
+from trainer.runs.displays import shown
 from trainer.runs.health import Health, one_line
 from trainer.runs.health_past import WRONG
 from trainer.runs.plots import plot_curves
@@ -31,7 +32,7 @@ from trainer.runs.trackers import Trackers
 class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
 
-    broken = ""
+    broken = None
 
     def log(self, step, metrics, rows=()):
         pass
@@ -74,7 +75,7 @@ class RunLogger:
             if first_step and name == "metrics.jsonl" and kept != list(range(first_step + 1)):
                 folder.notes.append(f"note: {path} does not have every step up to {first_step}")
         self.health = Health(folder.config, read_metrics(folder.path))  # a resumed run has given some
-        self.broken = ""  # the first finding of level "wrong" that has begun in this process
+        self.broken = None  # the first finding of level "wrong" that has begun in this process
         shown = {"desc": self.display.title, "unit": "step", "disable": None}
         self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
         self._trackers = Trackers(run.args, folder, self.say)
@@ -107,7 +108,7 @@ class RunLogger:
         for finding in (begun := self.health.add({"step": step, **metrics})):
             self.say(f"health: {one_line(finding)}")
             if finding.level == WRONG:
-                self.broken = self.broken or one_line(finding)
+                self.broken = self.broken or finding
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         if held_out := self.display.evaluation(metrics):
@@ -260,7 +261,7 @@ def describe(metrics, line, only=None):
 
     only: words; parts of the line that contain none of them are left out.
     """
-    texts = [text.format(metrics[name]) for name, text in line if name in metrics]
+    texts = [shown(name, text, metrics[name]) for name, text in line if name in metrics]
     return " | ".join(t for t in texts if only is None or any(word in t for word in only))
 
 
