@@ -4,10 +4,11 @@
     python benchmarks/health.py rate noise        # makes those whose names have one of these words, again
     python benchmarks/health.py --table           # makes none: only judges those that are kept
 
-Each run is the bundled demo, 24 steps of 32 prompts or fewer, with the changes of health_runs.py. What the
-checks read of it is kept in benchmarks/results/health.json, and the table is written into docs/health.md. A
-broken run is "named" if one of its first two findings is among those that its entry expects. A run "remedy of
-x" is x with the flags that its first finding of that entry told. Each run is a forked process: Linux and Mac.
+Each run is the bundled demo, 24 steps of 32 prompts or fewer, with the changes of health_broken.py and
+health_healthy.py, or a task of learning.py. What the checks read of it is kept in
+benchmarks/results/health.json, and the table is written into docs/health.md. A broken run is "named" if one
+of its first two findings is among those that its entry expects. A run "remedy of x" is x with the flags that
+its first finding of that entry told. Each run is a forked process: Linux and Mac.
 """
 
 import argparse
@@ -19,12 +20,15 @@ import re
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common import ROOT, machine, table
-from health_runs import BROKEN, HEALTHY, REMEDIES, SHORTER, TRAINED, make_files
+from health_broken import BROKEN, FAULTS, REMEDIES, SHORTER
+from health_files import make_files
+from health_healthy import HEALTHY, TASKS_RUN, TRAINED, task_flags
 
 from trainer.runs.health import findings, read_run
 from trainer.runs.health_past import WRONG
@@ -35,8 +39,11 @@ NOT_READ = ("perf/", "train/", "kl/k2", "kl/k3", "_greedy", "value/balance", "po
 MARKS = "<!-- runs -->", "<!-- end of runs -->"
 
 
-def train(flags, folder, log):
-    """One run of train_ppo.py in a forked process -> (metrics.jsonl, config.json, seconds, exit code)."""
+def train(flags, folder, log, fault=None):
+    """One run of train_ppo.py in a forked process -> (metrics.jsonl, config.json, seconds, exit code).
+
+    fault: a function that puts a fault into the program of that process, or None.
+    """
 
     def child():
         with open(log, "w", encoding="utf-8") as file:
@@ -45,6 +52,8 @@ def train(flags, folder, log):
         from errors import run_script
         from trainer import train_ppo
 
+        if fault:
+            fault()
         words = [
             str(w) for name, x in flags.items() for w in (f"--{name}", *(x if isinstance(x, list) else [x]))
         ]
@@ -123,13 +132,18 @@ def remedy_flags(remedy):
     return dict(re.findall(r"--(\w+) ([-\d.e]+|float32|actor)(?=[ ,;]|$)", re.split(r", or |; ", remedy)[0]))
 
 
-def specs(kept, files):
-    """-> {name: (kind, what is changed, flags, expected findings)}; remedies as far as they can be told."""
+def specs(kept, files, folder, dreams):
+    """-> {name: (kind, what is changed, flags, expected findings)}; remedies as far as they can be told.
+    Flags: those beside ``TRAINED``, or a function that gives all. folder, dreams: see ``task_flags``."""
     found = {}
     for name, (about, flags, expected) in BROKEN(files).items():
         steps = next((n for n, names in SHORTER.items() if name in names), TRAINED["max_steps"])
         found[name] = "broken", about, {"max_steps": steps, **flags}, expected
     found |= {n: ("healthy", *spec, ()) for n, spec in HEALTHY(files).items()}
+    for name, (task, _, samples, _) in TASKS_RUN.items():
+        if task != "c" or dreams:
+            about = f"task ({task}) of docs/learning.md, {samples} samples"
+            found[name] = "healthy", about, partial(task_flags, name, folder, dreams), ()
     for name in REMEDIES:
         if name not in kept:
             continue
@@ -140,8 +154,9 @@ def specs(kept, files):
     return found
 
 
-def make(words):
-    """Make the runs that are missing, or those whose names have one of these words -> all that are kept."""
+def make(words, inputs, dreams):
+    """Make the runs that are missing, or those whose names have one of these words -> all that are kept.
+    inputs: a folder that keeps the files of ``task_flags``, or None."""
     import trainer.train_ppo  # noqa: F401, so that the forked processes have it
 
     kept = json.loads(KEPT.read_text(encoding="utf-8"))["runs"] if KEPT.exists() else {}
@@ -149,7 +164,7 @@ def make(words):
         files = make_files(Path(folder))
         done = set()
         while True:
-            known = specs(kept, files)
+            known = specs(kept, files, inputs or folder, dreams)
             todo = [
                 n for n in known if n not in done and (any(w in n for w in words) if words else n not in kept)
             ]
@@ -160,8 +175,9 @@ def make(words):
             done.add(name)
             kind, about, flags, expected = known[name]
             out, log = Path(folder) / f"out_{len(done)}", Path(folder) / "log.txt"
+            flags = flags() if callable(flags) else {**TRAINED, **files["flags"], **flags}
             try:
-                *run, seconds, code = train({**TRAINED, **files["flags"], **flags}, out, log)
+                *run, seconds, code = train(flags, out, log, FAULTS.get(name))
             except ValueError as error:
                 print(f"{name}: no run: {error}\n{log.read_text(encoding='utf-8')[-2000:]}", flush=True)
                 continue
@@ -193,8 +209,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="make only runs whose names have one of these words, again")
     parser.add_argument("--table", action="store_true", help="make no run")
+    parser.add_argument(
+        "--dreams", help="the folder of the model of task (c) of learning.py; else it is left out"
+    )
+    parser.add_argument(
+        "--folder", help="keeps the inputs of the tasks of learning.py; default: a temporary one"
+    )
     args = parser.parse_args()
-    kept = json.loads(KEPT.read_text(encoding="utf-8"))["runs"] if args.table else make(args.words)
+    if args.table:
+        kept = json.loads(KEPT.read_text(encoding="utf-8"))["runs"]
+    else:
+        kept = make(args.words, args.folder, args.dreams)
     text = tables(kept)
     print(text)
     page = PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,289 @@
+"""The broken runs of health.py: what is changed of the demo, and which finding should say so.
+
+``BROKEN``: {name: (what is changed, flags, findings of which one should be the first or the second)}, from
+the files of ``make_files``. ``FAULTS``: {name: a function}, for the runs that need a fault in the program;
+the function puts it there.
+"""
+
+import argparse
+import itertools
+import math
+
+from common import ROOT
+from health_files import DEMO
+
+from trainer import train_ppo
+from trainer.generation import engine
+
+# Broken runs with fewer steps, because what is wrong with them shows early.
+SHORTER = {
+    8: (
+        "rate 1e-8",
+        "no KL",
+        "no EOS",
+        "constant",
+        "thousands",
+        "30 PPO epochs",
+        "clip 0.001",
+        "grad_clip 1e-6",
+        "no header",
+        "other template",
+        "other tokenizer",
+        "temperature 0.1",
+        "temperature 3",
+        "weak judge",
+        "blind judge",
+        "judge without template",
+        "losses not finite",
+        "most dropped",
+        "gamma 0.5",
+    ),
+    16: (
+        "rate x12",
+        "rate x1/15",
+        "KL alone",
+        "answers cut",
+        "pays for length",
+        "pays for shortness",
+        "one answer",
+        "wrong answers",
+        "repetition",
+        "never ends",
+        "scores at the limit",
+        "critic starved",
+        "critic x100",
+        "critic held",
+        "target_kl 1e-6",
+        "sampler apart",
+        "judge turned round",
+        "small batch",
+        "wrong temperature",
+    ),
+}
+
+
+def BROKEN(f):
+    """The files of ``make_files`` -> the broken runs."""
+
+    def fn(name, **more):
+        return {"reward_fn": f"{f['rewards']}:{name}", **more}
+
+    rates = ("unusual_flags", "steps_too_large", "kl_far", "ratio_drastic")
+    judge = str(DEMO / "reward")
+    return {
+        "rate x30": ("--learning_rate 0.015", {"learning_rate": 0.015}, rates),
+        "rate x100": ("--learning_rate 0.05", {"learning_rate": 0.05}, rates),
+        "rate x12": (
+            "--learning_rate 0.006 --ppo_epochs 4",
+            {"learning_rate": 0.006, "ppo_epochs": 4},
+            rates,
+        ),
+        "rate 1e-8": ("--learning_rate 1e-8", {"learning_rate": 1e-8}, ("unusual_flags", "policy_is_stuck")),
+        "rate x1/15": ("--learning_rate 3e-5", {"learning_rate": 3e-5}, ("policy_is_stuck",)),
+        "no KL": ("--kl_coef 0", {"kl_coef": 0}, ("nothing_holds_the_policy",)),
+        "KL alone": ("--kl_coef 50", {"kl_coef": 50}, ("unusual_flags", "policy_is_stuck")),
+        "no EOS": (
+            "a policy whose EOS is another token",
+            {"model": f["no_eos"], **demo(judge)},
+            ("never_ends", "template_without_eos"),
+        ),
+        "answers cut": ("--max_gen_len 12", {"max_gen_len": 12}, ("never_ends", "few_end")),
+        "pays for length": (
+            "a reward function: length",
+            fn("longer", reasoning=0),
+            ("length_is_gamed", "score_follows_length"),
+        ),
+        "pays for shortness": (
+            "a reward function: minus length",
+            fn("shorter", reasoning=0),
+            ("length_is_gamed", "score_follows_length", "empty_answers"),
+        ),
+        "noise": ("a reward function: a hash", fn("noise", reasoning=0), ("score_is_flat",)),
+        "constant": ("a reward function: always 1", fn("constant", reasoning=0), ("scores_alike",)),
+        "thousands": ("a reward function times 1000", fn("thousands"), ("kl_weighs_nothing",)),
+        "wrong answers": ("a reward function that pays for wrong answers", fn("wrong"), ("held_out_falls",)),
+        "repetition": (
+            "a reward function: repeated words",
+            fn("repeated", reasoning=0, missing_eos_penalty=0),
+            ("repetition", "score_follows_length"),
+        ),
+        "one answer": (
+            "a reward function: 7 is always right",
+            fn("seven"),
+            ("held_out_falls", "answers_alike"),
+        ),
+        "never ends": (
+            "a reward function: signs and length",
+            fn("never", reasoning=0, missing_eos_penalty=0),
+            ("few_end", "length_is_gamed", "score_follows_length"),
+        ),
+        "scores at the limit": (
+            "a reward model times 10",
+            {"reward_model": f["large_scores"]},
+            ("scores_at_limit",),
+        ),
+        "critic starved": (
+            "--critic_learning_rate 1e-7",
+            {"critic_learning_rate": 1e-7},
+            ("unusual_flags", "critic_biased", "critic_learns_nothing"),
+        ),
+        "critic x100": (
+            "--critic_learning_rate 0.05",
+            {"critic_learning_rate": 0.05},
+            ("unusual_flags", "critic_useless", "critic_learns_nothing", "critic_biased"),
+        ),
+        "critic held": (
+            "--cliprange_value 0.001",
+            {"cliprange_value": 0.001},
+            ("unusual_flags", "critic_is_held"),
+        ),
+        "30 PPO epochs": (
+            "--ppo_epochs 30",
+            {"ppo_epochs": 30},
+            ("unusual_flags", "steps_too_large"),
+        ),
+        "target_kl 1e-6": ("--target_kl 1e-6", {"target_kl": 1e-6}, ("early_stop_starves", "unusual_flags")),
+        "clip 0.001": ("--clip_epsilon 0.001", {"clip_epsilon": 0.001}, ("unusual_flags",)),
+        "grad_clip 1e-6": ("--grad_clip 1e-6", {"grad_clip": 1e-6}, ("unusual_flags", "gradient_is_cut")),
+        "no header": (
+            "a chat template without the assistant's header",
+            {"model": f["no_header"], **demo(judge)},
+            ("missing_header",),
+        ),
+        "other template": (
+            "another chat template",
+            {"model": f["other_template"], **demo(judge)},
+            ("template_without_eos", "never_ends", "format_unknown"),
+        ),
+        "other tokenizer": (
+            "a tokenizer with other ids",
+            {"model": f["other_tokenizer"], **demo(judge)},
+            ("policy_is_lost", "other_tokenizer", "format_unknown"),
+        ),
+        "few prompts": ("16 prompts", {"data_path": f["few"], "epochs": 96}, ("few_prompts",)),
+        "temperature 0.1": ("--temperature 0.1", {"temperature": 0.1}, ("unusual_flags",)),
+        "temperature 3": ("--temperature 3", {"temperature": 3}, ("unusual_flags", "never_ends")),
+        "sampler apart": (
+            "a policy that bf16 cannot hold",
+            {"model": f["sharp"], **demo(judge), "dtype": "bfloat16"},
+            ("sampler_apart",),
+        ),
+        "weak judge": (
+            "the judge's weight 0.02",
+            {"reward_model": f"{judge}=0.02"},
+            ("form_outweighs_judge",),
+        ),
+        "judge turned round": (
+            "the judge's weight -1",
+            {"reward_model": f"{judge}=-1"},
+            ("judge_against", "held_out_falls"),
+        ),
+        "blind judge": (
+            "a judge whose template has no answer",
+            {"reward_model": f["blind"]},
+            ("judge_is_blind",),
+        ),
+        "most dropped": (
+            "three quarters of the prompts too long",
+            {"data_path": f["long"], "max_seq_len": 64},
+            ("records_dropped",),
+        ),
+        "small batch": (
+            "--batch_size 4",
+            {"batch_size": 4, "mini_batch_size": 4},
+            ("small_batch",),
+        ),
+        "gamma 0.5": ("--gamma 0.5", {"gamma": 0.5}, ("unusual_flags",)),
+        "judge without template": (
+            "a reward model without its chat template",
+            {"reward_model": f["no_template"]},
+            ("judge_without_template",),
+        ),
+        "form against judge": (
+            "a reward model that likes the format less, --temperature 1.3",
+            {"reward_model": f["dislikes_form"], "temperature": 1.3},
+            ("form_gains_judge_loses",),
+        ),
+        "nothing left": (
+            "a reward function that knows only right and wrong forms",
+            fn("tagged", reasoning=0, max_steps=64, batch_size=16, mini_batch_size=4),
+            ("advantages_gone",),
+        ),
+        "losses not finite": (
+            "the program: every fourth loss of the actor is NaN",
+            {},
+            ("updates_skipped",),
+        ),
+        "wrong temperature": (
+            "the program: updates forget --temperature 0.8",
+            {"temperature": 0.8, "dtype": "float32"},
+            ("first_ratio",),
+        ),
+        "stale sampler": (
+            "the program: the sampler never gets new weights",
+            {},
+            ("kl_negative",),
+        ),
+    }
+
+
+def forget_temperature():
+    """Updates compute the log-probs at temperature 1; the old actor's are at that of the flag."""
+    loss = train_ppo.LOSSES["actor"]
+
+    def forgetful(run, *rest):
+        args = run.args
+        run.args = argparse.Namespace(**{**vars(args), "temperature": 1.0})
+        try:
+            return loss(run, *rest)
+        finally:
+            run.args = args
+
+    train_ppo.LOSSES["actor"] = forgetful
+
+
+def keep_first_weights():
+    """The sampler keeps the weights with which it began."""
+    engine.Sampler.load = lambda sampler, policy: sampler
+
+
+def lose_losses():
+    """Every fourth loss of the actor is NaN."""
+    loss, calls = train_ppo.LOSSES["actor"], itertools.count(1)
+
+    def sometimes_nan(run, *rest):
+        found, metrics = loss(run, *rest)
+        return found * (1.0 if next(calls) % 4 else math.nan), metrics
+
+    train_ppo.LOSSES["actor"] = sometimes_nan
+
+
+FAULTS = {
+    "wrong temperature": forget_temperature,
+    "stale sampler": keep_first_weights,
+    "losses not finite": lose_losses,
+}
+
+
+def demo(judge):
+    """The flags of the demo beside --model, which are not filled in where a model is named."""
+    return {"reward_model": judge, "data_path": str(ROOT / "dataset" / "demo" / "ppo.jsonl"), "reasoning": 1}
+
+
+REMEDIES = (
+    "rate x30",
+    "rate x12",
+    "rate x1/15",
+    "no KL",
+    "KL alone",
+    "answers cut",
+    "scores at the limit",
+    "critic starved",
+    "critic held",
+    "target_kl 1e-6",
+    "clip 0.001",
+    "temperature 0.1",
+    "weak judge",
+    "most dropped",
+    "small batch",
+)

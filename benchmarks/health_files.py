@@ -1,0 +1,127 @@
+"""The files of the runs of health.py: reward functions, prompts, and changed copies of the demo's models."""
+
+import json
+import shutil
+
+from common import ROOT
+from safetensors.torch import load_file, save_file
+
+DEMO = ROOT / "model" / "demo"
+# Reward functions: (prompts, responses, answers) -> scores.
+REWARDS = """import re, zlib
+
+def right(prompts, responses, answers):
+    return [float(found(r) == a) for r, a in zip(responses, answers)]
+
+def near(prompts, responses, answers):
+    def of(r, a):
+        said = found(r)
+        return 1 / (1 + abs(int(said) - int(a))) if re.fullmatch(r"-?[0-9]{1,4}", said) else 0.0
+    return [of(r, a) for r, a in zip(responses, answers)]
+
+def found(r):
+    return (re.findall(r"<answer>\\\\s*(.*?)\\\\s*</answer>", r, re.S) or [""])[0]
+
+def longer(prompts, responses, answers):
+    return [len(r) / 50 for r in responses]
+
+def shorter(prompts, responses, answers):
+    return [-len(r) / 20 for r in responses]
+
+def noise(prompts, responses, answers):
+    return [zlib.crc32(r.encode()) % 1000 / 300 for r in responses]
+
+def constant(prompts, responses, answers):
+    return [1.0] * len(responses)
+
+def thousands(prompts, responses, answers):
+    return [1000 * x for x in near(prompts, responses, answers)]
+
+def wrong(prompts, responses, answers):
+    return [2 - 2 * x for x in right(prompts, responses, answers)]
+
+def repeated(prompts, responses, answers):
+    def of(r):
+        three = [r[i : i + 3] for i in range(len(r) - 2)]
+        return 10 * (1 - len(set(three)) / len(three)) if three else 0.0
+    return [of(r) for r in responses]
+
+def seven(prompts, responses, answers):
+    return [3.0 * (found(r) == "7") - abs(len(r) - 60) / 60 for r in responses]
+
+def tagged(prompts, responses, answers):
+    form = r"<think>.*</think>.*<answer>.*</answer>\\s*"
+    return [float(bool(re.fullmatch(form, r, re.S))) for r in responses]
+
+def never(prompts, responses, answers):
+    return [r.count("+") + r.count("-") + len(r) / 40 for r in responses]
+"""
+
+
+def make_files(folder):
+    """Write the reward functions, the data and the changed models into ``folder`` -> {name: path}, and under
+    "flags" the flags that all runs have."""
+    (folder / "rewards.py").write_text(REWARDS.replace("\\\\", "\\"), encoding="utf-8")
+    held_out = (ROOT / "dataset" / "demo" / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:128]
+    (folder / "held_out.jsonl").write_text("\n".join(held_out) + "\n", encoding="utf-8")
+    prompts = (ROOT / "dataset" / "demo" / "ppo.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "few.jsonl").write_text("\n".join(prompts[:16]) + "\n", encoding="utf-8")
+    long = [
+        {**json.loads(line), "prompt": "Please be careful. " * 30 + json.loads(line)["prompt"]}
+        for line in prompts
+    ]
+    some = [json.dumps(r) if n % 4 else prompts[n] for n, r in enumerate(long)]
+    (folder / "long.jsonl").write_text("\n".join(some) + "\n", encoding="utf-8")
+    files = {path.stem: str(path) for path in folder.glob("*.jsonl")}
+    files["rewards"] = str(folder / "rewards.py")
+    files["flags"] = {"eval_data_path": files["held_out"]}
+    template = (DEMO / "policy" / "chat_template.jinja").read_text(encoding="utf-8")
+    header = template[template.index("{%- if add_generation_prompt") :]
+
+    def changed(name, kind="policy", template_=None, eos=None, weights=None):
+        place = folder / name
+        shutil.copytree(DEMO / kind, place)
+        if template_ == "":
+            (place / "chat_template.jinja").unlink()
+        elif template_ is not None:
+            (place / "chat_template.jinja").write_text(template_, encoding="utf-8")
+        if eos:
+            path = place / "tokenizer_config.json"
+            path.write_text(
+                path.read_text(encoding="utf-8").replace('"<|im_end|>"', f'"{eos}"'), encoding="utf-8"
+            )
+            for other in ("config.json", "generation_config.json"):
+                values = json.loads((place / other).read_text(encoding="utf-8"))
+                (place / other).write_text(json.dumps({**values, "eos_token_id": 0}), encoding="utf-8")
+        if weights:
+            tensors = load_file(place / "model.safetensors")
+            for key, x in tensors.items():
+                factor = next((f for part, f in weights.items() if part in key), None)
+                tensors[key] = (x.float() * factor).to(x.dtype) if factor else x
+            save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        files[name] = str(place)
+
+    def shuffled(name):
+        changed(name)
+        path = folder / name / "tokenizer.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        special = {token["id"] for token in content["added_tokens"]}
+        words = {word: i for word, i in content["model"]["vocab"].items() if i not in special}
+        turned = dict(zip(words, reversed(words.values()), strict=True))
+        content["model"]["vocab"] |= turned
+        path.write_text(json.dumps(content), encoding="utf-8")
+
+    shuffled("other_tokenizer")
+    changed("no_eos", eos="<|endoftext|>")
+    changed("no_header", template_=template.replace(header, ""))
+    changed(
+        "other_template",
+        template_="{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant: {% endif %}",
+    )
+    changed("sharp", weights={"q_proj": 6.0, "k_proj": 6.0})
+    changed("large_scores", "reward", weights={"score": 10.0})
+    changed("dislikes_form", "reward", weights={"score": -0.06})
+    changed("no_template", "reward", template_="")
+    changed("blind", "reward", template_="{{ messages[0].content }}<|im_end|>")
+    return files
