@@ -6,8 +6,9 @@ A buffer that is computed in ``__init__`` and not saved, such as a rotary table,
 (transformers issue 48892). Its own classes compute such buffers again; code that a model brings along does
 not, and then gives wrong numbers, or NaN, without an error.
 
-So a second model is built from the config, with real buffers but parameters without memory. Code from outside
-takes its buffers from that one. The buffers of transformers' own classes are compared with it.
+So a second model is built from the config, with real buffers but parameters without memory. With
+``--trust_remote_code`` a model takes its buffers from that one. Without it, which leaves transformers' own
+classes, the buffers are compared with it.
 
 Code from outside also gets ``config.rope_scaling`` as its config.json has it (``load_config``).
 """
@@ -62,7 +63,7 @@ def load_pretrained(auto_class, path, trust_remote_code, dtype=torch.float32, **
             ignore_mismatched_sizes=True,  # reported, in one line
             output_loading_info=True,
         )
-    fill_buffers(model, fill=is_from_outside(model))
+    fill_buffers(model, fill=trust_remote_code)  # transformers' own classes were built in the same way there
     return model, report
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import save_policy_dir, tiny_llama, word_tokenizer
+from tiny import save_policy_dir, save_reward_dir, tiny_llama, word_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -149,6 +149,17 @@ def test_a_classifier_and_a_policy_with_code_of_their_own(tmp_path, no_lucky_mem
     assert loaded.model(ids, attention_mask=mask).logits.equal(by_hand(ids, attention_mask=mask).logits)
     path, by_hand, _ = save_old(tmp_path / "p", "AutoModelForCausalLM")
     assert load_policy(path, trust_remote_code=True)(ids).logits.equal(by_hand(ids).logits)
+
+
+def test_models_without_code_of_their_own_are_the_same_with_trust_remote_code(tmp_path, no_lucky_memory):
+    """The policy beside a reward model that brings its code."""
+    path = save_policy_dir(tmp_path / "llama", word_tokenizer("abcdefgh"))
+    plain, trusting = (load_policy(path, trust_remote_code=trust) for trust in (False, True))
+    ids = torch.tensor([[2, 3, 4, 5, 6, 7]])
+    assert trusting(ids).logits.equal(plain(ids).logits)
+    judge = save_reward_dir(tmp_path / "judge", word_tokenizer("abcdefgh"))
+    plain, trusting = (load_reward_model(judge, torch.device("cpu"), trust) for trust in (False, True))
+    assert trusting([("a", "b c")]).equal(plain([("a", "b c")]))
 
 
 def test_weights_that_are_missing_are_refused(tmp_path):
