@@ -200,8 +200,8 @@ def BROKEN(f):
             ("judge_without_template",),
         ),
         "form against judge": (
-            "a reward model that likes the format less, --temperature 1.3",
-            {"reward_model": f["dislikes_form"], "temperature": 1.3},
+            "a reward model of code that counts characters; --temperature 1.3",
+            {"reward_model": f["likes_length"], "trust_remote_code": [], "temperature": 1.3},
             ("form_gains_judge_loses",),
         ),
         "nothing left": (

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import torch
 from common import ROOT
 from safetensors.torch import load_file, save_file
 
@@ -56,6 +57,39 @@ def tagged(prompts, responses, answers):
 def never(prompts, responses, answers):
     return [r.count("+") + r.count("-") + len(r) / 40 for r in responses]
 """
+
+# A reward model with code of its own.
+CODE = """import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class LengthConfig(PretrainedConfig):
+    model_type = "length"
+
+class Length(PreTrainedModel):
+    config_class = LengthConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def get_score(self, tokenizer, messages):
+        return self.scale.item() * len(messages[-1]["content"]) / 50
+"""
+
+
+def reward_model_of_code(folder):
+    """Write a reward model whose score is the number of characters / 50 -> its path."""
+    shutil.copytree(DEMO / "reward", folder)
+    (folder / "model.py").write_text(CODE, encoding="utf-8")
+    auto_map = {"AutoConfig": "model.LengthConfig", "AutoModel": "model.Length"}
+    config = {"model_type": "length", "architectures": ["Length"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({"scale": torch.ones(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def make_files(folder):
@@ -121,7 +155,7 @@ def make_files(folder):
     )
     changed("sharp", weights={"q_proj": 6.0, "k_proj": 6.0})
     changed("large_scores", "reward", weights={"score": 10.0})
-    changed("dislikes_form", "reward", weights={"score": -0.06})
+    files["likes_length"] = reward_model_of_code(folder / "likes_length")
     changed("no_template", "reward", template_="")
     changed("blind", "reward", template_="{{ messages[0].content }}<|im_end|>")
     return files
