@@ -596,6 +596,14 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+_SHOWN = (
+    "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
+)
+_DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
+_TRUSTED = (
+    "tests/model/test_pretrained.py"
+    "::test_models_without_code_of_their_own_are_the_same_with_trust_remote_code"
+)
 HEALTH = {
     "trainer/runs/health_past.py": [
         (
@@ -607,6 +615,8 @@ HEALTH = {
         ("spread = math.sqrt(max(best * (1 - best), 0.01))", "spread = 1.0", "a wider standard error", *H),
         ("found[2][1] - found[0][1] >", "found[1][1] - found[0][1] >", "the best evaluation is compared", *H),
         ('steps[0]["step"]', "self.step", "since the last of the steps that show it", *H),
+        ("wanted = min(wanted, positions - other)", "pass", "answers longer than the model's positions", *H),
+        ("wanted >= WORTH * value", "wanted > 0", "a remedy that the run has already", *H),
         ("min(rate / 3, suited or rate / 3)", "rate / 3", "a rate far too high is only cut to a third", *H),
     ],
     "trainer/runs/health_policy.py": [
@@ -620,6 +630,9 @@ HEALTH = {
     ],
     "trainer/runs/health_responses.py": [
         ("x < start / 2", "x < start", "half of the ends is not needed", *H),
+        ("enough = 0.0 if cuts_are_free(past) else FEW_END", "enough = FEW_END", "cuts that are free", *H),
+        ("LOOK if cuts_are_free(past) else WRONG", "WRONG", "cuts that are free are wrong", *H),
+        ('past.facts.get("distinct_prompts", 1.0)', "1.0", "equal prompts need different responses", *H),
         ("count = past.steps_of(FEWEST)", "count = 1", "four responses say how many end", *H),
         ("WRONG if past.worsened() else LOOK", "WRONG if past.improved() is False else LOOK", "no rise", *H),
         ("or now < start / LONGER", "", "shorter answers are never gamed", *H),
@@ -628,10 +641,18 @@ HEALTH = {
     "trainer/runs/health_reward.py": [
         ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
         ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
+        ('2 * model["weight"]', '1 * model["weight"]', "the weight that the run has", *H),
+        (
+            'if past.flag("critic_init", "auto") != "actor":',
+            "if False:",
+            "the critic starts at the raw scale",
+            *H,
+        ),
         ('past.most("reward/score_std") >= SAME', "False", "equal scores at the end are wrong", *H),
         ("WRONG if past.steps * size >= SCORED else LOOK", "WRONG", "a few answers that fail are wrong", *H),
     ],
     "trainer/runs/health_start.py": [
+        ('total == past.flag("max_steps")', "False", "epochs that do not end the run", *H),
         ("samples / prompts <= OFTEN", "prompts <= OFTEN", "prompts are counted, not samples of them", *H),
         ("WRONG if dropped / read > NEARLY_ALL else LOOK", "LOOK", "nearly all may be dropped", *H),
         ("suited / FAR <= rate <= suited * FAR", "rate <= suited * FAR", "a low rate is usual", *H),
@@ -642,11 +663,23 @@ HEALTH = {
         ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
     ],
     "trainer/runs/log_and_save.py": [
+        ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
         ("error.code, error.agreed = BROKEN, True", "error.agreed = True", "a broken run exits with 2", *H),
     ],
     "trainer/start_facts.py": [
+        ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
         ("return header, bool(set(ids) & set(eos))", "return header, True", "the template has an EOS", *H),
         ('"sees_answer": one != other', '"sees_answer": True', "every judge sees the answer", *H),
+    ],
+    "trainer/runs/displays.py": [
+        ("name == UNDEFINED and math.isnan(x)", "math.isnan(x)", "a loss of NaN is not seen", _SHOWN),
+        ("name == UNDEFINED and math.isnan(x)", "False", "nan where there is no value", _SHOWN),
+    ],
+    "trainer/inputs.py": [
+        ("        if not args.data_path:  # the", "        if True:  # the", "evaluated on the demo", _DEMO),
+    ],
+    "model/pretrained.py": [
+        ("fill=trust_remote_code)", "fill=is_from_outside(model))", "Llama's buffers are lost", _TRUSTED),
     ],
 }
 

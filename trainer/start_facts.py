@@ -13,7 +13,7 @@ from errors import InputError
 from model.compatibility import most_positions, tokenizer_note
 from trainer.runs.learning_rate import suited_rate
 
-LOOKED_AT = 64  # prompts in which unknown tokens are counted
+LOOKED_AT = 64  # prompts that are looked at
 ANSWERS = "Seven.", "It is late, go home."  # two answers that no reward model should find the same
 THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
 
@@ -24,6 +24,7 @@ def start_facts(run):
     prompts, read, dropped, held_out    counts of records
     longest                             tokens of the longest prompt, trained on or held out
     positions                           of the policy: tokens of prompt plus response; None: no limit
+    distinct_prompts                    share of different ones among the first ``LOOKED_AT`` prompts
     chat_template                       has the policy's tokenizer one?
     missing_header                      the text between a prompt and its answer, "" as it should be
     template_has_eos                    does the template write a token that ends a response after an answer?
@@ -49,6 +50,7 @@ def start_facts(run):
         "held_out": len(run.held_out or ()),
         "longest": max(data.longest for data in (prompts, run.held_out) if data),
         "positions": None if positions == math.inf else positions,
+        "distinct_prompts": len({tuple(prompt.prompt_ids) for prompt in first}) / len(first),
         "chat_template": bool(tokenizer.chat_template),
         "missing_header": header,
         "template_has_eos": ends,

@@ -12,7 +12,7 @@ HIGH_KL, HIGHEST_KL = 1.0, 3.0  # nats a token, of a single step
 BELOW = -1.0  # nats a response
 FIRST_RATIO = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # how far from 1
 LARGEST_RATIO, LEAST_RATIO = 2.0, 0.1
-STEP_KL, CLIPPED, CLIPPED_ONCE = 0.05, 0.3, 0.4  # approx_kl, clip fraction of three steps, of one
+STEP_KL, CLIPPED, CLIPPED_ONCE = 0.05, 0.4, 0.5  # approx_kl, clip fraction of three steps, of one
 HUGE_KL, MOST_CLIPPED = 0.5, 0.6  # the same two where the run is broken
 STUCK = 0.03  # nats a response that the policy is away from its start after a time
 STOPPED = 0.5  # share of early stops
@@ -115,7 +115,7 @@ def steps_too_large(past):
         WRONG if kl > HUGE_KL or (clipped > MOST_CLIPPED and not narrow) else LOOK,
         since,
         f"the steps are too large: {who} the policy further than PPO allows for",
-        f"policy/approx_kl {kl:.3f} (usual: below 0.05), policy/clip_fraction {clipped:.2f} (below 0.2)",
+        f"policy/approx_kl {kl:.3f} (usual: below 0.05), policy/clip_fraction {clipped:.2f} (below 0.3)",
         causes if copied == 1 else (*causes, "--update_old_actor_freq is too large"),
         past.lower_rate() + past.fewer_epochs(past.flag("ppo_epochs", 1) // 4) + stop,
         "Spinning Up in Deep RL: 0.01 to 0.05",

@@ -16,6 +16,11 @@ REPEATED, MOST = 0.2, 0.6  # share of trigrams
 ALIKE, CLEARLY = 0.5, 0.2  # distinct responses: share of those at the start; below the start by so much
 
 
+def cuts_are_free(past):
+    """Does the run say that answers may be cut?"""
+    return past.flag("missing_eos_penalty", 1) == 0
+
+
 def never_ends(past):
     """No response ends by itself from the start on."""
     count = max(2, past.steps_of(FEWEST))
@@ -25,7 +30,7 @@ def never_ends(past):
     eos = past.facts.get("template_has_eos", True)
     causes = ("the EOS token is not the one that the policy ends with", "--max_gen_len is too small")
     return Finding(
-        WRONG,
+        LOOK if cuts_are_free(past) else WRONG,
         past.latest[-count]["step"],
         "hardly any response ends by itself" if now else "no response ends by itself",
         f"rollout/finished {now:.3f}, --max_gen_len {past.flag('max_gen_len')}",
@@ -70,7 +75,8 @@ def few_end(past):
         return None
     count = max(3, count)
     forgets = start >= FINISHED_LEAST and past.lasting("rollout/finished", lambda x: x < start / 2, count)
-    since = past.lasting("rollout/finished", lambda x: x < FEW_END or x < start - FALL, count)
+    enough = 0.0 if cuts_are_free(past) else FEW_END
+    since = past.lasting("rollout/finished", lambda x: x < enough or x < start - FALL, count)
     if since is None:
         return None
     penalty = past.times("missing_eos_penalty", 2, 1)
@@ -145,7 +151,12 @@ def repetition(past):
 def answers_alike(past):
     """Different prompts get the same response."""
     start, now = past.start("rollout/distinct", 1), past.now("rollout/distinct")
-    if start is None or now is None or not now < min(ALIKE * start, start - CLEARLY) or past.improved():
+    if start is None or now is None or past.improved():
+        return None
+    least = ALIKE * min(
+        start, past.facts.get("distinct_prompts", 1.0)
+    )  # equal prompts may get equal responses
+    if not now < min(least, start - CLEARLY):
         return None
     not_better = ", and the evaluations do not rise" if past.improved() is False else ""
     return Finding(

@@ -221,13 +221,14 @@ def few_prompts(past):
     samples = total * past.flag("batch_size", 0) * past.flag("processes", 1)
     if not prompts or samples / prompts <= OFTEN:
         return None
+    end = "max_steps" if total == past.flag("max_steps") else "epochs"  # what ends the run
     return Finding(
         LOOK,
         0,
         "few prompts for so many samples: the policy may learn them by heart",
         f"{prompts} prompts, {samples / prompts:.0f} samples of each",
         ("a small file", "many --epochs"),
-        f"more prompts in --data_path, or --epochs {max(1, past.flag('epochs', 1) // 10)}",
+        f"more prompts in --data_path, or --{end} {max(1, past.flag(end, 1) // 10)}",
         JUDGEMENT,
     )
 
