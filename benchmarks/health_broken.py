@@ -34,8 +34,10 @@ SHORTER = {
         "weak judge",
         "blind judge",
         "judge without template",
+        "more embeddings",
+        "shifted log-probs",
         "losses not finite",
-        "most dropped",
+        "prompts dropped",
         "gamma 0.5",
     ),
     16: (
@@ -99,6 +101,11 @@ def BROKEN(f):
             ("length_is_gamed", "score_follows_length", "empty_answers"),
         ),
         "noise": ("a reward function: a hash", fn("noise", reasoning=0), ("score_is_flat",)),
+        "noise, rate x4": (
+            "a reward function: a hash; --learning_rate 0.002",
+            fn("noise", reasoning=0, learning_rate=0.002),
+            (*rates, "entropy_rises"),
+        ),
         "constant": ("a reward function: always 1", fn("constant", reasoning=0), ("scores_alike",)),
         "thousands": ("a reward function times 1000", fn("thousands"), ("kl_weighs_nothing",)),
         "wrong answers": ("a reward function that pays for wrong answers", fn("wrong"), ("held_out_falls",)),
@@ -160,6 +167,11 @@ def BROKEN(f):
             {"model": f["other_tokenizer"], **demo(judge)},
             ("policy_is_lost", "other_tokenizer", "format_unknown"),
         ),
+        "more embeddings": (
+            "a policy with 512 embeddings, of which the tokenizer has 389",
+            {"model": f["more_embeddings"], **demo(judge)},
+            ("other_tokenizer",),
+        ),
         "few prompts": ("16 prompts", {"data_path": f["few"], "epochs": 96}, ("few_prompts",)),
         "temperature 0.1": ("--temperature 0.1", {"temperature": 0.1}, ("unusual_flags",)),
         "temperature 3": ("--temperature 3", {"temperature": 3}, ("unusual_flags", "never_ends")),
@@ -183,9 +195,9 @@ def BROKEN(f):
             {"reward_model": f["blind"]},
             ("judge_is_blind",),
         ),
-        "most dropped": (
-            "three quarters of the prompts too long",
-            {"data_path": f["long"], "max_seq_len": 64},
+        "prompts dropped": (
+            "--max_seq_len 16, for prompts of 16 and 17 tokens",
+            {"max_seq_len": 16},
             ("records_dropped",),
         ),
         "small batch": (
@@ -218,6 +230,11 @@ def BROKEN(f):
             "the program: updates forget --temperature 0.8",
             {"temperature": 0.8, "dtype": "float32"},
             ("first_ratio",),
+        ),
+        "shifted log-probs": (
+            "the program: log-probs are those of the token before",
+            {},
+            ("sampler_apart", "first_ratio", "ratio_drastic"),
         ),
         "stale sampler": (
             "the program: the sampler never gets new weights",
@@ -258,7 +275,14 @@ def lose_losses():
     train_ppo.LOSSES["actor"] = sometimes_nan
 
 
+def shift_logprobs():
+    """The log-probs of all tokens are those of the token before."""
+    score = train_ppo.score_policy
+    train_ppo.score_policy = lambda *args: score(*args).roll(1, 1)
+
+
 FAULTS = {
+    "shifted log-probs": shift_logprobs,
     "wrong temperature": forget_temperature,
     "stale sampler": keep_first_weights,
     "losses not finite": lose_losses,
@@ -284,6 +308,6 @@ REMEDIES = (
     "clip 0.001",
     "temperature 0.1",
     "weak judge",
-    "most dropped",
+    "prompts dropped",
     "small batch",
 )

@@ -100,12 +100,6 @@ def make_files(folder):
     (folder / "held_out.jsonl").write_text("\n".join(held_out) + "\n", encoding="utf-8")
     prompts = (ROOT / "dataset" / "demo" / "ppo.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "few.jsonl").write_text("\n".join(prompts[:16]) + "\n", encoding="utf-8")
-    long = [
-        {**json.loads(line), "prompt": "Please be careful. " * 30 + json.loads(line)["prompt"]}
-        for line in prompts
-    ]
-    some = [json.dumps(r) if n % 4 else prompts[n] for n, r in enumerate(long)]
-    (folder / "long.jsonl").write_text("\n".join(some) + "\n", encoding="utf-8")
     files = {path.stem: str(path) for path in folder.glob("*.jsonl")}
     files["rewards"] = str(folder / "rewards.py")
     files["flags"] = {"eval_data_path": files["held_out"]}
@@ -145,7 +139,18 @@ def make_files(folder):
         content["model"]["vocab"] |= turned
         path.write_text(json.dumps(content), encoding="utf-8")
 
+    def widened(name, rows):
+        changed(name)
+        path, key = folder / name / "config.json", "model.embed_tokens.weight"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**config, "vocab_size": rows}), encoding="utf-8")
+        tensors = load_file(folder / name / "model.safetensors")
+        old = tensors[key]
+        tensors[key] = torch.cat([old, old.mean(0).expand(rows - len(old), -1)])
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+
     shuffled("other_tokenizer")
+    widened("more_embeddings", 512)
     changed("no_eos", eos="<|endoftext|>")
     changed("no_header", template_=template.replace(header, ""))
     changed(

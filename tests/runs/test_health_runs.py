@@ -5,6 +5,9 @@ import json
 import pytest
 from tiny import ROOT
 
+from trainer.runs.health import ROWS, findings
+from trainer.runs.health_start import ROWS as START_ROWS
+
 RESULTS = ROOT / "benchmarks" / "results" / "health.json"
 RUNS = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
 
@@ -37,6 +40,12 @@ def test_healthy_runs_have_no_finding_of_level_wrong_and_hardly_one_of_level_loo
     assert len([row["run"] for row in rows if row["named"] != "0 look"]) <= 2
 
 
+def test_the_remedies_that_were_told_made_ten_runs_healthy_or_more(health):
+    rows = rows_of(health, "remedied")
+    assert [row["run"] for row in rows if row["named"] == "**wrong**"] == []
+    assert len([row["run"] for row in rows if row["named"] == "0 look"]) >= 10
+
+
 def test_the_page_has_the_table_of_the_kept_runs(health):
     page = health.PAGE.read_text(encoding="utf-8")
     assert health.tables(RUNS) in page
@@ -61,3 +70,9 @@ def test_the_flags_of_a_remedy_can_be_told_from_its_words(health):
     assert health.remedy_flags("--learning_rate 3.3e-05") == {"learning_rate": "3.3e-05"}
     assert health.remedy_flags("--learning_rate at a third") == {}
     assert health.remedy_flags("more prompts in --data_path, or --epochs 1") == {}
+
+
+def test_each_check_is_seen_in_a_broken_run(health):
+    runs = [run for run in RUNS.values() if run["kind"] == "broken"]
+    seen = {f.name for run in runs for f in findings(*health.records_of(run))}
+    assert {row.__name__ for row in (*ROWS, *START_ROWS)} <= seen
