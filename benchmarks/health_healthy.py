@@ -48,6 +48,14 @@ def HEALTHY(f):
         "right answers, no format": fn("right", reasoning=0),
         "near answers": fn("near"),
         "no value clip": {"cliprange_value": 0},
+        "long, of small batches": {
+            "batch_size": 16,
+            "mini_batch_size": 16,
+            "max_steps": 120,
+            "eval_interval": 40,
+            "seed": 5,
+            "ppo_epochs": 2,
+        },
     }
     words = {
         name: " ".join(f"--{n} {x}" for n, x in flags.items() if n != "reward_fn")

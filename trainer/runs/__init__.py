@@ -25,6 +25,7 @@ report.py           report.html: a whole run on one page
 report_plots.py     its plots, which follow light and dark
 report.html.jinja2  the page itself
 health.py           what is unusual or wrong in a run, with causes and remedies; a command for run folders
+health_read.py      reading a run folder for it
 health_past.py      what its checks look at; they are in health_start.py, health_policy.py, health_critic.py,
                     health_responses.py and health_reward.py
 commands.py         command lines to copy

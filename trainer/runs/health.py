@@ -16,14 +16,13 @@ health_responses.py   ends, length, repetition of the responses
 health_reward.py      scores and rewards
 """
 
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from errors import InputError, run_script
 from trainer.runs import health_critic, health_policy, health_responses, health_reward, health_start
-from trainer.runs.health_past import LOOK, WRONG, Past
+from trainer.runs.health_past import LOOK, WRONG, Past, counted
+from trainer.runs.health_read import read_run
 
 # Of findings since the same step the first in this order is said first: the critic suffers from all others.
 ROWS = (*health_policy.ROWS, *health_responses.ROWS, *health_reward.ROWS, *health_critic.ROWS)
@@ -98,34 +97,6 @@ def as_markdown(found):
     return "\n".join(lines)
 
 
-def read_run(folder):
-    """A run folder -> (lines of metrics.jsonl, config.json), as ``findings`` takes them.
-
-    An incomplete last line, of a run that was killed, is left out. InputError names what cannot be read.
-    """
-    path, lines = Path(folder) / "metrics.jsonl", []
-    try:
-        texts = path.read_text(encoding="utf-8").split("\n")
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder}: is no run folder ({reason}); name one such as out/run_1") from None
-    for number, text in enumerate(texts, 1):
-        try:
-            record = json.loads(text) if text else {}
-            if text and type(record["step"]) is not int:
-                raise ValueError("its step is no whole number")
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts):  # cut while it was written
-                break
-            raise InputError(f"{path}, line {number}: is no line of metrics ({error}); restore it") from None
-        if text:
-            lines.append(record)
-    if not isinstance(config, dict) or not isinstance(config.get("facts", {}), dict):
-        raise InputError(f"{folder}/config.json: holds no flags; name a run folder such as out/run_1")
-    return lines, config
-
-
 def main(argv=None):
     """Print the findings of the run folder that is named -> the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -140,7 +111,7 @@ def main(argv=None):
         return 0
     found = findings(records, args)
     steps = max(r["step"] for r in records)
-    print(f"{argv[0]}: {steps} steps\n\n{as_markdown(found)}")
+    print(f"{argv[0]}: {counted(steps, 'step')}\n\n{as_markdown(found)}")
     return int(any(f.level == WRONG for f in found))
 
 

@@ -3,7 +3,7 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding, joined
 
 USELESS, LONG = -0.1, 5  # explained variance, steps; a healthy critic can be at 0 where nothing is foreseen
 NONSENSE = -2.0  # explained variance of a critic that is broken
@@ -13,8 +13,8 @@ GONE = 0.05  # standard deviation of the advantages, against its start
 
 
 def lam(past):
-    """`` --lam 1``, with which the advantages trust the critic least; nothing where it is 1 already."""
-    return "" if past.flag("lam", 0.95) == 1 else " --lam 1"
+    """``--lam 1``, with which the advantages trust the critic least; "" where it is 1 already."""
+    return "" if past.flag("lam", 0.95) == 1 else "--lam 1"
 
 
 def critic_useless(past):
@@ -31,7 +31,7 @@ def critic_useless(past):
         "the critic makes the advantages noisier than no critic would",
         f"value/explained_variance {now:.2f}, mean of {LONG} steps (0: no use, 1: perfect)",
         ("--critic_learning_rate is too high", "the critic's warm-up was too short", "the reward is noise"),
-        f"{past.lower_rate('critic_learning_rate')}{lam(past)} --critic_warmup_steps {warmup}",
+        joined(past.lower_rate("critic_learning_rate"), lam(past), f"--critic_warmup_steps {warmup}"),
         "VC-PPO, arXiv:2503.01491",
     )
 
@@ -44,14 +44,15 @@ def critic_biased(past):
     since = past.lasting("value/bias", lambda x: abs(x) > BIASED * spread, LONG)
     if since is None:
         return None
-    bias = past.now("value/bias", LONG)
+    bias, (cause, rate) = past.now("value/bias", LONG), past.other_rate("critic_learning_rate")
+    clip = ("--cliprange_value is too small",) if past.flag("cliprange_value", 0.5) else ()  # 0: no clip
     return Finding(
         LOOK,
         since,
-        "the critic's values are too " + ("high" if bias > 0 else "low") + ": it lags behind the policy",
+        f"the critic's values are too {'high' if bias > 0 else 'low'}: it does not follow the policy",
         f"value/bias {bias:.2f}, the scores' standard deviation {spread:.2f}",
-        ("--critic_learning_rate is too low", "--cliprange_value is too small", "the scores change fast"),
-        past.higher_rate("critic_learning_rate") + lam(past),
+        (cause, *clip, "the scores change fast"),
+        joined(rate, lam(past)),
         "VC-PPO, arXiv:2503.01491",
     )
 
@@ -78,16 +79,14 @@ def critic_learns_nothing(past):
     since = past.lasting("value/error", lambda x: x > 1.5, LONG)
     if since is None:
         return None
-    suited, rate = past.facts.get("suited", {}), past.flag("critic_learning_rate")
-    high = bool(rate) and rate > 2 * suited.get("critic_learning_rate", rate)
-    name = "critic_learning_rate"
+    cause, remedy = past.other_rate("critic_learning_rate")
     return Finding(
         LOOK,
         since,
         "the critic's error does not fall below that of a single number for all",
         f"value/error {past.now('value/error', LONG):.2f} (about 1: knows only the mean)",
-        ("--critic_learning_rate is too " + ("high" if high else "low"), "extreme scores"),
-        past.lower_rate(name) if high else past.higher_rate(name),
+        (cause, "extreme scores"),
+        remedy,
         JUDGEMENT,
     )
 

@@ -16,6 +16,27 @@ JUDGEMENT = "judgement: docs/health.md"  # the source of a limit that was found 
 WEIGHT = re.compile(r"=[^=/\\]*$")  # behind a path in --reward_model
 WORTH = 1.25  # times a size: a smaller rise would hardly change anything
 HELD_OUT = 250  # records of an evaluation, where the run does not say
+REPORT = "report it on the project's issue page"
+# Flags, and the range outside which they rarely help. Learning rates: by what suits the model's size.
+USUAL = {
+    "clip_epsilon": (0.02, 1.0),
+    "cliprange_value": (0.02, 1e6),
+    "grad_clip": (0.01, 1e6),
+    "temperature": (0.5, 1.5),
+    "ppo_epochs": (1, 10),
+    "kl_coef": (0.0, 2.0),
+    "target_kl": (1e-3, 1.0),
+    "gamma": (0.9, 1.0),
+    "lam": (0.8, 1.0),
+}
+MANY, LARGE = 2**20, 1e6  # the most that a flag of a count and one of a number take
+# The most that a remedy raises a flag to.
+TOP = {
+    **{name: most for name, (_, most) in USUAL.items()},
+    **dict.fromkeys(("max_gen_len", "max_seq_len", "batch_size"), MANY),
+    **dict.fromkeys(("missing_eos_penalty", "repetition_penalty"), LARGE),
+    **dict.fromkeys(("learning_rate", "critic_learning_rate"), 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,16 @@ class Finding:
     remedy: str
     source: str
     name: str = ""  # of the check; ``Health`` fills it in
+
+
+def counted(count, word):
+    """A count with its word: "1 step", "2 steps"."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def joined(*parts, by=" "):
+    """The parts of a remedy as one text, without those that are empty."""
+    return by.join(part for part in parts if part)
 
 
 def spread_of_steps(values):
@@ -195,16 +226,24 @@ class Past:
         """Of mixed precision and sampling; of a run that did not keep it, the flag."""
         return self.facts.get("dtype") or self.flag("dtype")
 
+    def raised(self, name, wanted):
+        """``--name`` with this larger value, at most its ``TOP``; "" where that is hardly more than the run
+        has. A whole number stays one."""
+        value = min(wanted, TOP[name])
+        if value < WORTH * self.flag(name, 0):
+            return ""
+        return f"--{name} {value}" if isinstance(value, int) else f"--{name} {value:.2g}"
+
     def times(self, name, factor, default):
-        """``--name`` with its value times ``factor``; ``default`` where it is 0 or not known."""
+        """As ``raised``, to the run's value times ``factor``; ``default`` where it is 0 or not known."""
         value = self.flag(name, 0)
-        return f"--{name} {value * factor if value else default:.2g}"
+        return self.raised(name, float(value * factor if value else default))
 
     def larger(self, name, factor, default):
         """``--max_gen_len`` or ``--max_seq_len`` times ``factor``, or what the model's positions leave;
         "" where they leave hardly more than the run has. default: the flag where it is not known."""
         value, positions = self.flag(name, default), self.facts.get("positions")
-        wanted = value * factor
+        wanted = min(value * factor, TOP[name])
         if positions:
             other = self.facts["longest"] if name == "max_gen_len" else self.flag("max_gen_len", 0)
             wanted = min(wanted, positions - other)
@@ -217,12 +256,22 @@ class Past:
             return f"--{name} at a third"
         return f"--{name} {min(rate / 3, suited or rate / 3):.2g}"
 
-    def higher_rate(self, name="learning_rate"):
-        """``--learning_rate`` times three, or what suits the model's size if that is more."""
+    def other_rate(self, name="learning_rate"):
+        """Where too little is learned -> what is wrong with the rate, and the flag with another one.
+
+        Three times the rate, or what suits the model's size if that is more. A rate that is twice what suits
+        the size, or the highest that there is, is not raised but lowered.
+        """
         rate, suited = self.flag(name), self.facts.get("suited", {}).get(name)
         if not rate:
-            return f"--{name} three times as high"
-        return f"--{name} {min(1, max(rate * 3, suited or 0)):.2g}"
+            return f"--{name} is too low", f"--{name} three times as high"
+        if rate >= TOP[name] or rate > 2 * (suited or rate):
+            return f"--{name} is too high", self.lower_rate(name)
+        return f"--{name} is too low", f"--{name} {min(TOP[name], max(rate * 3, suited or 0)):.2g}"
+
+    def many_epochs(self):
+        """The cause "too many --ppo_epochs", in a tuple, unless the run has only one."""
+        return ("too many --ppo_epochs",) if self.flag("ppo_epochs", 2) > 1 else ()
 
     def fewer_epochs(self, count):
         """`` --ppo_epochs`` with this count, if the run has more; else nothing."""
@@ -230,7 +279,7 @@ class Past:
 
     def full_precision(self):
         """``--dtype float32``, if the run does not have it yet; then it is for us to mend."""
-        return "report it" if self.dtype == "float32" else "--dtype float32; if it stays, report it"
+        return REPORT if self.dtype == "float32" else f"--dtype float32; if it stays, {REPORT}"
 
     def reward_models(self, **weights):
         """``--reward_model`` with all that the run has, and other weights for those of these names, which are

@@ -5,7 +5,7 @@ Each is a pure function: ``Past`` -> ``Finding``, or None.
 
 import math
 
-from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding, joined
 
 KL_LIMIT, KL_OF_A_TOKEN = 10.0, 0.1  # nats a response; nats a token, for long responses
 HIGH_KL, HIGHEST_KL = 1.0, 3.0  # nats a token, of a single step
@@ -16,6 +16,7 @@ STEP_KL, CLIPPED, CLIPPED_ONCE = 0.05, 0.4, 0.5  # approx_kl, clip fraction of t
 HUGE_KL, MOST_CLIPPED = 0.5, 0.6  # the same two where the run is broken
 STUCK = 0.03  # nats a response that the policy is away from its start after a time
 STOPPED = 0.5  # share of early stops
+USUAL_STOP = 0.02  # --target_kl: from here on it is not too small, and a larger mean of approx_kl is fast
 LOST, FEWEST_IDS = 0.5, 100  # entropy, as a share of the largest; a smaller vocabulary may be a toy
 COLLAPSED, RANDOM = 0.1, 2.0  # entropy, against its start
 GAP, LARGE_GAP = 0.02, 0.1  # nats a token
@@ -39,8 +40,8 @@ def kl_far(past):
         past.step if since is None else since,
         "the policy is far from its start and may write nonsense: read samples.jsonl",
         numbers,
-        ("--learning_rate is too high", "--kl_coef is too small", "too many --ppo_epochs"),
-        f"{past.lower_rate()} {past.times('kl_coef', 3, 0.05)}",
+        ("--learning_rate is too high", "--kl_coef is too small", *past.many_epochs()),
+        joined(past.lower_rate(), past.times("kl_coef", 3, 0.05)),
         "Ziegler et al. 2019; Gao et al. 2022, arXiv:2210.10760",
     )
 
@@ -90,7 +91,7 @@ def ratio_drastic(past):
         since,
         "the updates of one batch change the policy beyond what PPO can correct",
         f"policy/ratio {past.now('policy/ratio', 1):.3g}",
-        ("--learning_rate is too high", "too many --ppo_epochs"),
+        ("--learning_rate is too high", *past.many_epochs()),
         past.lower_rate() + past.fewer_epochs(1),
         "TRL's PPO guide",
     )
@@ -106,7 +107,7 @@ def steps_too_large(past):
     if lasting is None and not clipped_much and not kl > HUGE_KL:
         return None
     since = min((s for s in (lasting, often) if s is not None), default=past.step)
-    causes = "--learning_rate is too high", "too many --ppo_epochs"
+    causes = "--learning_rate is too high", *past.many_epochs()
     copied = past.flag("update_old_actor_freq", 1)  # batches that one old actor samples
     who = "one batch moves" if copied == 1 else f"{copied} batches move"
     stop = "" if 0 < past.flag("target_kl", 0) <= STEP_KL else f" --target_kl {STEP_KL:g}"
@@ -130,14 +131,15 @@ def policy_is_stuck(past):
     if past.most("reward/score_std") == 0:  # scores_alike says why
         return None
     kl_heavy = past.flag("kl_coef", 0) > 0.5 * (past.now("reward/score_std", 1) or 1.0)
-    causes = ("--learning_rate is too low", "all answers get the same score", "--grad_clip is too small")
+    rate_is, other_rate = past.other_rate()
+    causes = (rate_is, "all answers get the same score", "--grad_clip is too small")
     return Finding(
         LOOK,
         since,
         "the policy does not move: it is where it was at the start",
         f"kl/sequence {past.now('kl/sequence', 3) or 0:.4f} nats per response after {past.steps} steps",
         ("--kl_coef is too large", *causes) if kl_heavy else causes,
-        f"--kl_coef {min(0.02, past.flag('kl_coef') / 10):.2g}" if kl_heavy else past.higher_rate(),
+        f"--kl_coef {min(0.02, past.flag('kl_coef') / 10):.2g}" if kl_heavy else other_rate,
         JUDGEMENT,
     )
 
@@ -147,13 +149,20 @@ def early_stop_starves(past):
     since = past.lasting("policy/early_stop", lambda x: x >= STOPPED)
     if since is None:
         return None
+    target, kl = past.flag("target_kl", 0), past.now("policy/approx_kl") or 0.0
+    strict, fast = target < USUAL_STOP, max(target, kl) >= USUAL_STOP
+    causes = ("--learning_rate is too high",) * fast + ("--target_kl is too small",) * strict
     return Finding(
         LOOK,
         since,
         "--target_kl ends most updates before they have begun: the actor hardly trains",
-        f"policy/early_stop {past.now('policy/early_stop', 1):.2f} (1: at the first minibatch)",
-        ("--target_kl is too small", "--learning_rate is too high"),
-        f"--target_kl {max(0.02, 3 * past.flag('target_kl', 0)):.2g}",
+        f"policy/early_stop {past.now('policy/early_stop', 1):.2f} (1: at the first minibatch), "
+        f"policy/approx_kl {kl:.3f}, --target_kl {target:g}",
+        causes if fast else (*causes, "--learning_rate is too high"),
+        joined(
+            past.lower_rate() if fast else "",
+            f"--target_kl {max(USUAL_STOP, min(3 * target, STEP_KL)):.2g}" if strict else "",
+        ),
         JUDGEMENT,
     )
 
@@ -185,7 +194,7 @@ def entropy_collapses(past):
         "the policy gives nearly the same tokens always, and it is not better for it",
         f"policy/entropy {now:.3g}, at the start {start:.3g} nats per token",
         ("--learning_rate is too high", "--kl_coef is too small", "the reward pays for one kind of answer"),
-        f"{past.lower_rate()} {past.times('kl_coef', 3, 0.05)}",
+        joined(past.lower_rate(), past.times("kl_coef", 3, 0.05)),
         JUDGEMENT,
     )
 
@@ -203,7 +212,7 @@ def entropy_rises(past):
         "the responses become random",
         f"policy/entropy {now:.3g}, at the start {start:.3g} nats per token",
         ("--learning_rate is too high", "the reward is noise"),
-        f"{past.lower_rate()} {past.times('kl_coef', 3, 0.05)}",
+        joined(past.lower_rate(), past.times("kl_coef", 3, 0.05)),
         JUDGEMENT,
     )
 
@@ -257,7 +266,7 @@ def gradient_is_cut(past):
         "every gradient of the actor is cut to a small part of its length",
         f"policy/grad_norm {past.now('policy/grad_norm', 1):.3g}, --grad_clip {limit / CUT_GRADIENT:g}",
         ("--grad_clip is too small", "extreme scores"),
-        f"--grad_clip {max(1, limit / CUT_GRADIENT * 10):g}",
+        past.raised("grad_clip", max(1.0, limit / CUT_GRADIENT * 10)) or "a reward with a smaller scale",
         JUDGEMENT,
     )
 

@@ -3,7 +3,7 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding, joined
 
 NONE_ENDS, FEW_END, FALL = 0.02, 0.7, 0.2  # shares of responses
 FEWEST = 64  # responses: of fewer, chance decides how many end
@@ -80,7 +80,8 @@ def few_end(past):
     if since is None:
         return None
     penalty = past.times("missing_eos_penalty", 2, 1)
-    full = f"{penalty}, or shorter prompts: the model has no positions for longer answers"
+    short = "shorter prompts: the model has no positions for longer answers"
+    full = joined(penalty, short, by=", or ")
     fell = now < start - FALL
     causes = ("the reward pays for long answers", "--learning_rate is too high")
     return Finding(
@@ -89,7 +90,7 @@ def few_end(past):
         "the model forgets to stop" if fell else "many responses are cut at --max_gen_len",
         f"rollout/finished {now:.2f}, at the start {start:.2f}",
         causes if fell else ("--max_gen_len is too small", *causes),
-        f"{penalty} {past.lower_rate()}" if fell else past.larger("max_gen_len", 2, 64) or full,
+        joined(penalty, past.lower_rate()) if fell else past.larger("max_gen_len", 2, 64) or full,
         "TRL's PPO guide (the EOS trick)",
     )
 
@@ -99,14 +100,17 @@ def empty_answers(past):
     start, now = past.start("rollout/length", 1), past.now("rollout/length", 1)
     if start is None or now is None or not (now < EMPTY and start > 2 * EMPTY):
         return None
+    penalty, dear = past.flag("missing_eos_penalty", 1), ("--missing_eos_penalty is too large",)
     return Finding(
         WRONG,
         past.step,
         "most answers are empty: to end at once pays more than to answer",
         f"rollout/length {now:.1f} tokens, at the start {start:.1f}",
-        ("--missing_eos_penalty is too large", "the reward of an empty answer is too high"),
-        (f"{past.times('missing_eos_penalty', 0.3, 0)} " if past.flag("missing_eos_penalty", 1) else "")
-        + past.times("kl_coef", 3, 0.05),
+        (*(dear if penalty else ()), "the reward of an empty answer is too high"),
+        joined(
+            f"--missing_eos_penalty {0.3 * penalty:.2g}" if penalty else "", past.times("kl_coef", 3, 0.05)
+        )
+        or "a reward that gives less to an empty answer",
         "docs/rewards.md",
     )
 
@@ -125,7 +129,7 @@ def length_is_gamed(past):
         f"the answers get {'longer' if now > start else 'shorter'}, and not clearly better",
         f"rollout/length {now:.1f}, at the start {start:.1f}",
         ("the reward pays for length, not for content", "--kl_coef is too small"),
-        past.times("kl_coef", 3, 0.05) + ", or another reward",
+        joined(past.times("kl_coef", 3, 0.05), "another reward", by=", or "),
         "Singhal et al. 2023, arXiv:2310.03716",
     )
 
@@ -143,7 +147,8 @@ def repetition(past):
         "the responses repeat themselves",
         f"rollout/repetition {now:.2f}, at the start {start:.2f} of a response's trigrams",
         ("the reward pays for it", "--kl_coef is too small", "--learning_rate is too high"),
-        f"--repetition_penalty {max(0.5, 2 * penalty):g} {past.times('kl_coef', 3, 0.05)}",
+        joined(past.raised("repetition_penalty", max(0.5, 2.0 * penalty)), past.times("kl_coef", 3, 0.05))
+        or past.lower_rate(),
         JUDGEMENT,
     )
 
@@ -165,7 +170,7 @@ def answers_alike(past):
         "many prompts get the same response" + not_better,
         f"rollout/distinct {now:.2f}, at the start {start:.2f}",
         ("the reward pays for one answer whatever the prompt is", "--learning_rate is too high"),
-        f"{past.lower_rate()} {past.times('kl_coef', 3, 0.05)}",
+        joined(past.lower_rate(), past.times("kl_coef", 3, 0.05)),
         JUDGEMENT,
     )
 

@@ -3,7 +3,19 @@
 Each is a pure function: ``Past`` -> ``Finding``, or None.
 """
 
-from trainer.runs.health_past import BEGIN, JUDGEMENT, LOOK, WINDOW, WRONG, Finding, spread_of_steps
+import math
+
+from trainer.runs.health_past import (
+    BEGIN,
+    JUDGEMENT,
+    LOOK,
+    TOP,
+    WINDOW,
+    WRONG,
+    Finding,
+    joined,
+    spread_of_steps,
+)
 
 BY_LENGTH = 0.6  # correlation of score and length
 SAME = 1e-4  # standard deviation of the scores
@@ -26,7 +38,7 @@ def score_follows_length(past):
         f"the reward prefers the {'longer' if mean > 0 else 'shorter'} answers of the untrained policy",
         f"rollout/score_length_corr {mean:.2f}, mean of the first 3 steps",
         ("a reward model that learned length", "a reward function that counts words or characters"),
-        past.times("kl_coef", 3, 0.05) + ", or another reward",
+        joined(past.times("kl_coef", 3, 0.05), "another reward", by=", or "),
         "Singhal et al. 2023, arXiv:2310.03716",
     )
 
@@ -67,7 +79,7 @@ def scores_at_limit(past):
         "get no more",
         f"reward/at_limit {past.now('reward/at_limit', 1):.2f} of the responses",
         ("a reward model with a large scale", "the policy exploits it"),
-        past.times("kl_coef", 3, 0.05) + ", or another reward" if normal else remedy,
+        joined(past.times("kl_coef", 3, 0.05), "another reward", by=", or ") if normal else remedy,
         "docs/rewards.md",
     )
 
@@ -96,7 +108,7 @@ def held_out_falls(past):
         symptom,
         f"{name} {best:.3f} at step {step}, {last:.3f} at step {last_step}; at the start {first:.3f}",
         causes,
-        f"{past.times('kl_coef', 3, 0.05)} {past.lower_rate()}; the best weights are kept",
+        joined(past.times("kl_coef", 3, 0.05), past.lower_rate()) + "; the best weights are kept",
         "Gao et al. 2022, arXiv:2210.10760",
     )
 
@@ -136,14 +148,18 @@ def score_is_flat(past):
         f"{past.score} {past.now(past.score, WINDOW):.3f}, at the start {past.start(past.score, BEGIN):.3f}, "
         f"which is {rise:.1f} standard errors; kl/sequence {moved:.2f}",
         ("the reward is noise", "nothing better can be reached", "--batch_size is too small"),
-        f"score the same answers twice yourself; --batch_size {2 * past.flag('batch_size', 64)}",
+        joined(
+            "score the same answers twice yourself",
+            past.raised("batch_size", 2 * past.flag("batch_size", 64)),
+            by="; ",
+        ),
         JUDGEMENT,
     )
 
 
 def form_gains_judge_loses(past):
-    """The score rises by the format alone, while the reward model falls."""
-    if past.steps < 2 * WINDOW:
+    """The score rises by the format alone, while the reward model falls, by more than by chance."""
+    if past.steps < 2 * WINDOW or past.improved():
         return None
     gain = {}
     for name in ("reward/score", "reward/format", "reward/marks", "reward/model"):
@@ -152,7 +168,9 @@ def form_gains_judge_loses(past):
             return None
         gain[name] = (sum(now) - sum(before)) / WINDOW
     form = gain["reward/format"] + gain["reward/marks"]
-    if not (form > SHARE_OF_FORM * gain["reward/score"] > 0 and gain["reward/model"] < -0.02):
+    spreads = [spread_of_steps(x) for x in (past.starts("reward/model"), past.values("reward/model"))]
+    chance = 2 * math.hypot(*spreads) / math.sqrt(WINDOW)  # two standard errors of the difference
+    if not (form > SHARE_OF_FORM * gain["reward/score"] > 0 and -gain["reward/model"] > max(0.02, chance)):
         return None
     models = past.facts.get("reward_models", {})
     heavier = past.reward_models(**{name: 2 * model["weight"] for name, model in models.items()})
@@ -178,7 +196,11 @@ def kl_weighs_nothing(past):
         "the scores are so large that the KL to the reference counts for nothing",
         f"--kl_coef {price:g} beside scores with a standard deviation of {spread:.3g}",
         ("a reward with a large scale",),
-        f"--kl_coef {0.02 * spread:.2g}, or a reward divided by {spread:.2g}",
+        joined(
+            f"--kl_coef {wanted:.2g}" if (wanted := 0.02 * spread) <= TOP["kl_coef"] else "",
+            f"a reward divided by {spread:.2g}",
+            by=", or ",
+        ),
         JUDGEMENT,
     )
 

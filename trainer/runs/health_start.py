@@ -4,21 +4,9 @@ Each is a pure function: ``Past`` -> ``Finding``, or None. They read the flags a
 config.json (start_facts.py), so they are silent about runs of versions that did not write these.
 """
 
-from trainer.runs.health_past import JUDGEMENT, LOOK, WRONG, Finding
+from trainer.runs.health_past import JUDGEMENT, LOOK, USUAL, WRONG, Finding, counted
 
-# Flags, and the range outside which they rarely help. Learning rates: by what suits the model's size.
-USUAL = {
-    "clip_epsilon": (0.02, 1.0),
-    "cliprange_value": (0.02, 1e6),
-    "grad_clip": (0.01, 1e6),
-    "temperature": (0.5, 1.5),
-    "ppo_epochs": (1, 10),
-    "kl_coef": (0.0, 2.0),
-    "target_kl": (1e-3, 1.0),
-    "gamma": (0.9, 1.0),
-    "lam": (0.8, 1.0),
-}
-BETTER = {
+BETTER = {  # values for flags outside their range in ``USUAL``
     "clip_epsilon": 0.2,
     "cliprange_value": 0.5,
     "grad_clip": 1.0,
@@ -57,7 +45,7 @@ def unusual_flags(past):
         0,
         "a flag has a value far from the usual ones",
         ", ".join(numbers for numbers, _ in odd.values()),
-        ("a slip of the pen", "a value from another trainer, where it means something else"),
+        ("a typing mistake", "a value from another trainer, where it means something else"),
         " ".join(remedy for _, remedy in odd.values()),
         "docs/ppo.md",
     )
@@ -226,7 +214,7 @@ def few_prompts(past):
         LOOK,
         0,
         "few prompts for so many samples: the policy may learn them by heart",
-        f"{prompts} prompts, {samples / prompts:.0f} samples of each",
+        f"{counted(prompts, 'prompt')}, {samples / prompts:.0f} samples of each",
         ("a small file", "many --epochs"),
         f"more prompts in --data_path, or --{end} {max(1, past.flag(end, 1) // 10)}",
         JUDGEMENT,
@@ -242,7 +230,7 @@ def small_batch(past):
         LOOK,
         0,
         "a step has so few responses that chance decides where it goes",
-        f"{size * past.flag('processes', 1)} responses a step",
+        f"{counted(size * past.flag('processes', 1), 'response')} a step",
         ("--batch_size is too small",),
         "--batch_size 64 --mini_batch_size 16",
         JUDGEMENT,

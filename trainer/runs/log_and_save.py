@@ -43,6 +43,7 @@ def end_if_broken(run, logger):
     finding = run.args.strict_health and run.world.gather(logger.broken)[0]
     if finding:
         save(run, logger)
+        logger.ended_by = finding
         error = (InputError if run.world.is_main else SaidElsewhere)(
             f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
             "its line above and docs/health.md say what to try"

@@ -18,10 +18,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from atomic_files import write_whole, writing
 from errors import first_line
 from trainer.runs.displays import PPO
+from trainer.runs.health_past import REPORT
 from trainer.runs.report_plots import Drawing
 from trainer.runs.samples import prompt_text
 from trainer.runs.summary import in_words, tables
@@ -31,6 +33,8 @@ FIRST = 1.0  # seconds: what the first writing is assumed to take
 MOST_EVALUATIONS = 12  # shown side by side
 MOST_ROWS = 5  # responses of a kind
 MOST_CHARACTERS = 2000  # of a text
+# A flag, with a number behind it if there is one: no line of the page ends inside.
+FLAG = re.compile(r"--[a-z]\w*(?: -?\d[\d.]*(?:e[-+]?\d+)?(?![^\s,;.)]))?")
 WORDS = re.compile(r"([^\W\u2e80-\u9fff\uac00-\ud7af]+|\S)(\s*)")  # a Chinese character is a word
 DISTRIBUTIONS = (  # name in histograms.jsonl, title, what to look for
     ("score", "scores", "The strong part should move up. Two bands: the responses are of two kinds."),
@@ -59,8 +63,8 @@ class Report:
 
     def write(self, records, findings, state):
         """Write report.html. records: all lines of metrics.jsonl; findings: list of ``Finding``; state:
-        "running", "ended" or "stopped". Raises InputError if the disk cannot be written. -> "", or a note if
-        the page cannot be made: a fault in it must not end a run."""
+        "running", "ended", "stopped" or "ended by --strict_health 1: NAME". Raises InputError if the disk
+        cannot be written. -> "", or a note if the page cannot be made: a fault in it must not end a run."""
         start = time.perf_counter()
         try:
             page = render(self.content(records, findings, state))
@@ -68,9 +72,7 @@ class Report:
             self._written = time.perf_counter()
             if isinstance(error, ImportError):  # ``RunLogger`` says so where it draws curves.png
                 return ""
-            return (
-                f"note: report.html cannot be made ({type(error).__name__}: {first_line(error)}); report it"
-            )
+            return f"note: report.html cannot be made ({type(error).__name__}: {first_line(error)}); {REPORT}"
         with writing(path := self.folder.path / "report.html"):
             write_whole(path, page.encode(errors="replace"))  # JSON may hold half a character
         self._written = time.perf_counter()
@@ -121,7 +123,8 @@ def _template():
     place = FileSystemLoader(Path(__file__).parent)
     how = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     pages = Environment(loader=place, **how)
-    pages.filters |= {"shortened": shortened, "prompt_text": prompt_text, "plain": plain}
+    filters = (shortened, prompt_text, plain, unbroken)
+    pages.filters |= {function.__name__: function for function in filters}
     return pages.get_template("report.html.jinja2")
 
 
@@ -157,6 +160,11 @@ def plain(value):
     if value is None:
         return "not set"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def unbroken(text):
+    """A text, escaped, in which a flag and its value stay on one line."""
+    return Markup(FLAG.sub(lambda found: f'<span class="flag">{found[0]}</span>', str(escape(text))))
 
 
 def shortened(text):

@@ -33,6 +33,7 @@ class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
 
     broken = None
+    ended_by = None
 
     def log(self, step, metrics, rows=()):
         pass
@@ -76,6 +77,7 @@ class RunLogger:
                 folder.notes.append(f"note: {path} does not have every step up to {first_step}")
         self.health = Health(folder.config, read_metrics(folder.path))  # a resumed run has given some
         self.broken = None  # the first finding of level "wrong" that has begun in this process
+        self.ended_by = None  # the finding by which --strict_health 1 has ended the run
         shown = {"desc": self.display.title, "unit": "step", "disable": None}
         self._bar = tqdm(total=self.total_steps, initial=first_step, **shown)
         self._trackers = Trackers(run.args, folder, self.say)
@@ -191,8 +193,12 @@ class RunLogger:
 
         A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
         self._bar.close()
+        broken = self.ended_by
+        remedy = f"start a new run with the remedy: {broken.remedy}" if broken else ""
         if not run.progress.step:
             self._close_files()
+            if remedy:
+                self.say(remedy)
             if self.folder.remove_if_unused():
                 self.say(
                     f"nothing was learned, so {self.folder.path} was removed: start again without --resume"
@@ -200,11 +206,12 @@ class RunLogger:
             return
         if saved := list_checkpoints(self.folder.path):  # first: torchrun may end this process while it plots
             more = run.progress.step < self.total_steps
-            go_on = f"\nto go on: {self.folder.config['resume_command']}" if more else ""
-            self.say(f"saved: {saved[-1]}{go_on}")
+            how = "to go on all the same" if broken else "to go on"
+            go_on = f"{how}: {self.folder.config['resume_command']}" if more else ""
+            self.say("\n".join(filter(None, (f"saved: {saved[-1]}", remedy, go_on))))
         # A full disk, or half a line: the error that ended the run says so.
         with contextlib.suppress(ValueError):
-            self._write_summary(run, "stopped")
+            self._write_summary(run, f"ended by --strict_health 1: {broken.name}" if broken else "stopped")
             self.say(f"so far: {self.folder.path / 'summary.md'}, report.html and curves.png")
 
     def summary(self, run):
@@ -232,7 +239,7 @@ class RunLogger:
         """Write curves.png, summary.md and report.html (see ``Report.write``) -> the text of summary.md,
         and the lines of metrics.jsonl."""
         folder, records = self.folder.path, read_metrics(self.folder.path)
-        text = summarise(run, records, self.saved_step, self.health.sorted)
+        text = summarise(run, records, self.saved_step, self.health.sorted, state)
         self._draw_curves(records)
         with writing(folder):
             write_whole(folder / "summary.md", text)

@@ -16,11 +16,11 @@ from trainer.runs.health import as_markdown
 from trainer.runs.health_past import spread_of_steps
 
 
-def summarise(run, records, saved_step, findings=()):
+def summarise(run, records, saved_step, findings=(), state="ended"):
     """The content of summary.md, Markdown.
 
     records: all lines of metrics.jsonl; saved_step: the step of the newest checkpoint, 0 if there is none;
-    findings: what health.py has found in the records.
+    findings: what health.py has found in the records; state: see ``Report.write``.
     """
     if saved_step and run.result_path:
         saved = f"{run.result_path.name} has the weights after step {saved_step}"
@@ -28,8 +28,9 @@ def summarise(run, records, saved_step, findings=()):
         saved = f"the newest checkpoint has the weights after step {saved_step}; no result is written yet"
     else:
         saved = "no weights are saved"
+    words = [*in_words(run, records), *([f"The run was {state}."] if "--strict_health" in state else [])]
     parts = [
-        "\n".join(f"- {line}" for line in in_words(run, records)),
+        "\n".join(f"- {line}" for line in words),
         as_markdown(findings) if run.display is PPO else "",
         *tables(run, records),
         f"Files: {saved}{run.about_best()}. The curves are in curves.png, every step is in metrics.jsonl.",
