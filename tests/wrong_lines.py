@@ -596,6 +596,7 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+_BY_HAND = "tests/runs/test_health_read.py::test_a_folder_that_was_changed_by_hand_is_named_in_one_line"
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
 )
@@ -617,18 +618,34 @@ HEALTH = {
         ('steps[0]["step"]', "self.step", "since the last of the steps that show it", *H),
         ("wanted = min(wanted, positions - other)", "pass", "answers longer than the model's positions", *H),
         ("wanted >= WORTH * value", "wanted > 0", "a remedy that the run has already", *H),
+        ("value < WORTH * self.flag(name, 0)", "False", "a remedy that the run has nearly", *H),
+        ("value = min(wanted, TOP[name])", "value = wanted", "a remedy that its flag does not take", *H),
+        ("wanted = min(value * factor, TOP[name])", "wanted = value * factor", "too long a size", *H),
+        ("rate >= TOP[name] or rate > 2", "rate > 2", "the highest rate is raised", *H),
+        ("rate > 2 * (suited or rate)", "False", "a rate that is high is raised", *H),
+        ('self.flag("ppo_epochs", 2) > 1', 'self.flag("ppo_epochs", 2) > 0', "one epoch is too many", *H),
+        ("count == 1 else 's'", "count == 0 else 's'", "1 steps", *H),
         ("min(rate / 3, suited or rate / 3)", "rate / 3", "a rate far too high is only cut to a third", *H),
     ],
     "trainer/runs/health_policy.py": [
         ("abs(x - 1) > limit, 1)", "x - 1 > limit, 1)", "a ratio below 1 is right", *H),
         ("not LEAST_RATIO < x < LARGEST_RATIO", "x > LARGEST_RATIO", "a small ratio is right", *H),
         ("or past.steps < 12 or", "or", "stuck after eight steps", *H),
+        ("or past.score_rose()", "or False", "stuck although the score rises", *H),
+        ("max(target, kl) >= USUAL_STOP", "target >= USUAL_STOP", "a small target hides a high rate", *H),
+        ("max(target, kl) >= USUAL_STOP", "kl >= USUAL_STOP", "a target of 0.05 is raised", *H),
+        ("target < USUAL_STOP", "True", "every target is too small", *H),
+        ("min(3 * target, STEP_KL)", "3 * target", "a target above what a step may move", *H),
         ("limit = max(KL_LIMIT, KL_OF_A_TOKEN * length)", "limit = KL_LIMIT", "long answers are far", *H),
     ],
     "trainer/runs/health_critic.py": [
         ("abs(x) > BIASED * spread", "x > BIASED * spread", "values that are too low are right", *H),
+        ("'high' if bias > 0 else 'low'", "'low' if bias > 0 else 'high'", "high and low exchanged", *H),
+        ('if past.flag("cliprange_value", 0.5) else ()', "", "a clip that is off is too small", *H),
     ],
     "trainer/runs/health_responses.py": [
+        ("now > start + 0.1", "now > start", "a little more repetition", *H),
+        ("dear if penalty else ()", "dear", "a penalty of 0 is too large", *H),
         ("x < start / 2", "x < start", "half of the ends is not needed", *H),
         ("enough = 0.0 if cuts_are_free(past) else FEW_END", "enough = FEW_END", "cuts that are free", *H),
         ("LOOK if cuts_are_free(past) else WRONG", "WRONG", "cuts that are free are wrong", *H),
@@ -640,6 +657,18 @@ HEALTH = {
     ],
     "trainer/runs/health_reward.py": [
         ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
+        ("max(0.02, chance)", "0.02", "the judge falls by chance", *H),
+        ("max(0.02, chance)", "chance", "the judge falls by nothing", *H),
+        ("2 * math.hypot(*spreads)", "math.hypot(*spreads)", "one standard error", *H),
+        ("SHARE_OF_FORM = 0.8", "SHARE_OF_FORM = 0.2", "a small share is the form's alone", *H),
+        (
+            "or past.improved():\n        return None\n    gain",
+            "or 0:\n        return None\n    gain",
+            "all better",
+            *H,
+        ),
+        ("moved > 0.1", "moved > 0.7", "a move of half a nat is none", *H),
+        ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", *H),
         ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
         ('2 * model["weight"]', '1 * model["weight"]', "the weight that the run has", *H),
         (
@@ -664,7 +693,34 @@ HEALTH = {
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
+        ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", *H),
         ("error.code, error.agreed = BROKEN, True", "error.agreed = True", "a broken run exits with 2", *H),
+    ],
+    "trainer/runs/run_logger.py": [
+        (
+            'how = "to go on all the same" if broken',
+            'how = "to go on" if 0',
+            "to go on with what is broken",
+            *H,
+        ),
+        ("            if remedy:\n", "            if 0:\n", "no remedy before the first step", *H),
+    ],
+    "trainer/runs/summary.py": [
+        (
+            'if "--strict_health" in state else []',
+            "if 0 else []",
+            "the summary does not say who ended it",
+            *H,
+        ),
+    ],
+    "trainer/runs/health_read.py": [
+        ('    "temperature",\n', "", "a temperature of words", _BY_HAND),
+        ('record["step"] < 0', "False", "a step below 0", _BY_HAND),
+        ("abs(x) > LARGEST:\n            raise", "False:\n            raise", "too large a number", _BY_HAND),
+        ('facts.get("longest") is None', "False", "positions without the longest prompt", _BY_HAND),
+        ('{"template", "sees_answer"} <= facts.keys()', "True", "a judge without its facts", _BY_HAND),
+        ('and facts["weight"] != 0', "", "a weight of 0", _BY_HAND),
+        ("is_number(value) and value >= 0", "is_number(value)", "a count below 0", _BY_HAND),
     ],
     "trainer/start_facts.py": [
         ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
@@ -726,6 +782,12 @@ REPORT = {
         ),
     ],
     "trainer/runs/report.py": [
+        (
+            "str(escape(text))",
+            "str(text)",
+            "HTML of a finding is obeyed",
+            _REPORT + "a_flag_and_its_value_stay_together_and_texts_stay_escaped",
+        ),
         (">= SHARE * self._seconds", ">= self._seconds", "it is written at every step", DUE),
         (
             "new, gone, word = new + d - c, gone + b - a,",

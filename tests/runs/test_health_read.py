@@ -11,9 +11,15 @@ from errors import InputError
 from trainer.runs.health import findings
 from trainer.runs.health_read import read_run
 
-RUNS = json.loads((ROOT / "benchmarks" / "results" / "health.json").read_text(encoding="utf-8"))["runs"]
 JUDGE = {"weight": 1.0, "template": True, "sees_answer": True}
 JUNK = ("x", "auto", "", [], [1], {}, {"a": 1}, {"a": {}}, True, -1, 0, 0.5, 1e308, 10**400, float("nan"))
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The runs that benchmarks/health.py has kept."""
+    path = ROOT / "benchmarks" / "results" / "health.json"
+    return json.loads(path.read_text(encoding="utf-8"))["runs"]
 
 
 def folder_of(tmp_path, config, *lines):
@@ -58,13 +64,13 @@ def test_the_command_ends_with_code_2_and_one_line(tmp_path):
     )
 
 
-def test_whatever_a_flag_or_a_fact_that_the_checks_ask_for_holds_there_is_no_traceback(tmp_path):
+def test_whatever_a_flag_or_a_fact_that_the_checks_ask_for_holds_there_is_no_traceback(tmp_path, runs):
     """Names from the checks' own code, so a new one is tried too; steps that begin many findings."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "trainer/runs").glob("health*.py"))
     flags = {*re.findall(r'flag\("(\w+)"', code), "learning_rate", "critic_learning_rate"}
     facts = set(re.findall(r'facts(?:\.get\(|\[)"(\w+)"', code))
     assert len(flags) > 20 and len(facts) > 15
-    config, bad = next((r["args"], r) for name, r in RUNS.items() if name == "rate x30")
+    config, bad = runs["rate x30"]["args"], runs["rate x30"]
     config["facts"] |= {"positions": 128, "longest": 20}
     columns = {**bad["metrics"], "rollout/finished": [0.0] * 3 + [0.5] * 21, "value/bias": [9.0] * 24}
     steps = [
@@ -88,10 +94,20 @@ def test_whatever_a_flag_or_a_fact_that_the_checks_ask_for_holds_there_is_no_tra
             assert findings(lines, args)
             read += 1
     assert read > 100
+    (tmp_path / "config.json").write_text(kept)
+    for name in sorted(columns):
+        for junk in ("x", [1], 2**63, -1e308, 10**400):
+            folder_of(tmp_path, config, *[{**step, name: junk} for step in steps])
+            try:
+                lines, args = read_run(tmp_path)
+            except InputError as error:
+                assert name in str(error)
+                continue
+            assert findings(lines, args)
 
 
-def test_every_kept_run_can_be_read(tmp_path):
-    for run in RUNS.values():
+def test_every_kept_run_can_be_read(tmp_path, runs):
+    for run in runs.values():
         assert read_run(folder_of(tmp_path, run["args"], {"step": 0}))[1] == run["args"]
     assert read_run(folder_of(tmp_path, {"critic_warmup_steps": "auto"}, {"step": 0}))
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from trainer.compute.rollout_data import Rollout
 from trainer.runs import displays, report
 from trainer.runs.distributed import World
 from trainer.runs.health_past import Finding
-from trainer.runs.report import Report, cards, changes, evenly, standing_out
+from trainer.runs.report import Report, cards, changes, evenly, standing_out, unbroken
 from trainer.runs.report_plots import Drawing, _common_edges, _counted, _median
 from trainer.runs.run_logger import read_metrics
 from trainer.runs.samples import histogram, rows_of_evaluation, rows_of_step
@@ -336,6 +337,18 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
     assert "No finding" in Page(written(copied)).text
 
 
+def test_a_flag_and_its_value_stay_together_and_texts_stay_escaped():
+    text = "<b> --kl_coef 0.06, --lam 1; or --reward_model a/DIR=2 --target_kl. --learning_rate 3.3e-05 -- x"
+    assert unbroken(text) == (
+        '&lt;b&gt; <span class="flag">--kl_coef 0.06</span>, <span class="flag">--lam 1</span>; or '
+        '<span class="flag">--reward_model</span> a/DIR=2 <span class="flag">--target_kl</span>. '
+        '<span class="flag">--learning_rate 3.3e-05</span> -- x'
+    )
+    assert unbroken("--max_gen_len 12x8 --a 1.") == (
+        '<span class="flag">--max_gen_len</span> 12x8 <span class="flag">--a 1</span>.'
+    )
+
+
 def test_curves_of_long_runs_are_means_with_a_band_from_least_to_most():
     records = [{"step": n, "reward/score": float(n % 2)} for n in range(1, 2001)]
     panel = displays.PPO.panels[0]
@@ -518,6 +531,20 @@ def test_light_and_dark_differ_and_the_plots_follow(browser, copied):
 def brightness(colour):
     """ "rgb(r, g, b)" -> the mean of the three."""
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_no_line_ends_inside_a_flag_on_a_phone(browser, copied):
+    """Words of different lengths before it, so that at some of them a line ends there."""
+    long = "--critic_learning_rate 0.00017 --update_old_actor_freq 1 --critic_warmup_steps 20"
+    findings = [
+        replace(finding("look", 3), remedy=f"{'w ' * n}{long}", causes=(f"{'w ' * n}{long}",), symptom=long)
+        for n in range(0, 60, 7)
+    ]
+    page = opened(browser, written(copied, findings=findings), 390)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.evaluate("document.querySelectorAll('details').forEach(e => e.open = true)")
+    lines = page.locator(".flag").evaluate_all("all => all.map(e => e.getClientRects().length)")
+    assert len(lines) >= 9 * 9 and set(lines) == {1}
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -34,7 +34,7 @@ MOST_EVALUATIONS = 12  # shown side by side
 MOST_ROWS = 5  # responses of a kind
 MOST_CHARACTERS = 2000  # of a text
 # A flag, with a number behind it if there is one: no line of the page ends inside.
-FLAG = re.compile(r"--[a-z]\w*(?: -?\d[\d.]*(?:e[-+]?\d+)?(?![^\s,;.)]))?")
+FLAG = re.compile(r"--[a-z]\w*(?: -?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![^\s,;.)]))?")
 WORDS = re.compile(r"([^\W\u2e80-\u9fff\uac00-\ud7af]+|\S)(\s*)")  # a Chinese character is a word
 DISTRIBUTIONS = (  # name in histograms.jsonl, title, what to look for
     ("score", "scores", "The strong part should move up. Two bands: the responses are of two kinds."),
