@@ -596,6 +596,14 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+_HEALTH = "tests/runs/test_health.py::"
+_LIMITS = _HEALTH + "test_no_remedy_goes_beyond_what_its_flag_takes_or_what_is_usual"
+_HIGH = _HEALTH + "test_a_rate_that_is_high_is_not_raised"
+_CAUSES = _HEALTH + "test_a_cause_that_the_flags_rule_out_is_not_named"
+_STOPS = _HEALTH + "test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small"
+_BIAS = _HEALTH + "test_the_bias_of_the_critic_has_a_direction"
+_FORM = _HEALTH + "test_the_judge_falls_by_more_than_chance_and_the_form_has_most_of_the_gain"
+_ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _BY_HAND = "tests/runs/test_health_read.py::test_a_folder_that_was_changed_by_hand_is_named_in_one_line"
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
@@ -618,12 +626,17 @@ HEALTH = {
         ('steps[0]["step"]', "self.step", "since the last of the steps that show it", *H),
         ("wanted = min(wanted, positions - other)", "pass", "answers longer than the model's positions", *H),
         ("wanted >= WORTH * value", "wanted > 0", "a remedy that the run has already", *H),
-        ("value < WORTH * self.flag(name, 0)", "False", "a remedy that the run has nearly", *H),
-        ("value = min(wanted, TOP[name])", "value = wanted", "a remedy that its flag does not take", *H),
-        ("wanted = min(value * factor, TOP[name])", "wanted = value * factor", "too long a size", *H),
-        ("rate >= TOP[name] or rate > 2", "rate > 2", "the highest rate is raised", *H),
-        ("rate > 2 * (suited or rate)", "False", "a rate that is high is raised", *H),
-        ('self.flag("ppo_epochs", 2) > 1', 'self.flag("ppo_epochs", 2) > 0', "one epoch is too many", *H),
+        ("value < WORTH * self.flag(name, 0)", "False", "a remedy that the run has nearly", _LIMITS),
+        ("value = min(wanted, TOP[name])", "value = wanted", "a remedy that its flag does not take", _LIMITS),
+        ("wanted = min(value * factor, TOP[name])", "wanted = value * factor", "too long a size", _LIMITS),
+        ("rate >= TOP[name] or rate > 2", "rate > 2", "the highest rate is raised", _HIGH),
+        ("rate > 2 * (suited or rate)", "False", "a rate that is high is raised", _HIGH),
+        (
+            'self.flag("ppo_epochs", 2) > 1',
+            'self.flag("ppo_epochs", 2) > 0',
+            "one epoch is too many",
+            _CAUSES,
+        ),
         ("count == 1 else 's'", "count == 0 else 's'", "1 steps", *H),
         ("min(rate / 3, suited or rate / 3)", "rate / 3", "a rate far too high is only cut to a third", *H),
     ],
@@ -632,20 +645,20 @@ HEALTH = {
         ("not LEAST_RATIO < x < LARGEST_RATIO", "x > LARGEST_RATIO", "a small ratio is right", *H),
         ("or past.steps < 12 or", "or", "stuck after eight steps", *H),
         ("or past.score_rose()", "or False", "stuck although the score rises", *H),
-        ("max(target, kl) >= USUAL_STOP", "target >= USUAL_STOP", "a small target hides a high rate", *H),
-        ("max(target, kl) >= USUAL_STOP", "kl >= USUAL_STOP", "a target of 0.05 is raised", *H),
-        ("target < USUAL_STOP", "True", "every target is too small", *H),
-        ("min(3 * target, STEP_KL)", "3 * target", "a target above what a step may move", *H),
+        ("max(target, kl) >= USUAL_STOP", "target >= USUAL_STOP", "a small target hides a high rate", _STOPS),
+        ("max(target, kl) >= USUAL_STOP", "kl >= USUAL_STOP", "a target of 0.05 is raised", _STOPS),
+        ("target < USUAL_STOP", "True", "every target is too small", _STOPS),
+        ("min(3 * target, STEP_KL)", "3 * target", "a target above what a step may move", _STOPS),
         ("limit = max(KL_LIMIT, KL_OF_A_TOKEN * length)", "limit = KL_LIMIT", "long answers are far", *H),
     ],
     "trainer/runs/health_critic.py": [
         ("abs(x) > BIASED * spread", "x > BIASED * spread", "values that are too low are right", *H),
-        ("'high' if bias > 0 else 'low'", "'low' if bias > 0 else 'high'", "high and low exchanged", *H),
-        ('if past.flag("cliprange_value", 0.5) else ()', "", "a clip that is off is too small", *H),
+        ("'high' if bias > 0 else 'low'", "'low' if bias > 0 else 'high'", "high and low exchanged", _BIAS),
+        ('if past.flag("cliprange_value", 0.5) else ()', "", "a clip that is off is too small", _BIAS),
     ],
     "trainer/runs/health_responses.py": [
         ("now > start + 0.1", "now > start", "a little more repetition", *H),
-        ("dear if penalty else ()", "dear", "a penalty of 0 is too large", *H),
+        ("dear if penalty else ()", "dear", "a penalty of 0 is too large", _CAUSES),
         ("x < start / 2", "x < start", "half of the ends is not needed", *H),
         ("enough = 0.0 if cuts_are_free(past) else FEW_END", "enough = FEW_END", "cuts that are free", *H),
         ("LOOK if cuts_are_free(past) else WRONG", "WRONG", "cuts that are free are wrong", *H),
@@ -657,10 +670,10 @@ HEALTH = {
     ],
     "trainer/runs/health_reward.py": [
         ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
-        ("max(0.02, chance)", "0.02", "the judge falls by chance", *H),
-        ("max(0.02, chance)", "chance", "the judge falls by nothing", *H),
-        ("2 * math.hypot(*spreads)", "math.hypot(*spreads)", "one standard error", *H),
-        ("SHARE_OF_FORM = 0.8", "SHARE_OF_FORM = 0.2", "a small share is the form's alone", *H),
+        ("max(0.02, chance)", "0.02", "the judge falls by chance", _FORM),
+        ("max(0.02, chance)", "chance", "the judge falls by nothing", _FORM),
+        ("2 * math.hypot(*spreads)", "math.hypot(*spreads)", "one standard error", _FORM),
+        ("SHARE_OF_FORM = 0.8", "SHARE_OF_FORM = 0.2", "a small share is the form's alone", _FORM),
         (
             "or past.improved():\n        return None\n    gain",
             "or 0:\n        return None\n    gain",
@@ -668,7 +681,7 @@ HEALTH = {
             *H,
         ),
         ("moved > 0.1", "moved > 0.7", "a move of half a nat is none", *H),
-        ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", *H),
+        ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", _LIMITS),
         ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
         ('2 * model["weight"]', '1 * model["weight"]', "the weight that the run has", *H),
         (
@@ -693,7 +706,7 @@ HEALTH = {
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
-        ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", *H),
+        ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", _ENDED),
         ("error.code, error.agreed = BROKEN, True", "error.agreed = True", "a broken run exits with 2", *H),
     ],
     "trainer/runs/run_logger.py": [
@@ -701,7 +714,7 @@ HEALTH = {
             'how = "to go on all the same" if broken',
             'how = "to go on" if 0',
             "to go on with what is broken",
-            *H,
+            _ENDED,
         ),
         ("            if remedy:\n", "            if 0:\n", "no remedy before the first step", *H),
     ],
@@ -710,7 +723,7 @@ HEALTH = {
             'if "--strict_health" in state else []',
             "if 0 else []",
             "the summary does not say who ended it",
-            *H,
+            _ENDED,
         ),
     ],
     "trainer/runs/health_read.py": [
