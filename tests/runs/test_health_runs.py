@@ -72,6 +72,14 @@ def test_the_flags_of_a_remedy_can_be_told_from_its_words(health):
     assert health.remedy_flags("more prompts in --data_path, or --epochs 1") == {}
 
 
+def test_a_run_with_a_usual_target_kl_is_told_to_lower_its_rate(health):
+    """The rate was ten times too high: a larger --target_kl would let the policy go further away."""
+    found = findings(*health.records_of(RUNS["rate x10, target_kl 0.05"]))
+    (starves,) = (f for f in found if f.name == "early_stop_starves")
+    assert starves.causes == ("--learning_rate is too high",)
+    assert starves.remedy == "--learning_rate 0.0005"
+
+
 def test_each_check_is_seen_in_a_broken_run(health):
     runs = [run for run in RUNS.values() if run["kind"] == "broken"]
     seen = {f.name for run in runs for f in findings(*health.records_of(run))}

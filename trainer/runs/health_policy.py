@@ -155,7 +155,9 @@ def early_stop_starves(past):
     return Finding(
         LOOK,
         since,
-        "--target_kl ends most updates before they have begun: the actor hardly trains",
+        "--target_kl ends most updates early: single steps move the policy far"
+        if fast
+        else "--target_kl ends most updates before they have begun: the actor hardly trains",
         f"policy/early_stop {past.now('policy/early_stop', 1):.2f} (1: at the first minibatch), "
         f"policy/approx_kl {kl:.3f}, --target_kl {target:g}",
         causes if fast else (*causes, "--learning_rate is too high"),

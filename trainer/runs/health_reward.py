@@ -198,7 +198,7 @@ def kl_weighs_nothing(past):
         ("a reward with a large scale",),
         joined(
             f"--kl_coef {wanted:.2g}" if (wanted := 0.02 * spread) <= TOP["kl_coef"] else "",
-            f"a reward divided by {spread:.2g}",
+            f"a reward divided by {spread:.3g}",
             by=", or ",
         ),
         JUDGEMENT,
