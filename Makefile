@@ -1,16 +1,21 @@
-# `make train` trains the demo, `make test` runs all tests. Both first build .venv from requirements*.txt.
+# `make train` trains the demo, `make test` runs the tests, `make proofs` the slowest ones. All of them first build
+# .venv from requirements*.txt.
 # To give flags to the trainer: make train ARGS="--seed 1 --run_name mine"
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test mutations bench demo-assets lint clean
+.PHONY: train test proofs mutations bench demo-assets lint clean
 
 train: .venv/train.stamp
 	$(BIN)/python trainer/train_ppo.py $(ARGS)
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest $(ARGS)
+
+# The tests that take longest, which `make test` leaves out.
+proofs: .venv/dev.stamp
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Makes one line wrong at a time, and demands that a fast test fails. Some only: make mutations ARGS="gamma"
 mutations: .venv/dev.stamp

@@ -20,6 +20,7 @@ SHORTER = {
     8: (
         "rate 1e-8",
         "no KL",
+        "coarse reward",
         "no EOS",
         "constant",
         "thousands",
@@ -105,6 +106,11 @@ def BROKEN(f):
             "a reward function: a hash; --learning_rate 0.002",
             fn("noise", reasoning=0, learning_rate=0.002),
             (*rates, "entropy_rises"),
+        ),
+        "coarse reward": (
+            "--advantage rloo --num_generations 4, a reward function: 1 for the answer 17, else 0",
+            {**fn("seldom", reasoning=0), "advantage": "rloo", "num_generations": 4},
+            ("groups_alike",),
         ),
         "constant": ("a reward function: always 1", fn("constant", reasoning=0), ("scores_alike",)),
         "thousands": ("a reward function times 1000", fn("thousands"), ("kl_weighs_nothing",)),

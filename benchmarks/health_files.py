@@ -50,6 +50,9 @@ def repeated(prompts, responses, answers):
 def seven(prompts, responses, answers):
     return [3.0 * (found(r) == "7") - abs(len(r) - 60) / 60 for r in responses]
 
+def seldom(prompts, responses, answers):
+    return [float(found(r) == "17") for r in responses]
+
 def tagged(prompts, responses, answers):
     form = r"<think>.*</think>.*<answer>.*</answer>\\s*"
     return [float(bool(re.fullmatch(form, r, re.S))) for r in responses]

@@ -12,6 +12,14 @@ from common import ROOT, table
 from learning_tasks import TASKS
 
 PAGE = ROOT / "docs" / "learning.md"
+ALGORITHMS = PAGE.with_name("algorithms.md")
+ESTIMATORS = {  # {variant: its flags}
+    "GAE": "",
+    "4 answers": "`--num_generations 4`",
+    "RLOO, 4 answers": "`--advantage rloo --num_generations 4`",
+    "group, 4 answers": "`--advantage group --num_generations 4`",
+    "REINFORCE": "`--advantage reinforce`",
+}
 NAMES = {"trl": "TRL", "ours": "here"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
@@ -141,6 +149,30 @@ def variants_table(runs):
     return table(rows)
 
 
+def estimators_table(runs):
+    """A row for each way to estimate advantages, a column for each task: as ``variants_table``, and the CPU
+    seconds of a whole run beside those of GAE with one answer."""
+    runs, rows = [r for r in runs if r["who"] == "ours"], []
+    for name, flags in ESTIMATORS.items():
+        row, seconds = {"": name, "flags": flags}, []
+        for task in TASKS:
+            samples = TASKS[task].get("ablate")
+            found = pick(runs, task, "ours", "" if name == "GAE" else name, samples)
+            if name == "GAE":  # at the rates of the others
+                other = pick(runs, task, "ours", "RLOO, 4 answers", samples)
+                found = pick(runs, task, "ours", "", samples, other[0]["rates"]) if other else ()
+            same = pick(runs, task, "ours", "", samples, found[0]["rates"]) if found else ()
+            changed, plain = ({r["seed"]: r for r in group} for group in (found, same))
+            both = sorted(changed.keys() & plain.keys())
+            pairs = [(figure(changed[x]), figure(plain[x])) for x in both]
+            text = difference(pairs)
+            row[f"({task})"] = text.partition(" (")[0] if name == "GAE" else text
+            seconds += [changed[x]["curve"]["seconds"][-1] / plain[x]["curve"]["seconds"][-1] for x in both]
+        row["CPU time"] = f"{statistics.median(seconds):.2f}" if seconds else ""
+        rows.append(row)
+    return table(rows)
+
+
 def difference(pairs):
     """[(changed, plain)] of the same seeds -> text: the mean end, and its difference ± standard error."""
     if not pairs:
@@ -184,13 +216,18 @@ def draw(runs, task, path):
 
 
 def write(runs):
-    """Replace the tables of docs/learning.md and draw the pictures of all tasks that have runs."""
+    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
     text = PAGE.read_text(encoding="utf-8")
     for name, made in (("main", main_table), ("judges", judges_table), ("variants", variants_table)):
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
         text = between.sub(lambda _, m=marks, f=made: f"{m[0]}\n{f(runs)}\n{m[1]}", text)
     PAGE.write_text(text, encoding="utf-8")
+    text = ALGORITHMS.read_text(encoding="utf-8")
+    marks = "<!-- estimators -->", "<!-- end of estimators -->"
+    between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+    made = f"{marks[0]}\n{estimators_table(runs)}\n{marks[1]}"
+    ALGORITHMS.write_text(between.sub(lambda _: made, text), encoding="utf-8")
     for task in TASKS:
         if any(run["task"] == task for run in runs):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")

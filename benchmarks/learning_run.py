@@ -28,9 +28,10 @@ from model.lora import frozen_copy
 from trainer import ppo, train_ppo
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.evaluation import EVAL_STEP
-from trainer.generation.engine import Sampler, response_texts
+from trainer.generation.engine import Sampler
+from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import load_inputs
+from trainer.inputs import OF_THE_CRITIC, load_inputs
 from trainer.rewards.reward import load_reward
 from trainer.rewards.rules import is_correct
 
@@ -113,6 +114,8 @@ def flags_of(request, out):
     if request["who"] == "ours":
         flags |= task.get("ours", {}) | dict(zip(RATES, request["rates"], strict=True))
     flags |= {"seed": request["seed"], **request.get("flags", {})}
+    if flags.get("advantage", "gae") != "gae":
+        flags = {name: x for name, x in flags.items() if name not in OF_THE_CRITIC}
     steps = request["samples"] // flags["batch_size"]
     return flags | {"max_steps": steps, "eval_interval": max(1, steps // POINTS)}
 

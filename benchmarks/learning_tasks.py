@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from model.loading import load_policy, load_tokenizer
-from trainer.generation.engine import Sampler, response_texts
+from trainer.generation.engine import Sampler
+from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"

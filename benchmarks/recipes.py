@@ -1,4 +1,4 @@
-"""The table of docs/recipes.md: the memory that each of its commands needs, and the learning rates it gets.
+"""The tables of docs/recipes.md and docs/algorithms.md: the memory that each command needs, and its rates.
 
     python benchmarks/recipes.py
 
@@ -27,6 +27,8 @@ from trainer.train_ppo import flag_parser
 SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
 QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
 MAIN_MEMORY = 16  # GB of the laptop
+CARD = 25.7  # GB of a card that is sold as 24 GB, which are 24 times 2^30 bytes
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
 # A section of the page: (the policy's config, GB of the GPU or None for a CPU, what --dtype auto is there).
 RECIPES = {
     "MiniMind 26M": (MiniMindConfig(), 6, torch.bfloat16),
@@ -38,13 +40,29 @@ RECIPES = {
     ),
     "Qwen2.5-0.5B, all weights": (
         Qwen2Config(**QWEN, intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True),
-        25.7,  # sold as 24 GB, which are 24 times 2^30 bytes
+        CARD,
         torch.bfloat16,
     ),
 }
 RECIPES["Qwen2.5-0.5B, LoRA"] = RECIPES["Qwen2.5-0.5B, all weights"]
 RECIPES["Qwen2.5-0.5B on a T4"] = (RECIPES["Qwen2.5-0.5B, LoRA"][0], 16, torch.float16)
 RECIPES["MiniMind 26M on a laptop"] = (RECIPES["MiniMind 26M"][0], None, torch.float32)
+
+QWEN_1_5B = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+CARD_24 = {  # of docs/algorithms.md: (what its command has, the policy's config)
+    "MiniMind 26M": ("--hidden_size 512 ", RECIPES["MiniMind 26M"][0]),
+    "MiniMind 104M": ("--hidden_size 768 ", RECIPES["MiniMind 104M"][0]),
+    "Qwen2.5-0.5B": ("Qwen2.5-0.5B", RECIPES["Qwen2.5-0.5B, LoRA"][0]),
+    "Qwen2.5-1.5B": (
+        "Qwen2.5-1.5B",
+        Qwen2Config(**QWEN_1_5B, intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True),
+    ),
+}
 
 
 def flags_of(section):
@@ -60,19 +78,8 @@ def row_of(section):
     """-> {column: text} of one recipe."""
     config, card, dtype = RECIPES[section]
     args, device = flags_of(section), torch.device("cuda" if card else "cpu")
-    with torch.device("meta"):
-        actor = AutoModelForCausalLM.from_config(config)
-        config.num_labels = 1
-        reward = AutoModelForSequenceClassification.from_config(config)
-    reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
-    actor, reward = (Sizes.of(model, dtype) for model in (actor, reward))
-    actor.exact = dtype == torch.bfloat16 and "MiniMind" not in section  # saved in bf16; MiniMind's in fp16
-    reward.exact = dtype == torch.float32
-    rewards = [reward] if args.reward_model else []
-    sizes = {"actor": actor, "critic": reward if rewards else actor, "rewards": rewards}
-    room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
-    plan, _ = fitted_plan(args, sizes, device, dtype, BATCH if args.eval_data_path else 0, room)
-    parts, total = plan.parts(plan.fullest), plan.peak
+    plan, sizes = planned(args, config, card, dtype, device, "MiniMind" in section)
+    parts, total, actor = plan.parts(plan.fullest), plan.peak, sizes["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
     rates = [suited_rate(kind, sizes[kind].all, lora) for kind in kinds]
     others = {name: parts.pop(name, 0) for name in ("moments", "gradients", "KV cache")}
@@ -87,5 +94,41 @@ def row_of(section):
     }
 
 
+def planned(args, config, card, dtype, device, minimind):
+    """-> (the ``Plan`` of a command, {"actor": ``Sizes``, …}). card: GB, or None for a CPU."""
+    with torch.device("meta"):
+        actor = AutoModelForCausalLM.from_config(config)
+        config.num_labels = 1
+        reward = AutoModelForSequenceClassification.from_config(config)
+    reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
+    actor, reward = (Sizes.of(model, dtype) for model in (actor, reward))
+    actor.exact = dtype == torch.bfloat16 and not minimind  # saved in bf16; MiniMind's in fp16
+    reward.exact = dtype == torch.float32
+    rewards = [reward] if args.reward_model else []
+    sizes = {"actor": actor, "rewards": rewards}
+    if args.advantage == "gae":
+        sizes["critic"] = reward if rewards else actor
+    room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
+    return fitted_plan(args, sizes, device, dtype, BATCH if args.eval_data_path else 0, room)[0], sizes
+
+
+def commands_table():
+    """The table of the commands of docs/algorithms.md: their memory with a critic and without."""
+    text, rows = read(ALGORITHMS).split("\n## Commands for one card of 24 GB\n")[1].split("\n## ")[0], []
+    for number, command in enumerate(re.findall(r"^python trainer/train_ppo\.py (.*)$", text, re.M), 1):
+        args = flag_parser().parse_args(shlex.split(command))
+        complete_sizes(args)
+        name = next(name for name, (sign, _) in CARD_24.items() if sign in command)
+        row = {"command": number, "policy": name + (", LoRA" if args.lora_r else "")}
+        chosen = args.advantage
+        for args.advantage, column in (("gae", "GB with a critic"), ("rloo", "GB without")):
+            given = args, CARD_24[name][1], CARD, torch.bfloat16, torch.device("cuda"), "MiniMind" in name
+            size = f"{planned(*given)[0].peak / GB:.1f}"
+            row[column] = f"**{size}**" if args.advantage == chosen else size
+        rows.append(row)
+    return table(rows)
+
+
 if __name__ == "__main__":
     print(table([row_of(section) for section in RECIPES]))
+    print(commands_table())

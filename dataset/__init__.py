@@ -10,6 +10,7 @@ The files of this folder:
     special_tokens.py   special tokens that a text spells out stay text
     prompt_template.py  --prompt_template: gives a tokenizer a chat template
     lm_dataset.py       the datasets of PPO, stage 1 and stage 2; drops records that are too long
+    logged_answers.py   the dataset of offline PPO: answers with their scores
     data_order.py       the order of records: epochs, batches, each process' share, data loader
     demo/               the demo's data and tokenizer, and the scripts that make them
 """

@@ -4,6 +4,7 @@ The order depends on the seed, the epoch and the global batch size only, not on 
 resumed run goes on in the order of the run that was stopped.
 """
 
+import math
 import os
 import signal
 import sys
@@ -36,28 +37,56 @@ def global_batch(n, seed, step, size):
     return [int(_epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(batch_size, mini_batch_size, rank, world):
-    """The positions in the global batch that this process holds, minibatch after minibatch.
+def local_positions(batch_size, mini_batch_size, rank, world, answers=1):
+    """The positions in the global batch that this process holds, in the order of its local rows.
 
-    Minibatch k is the k-th slice of ``world * mini_batch_size`` positions. Process ``rank`` holds every
-    ``world``-th of them. They are its local rows [k * mini_batch_size, (k + 1) * mini_batch_size).
-    ``batch_size`` and ``mini_batch_size`` are per process.
+    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size`` and
+    ``mini_batch_size``, in answers, are per process. The prompts form blocks (``prompts_of_block``). Of each
+    block process ``rank`` holds every ``world``-th prompt, with all its answers one after the other.
     """
-    positions = []
-    for first in range(0, batch_size, mini_batch_size):
-        last = min(first + mini_batch_size, batch_size)
-        positions.extend(range(first * world + rank, last * world, world))
-    return positions
+    block = prompts_of_block(batch_size, mini_batch_size, answers)
+    prompts = []
+    for first in range(0, batch_size // answers, block):
+        last = min(first + block, batch_size // answers)
+        prompts.extend(range(first * world + rank, last * world, world))
+    return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
+
+
+def prompts_of_block(batch_size, mini_batch_size, answers):
+    """The number of a process' prompts that share their minibatches.
+
+    The answers to a prompt go into as many different minibatches as can be: into g, the greatest common
+    divisor of ``answers`` and the number of minibatches, answers / g into each. With one answer a prompt a
+    block is the prompts of one minibatch.
+
+    Why: with a critic, four answers to a prompt in one minibatch ended at 0.80 on the demo, in four
+    minibatches at 0.95 (docs/log.md). It is a whole number if both ``answers`` and ``mini_batch_size`` divide
+    ``batch_size``.
+    """
+    return mini_batch_size * math.gcd(batch_size // mini_batch_size, answers) // answers
+
+
+def minibatch_rows(batch_size, mini_batch_size, answers=1):
+    """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
+    positions, whatever their number is."""
+    spread = math.gcd(batch_size // mini_batch_size, answers)
+    rows = prompts_of_block(batch_size, mini_batch_size, answers) * answers
+    return [
+        [row for row in range(first, min(first + rows, batch_size)) if row % answers % spread == part]
+        for first in range(0, batch_size, rows)
+        for part in range(spread)
+    ]
 
 
 class RecordBatches(Sampler):
     """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
-    [first_step, last_step). ``batch_size`` and ``mini_batch_size`` are per process."""
+    [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
+    each prompt once; ``positions`` are those of its answers."""
 
-    def __init__(self, n, seed, first_step, last_step, batch_size, mini_batch_size, rank, world):
-        self.n, self.seed, self.size = n, seed, world * batch_size
+    def __init__(self, n, seed, first_step, last_step, batch_size, mini_batch_size, rank, world, answers=1):
+        self.n, self.seed, self.size, self.answers = n, seed, world * batch_size // answers, answers
         self.steps = range(first_step, last_step)
-        self.positions = local_positions(batch_size, mini_batch_size, rank, world)
+        self.positions = local_positions(batch_size, mini_batch_size, rank, world, answers)
 
     def __len__(self):
         return len(self.steps)
@@ -65,7 +94,7 @@ class RecordBatches(Sampler):
     def __iter__(self):
         for step in self.steps:
             batch = global_batch(self.n, self.seed, step, self.size)
-            yield [batch[position] for position in self.positions]
+            yield [batch[position // self.answers] for position in self.positions[:: self.answers]]
 
 
 @contextmanager

@@ -39,11 +39,14 @@ class RecordDataset(Dataset):
     """The base of all datasets here: items by number, made from records. Subclasses add ``make``, ``length``.
 
     ``keys``: the keys of records that the user named (keys.py); ``dropped``: number of records found too long
-    at the start; ``longest``: upper limit of an item's tokens; ``fingerprint``: a hash of the items made at
-    the start; ``columns``: the keys of the records read so far; ``note``: what was ignored, a line or "".
-
-    Raises InputError for a bad file, for a bad record among those read, or if all of those are too long.
+    at the start; ``long_answers``: those of infinite length; ``longest``: upper limit of an item's tokens;
+    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read so far;
+    ``note``: what was ignored, a line or "".
+    ``limits``: the flags that say how long an item may be. Raises InputError for a bad file, for a bad record
+    among those read, or if all of those are too long.
     """
+
+    limits = "--max_seq_len"
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, records=None):
         self.path, self.tokenizer, self.max_length, self.keys = str(path), tokenizer, max_length, keys
@@ -62,9 +65,10 @@ class RecordDataset(Dataset):
                 bar.done = len(lengths)
         fitting = [(i, length) for i, length in zip(places, lengths, strict=True) if length <= max_length]
         if not fitting:
-            raise InputError(f"{path}: every record is longer than {max_length} tokens; raise --max_seq_len")
+            raise self.too_long()
         self._kept = array("L", [i for i, _ in fitting]) if self.whole else range(n)
         self.edge, self.dropped = len(self._kept), len(lengths) - len(fitting)
+        self.long_answers = lengths.count(float("inf"))
         self.longest = max(length for _, length in fitting) if self.whole else max_length
         self.fingerprint = digest.hexdigest()[:12]
         self.note = ""
@@ -111,16 +115,19 @@ class RecordDataset(Dataset):
             (item,) = self.make([self._kept[first + (i - first) % (last - first)]])
             if self.length(item) <= self.max_length:
                 return item
-        raise InputError(
-            f"{self.path}: every record is longer than {self.max_length} tokens; raise --max_seq_len"
-        )
+        raise self.too_long()
+
+    def too_long(self):
+        """-> the error where every record is too long."""
+        most = f"{self.max_length} tokens; raise --max_seq_len"
+        return InputError(f"{self.path}: every record is longer than {most}")
 
     def describe(self):
         """The number of items, and how many were too long, as a text."""
         if not self.whole:
-            return f"{len(self)} (longer than --max_seq_len and passed over: {self.dropped} of {SAMPLE} read)"
+            return f"{len(self)} (longer than {self.limits} and passed over: {self.dropped} of {SAMPLE} read)"
         return f"{len(self)}" + (
-            f" ({self.dropped} longer than --max_seq_len dropped)" if self.dropped else ""
+            f" ({self.dropped} longer than {self.limits} dropped)" if self.dropped else ""
         )
 
     def read(self, indices, form):

@@ -86,6 +86,17 @@ def eos_ids(tokenizer, model):
     return sorted(set(ids))
 
 
+def check_ends(item, tokenizer, model):
+    """Raise InputError if a demonstration, (token ids, mask), teaches the model to end answers with a token
+    at which PPO does not stop."""
+    if not any(mask and token in eos_ids(tokenizer, model) for token, mask in zip(*item, strict=True)):
+        raise InputError(
+            f"the chat template does not end answers with the tokenizer's EOS, {tokenizer.eos_token}: set "
+            "eos_token in tokenizer_config.json to the token that ends a turn, or give another "
+            "--prompt_template"
+        )
+
+
 @torch.no_grad()
 def check_output_head(model):
     """Raise ``InputError`` unless the output head applied to the backbone's output gives the model's logits.

@@ -21,6 +21,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.best import Best, choose_best
+from trainer.ppo_models import PpoRun
 from trainer.rewards.judge import Judge
 from trainer.rewards.reward import Reward
 
@@ -180,7 +181,7 @@ def test_a_model_that_is_the_best_file_is_refused(files, tmp_path):
     with pytest.raises(InputError, match=f"{NAME}: this run would write its result there"):
         run = SimpleNamespace(args=SimpleNamespace(model=tmp_path / NAME), world=SimpleNamespace(device=None))
         run.pth_path, run.best_path = tmp_path / "ppo_actor_32.pth", tmp_path / NAME
-        train_ppo.PpoRun.__post_init__(run)
+        PpoRun.__post_init__(run)
 
 
 # -------------------------------------------------------------------------------------- killed and resumed
@@ -281,11 +282,12 @@ def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
 # ---------------------------------------------------------------------------------------------- the metric
 
 
-def chosen(metric="", answer=None, judge=None, fn="", reasoning=0, **reward):
+def chosen(metric="", answer=None, judge=None, fn="", reasoning=0, answers=1, pairs=None, **reward):
     args = SimpleNamespace(best_metric=metric, reasoning=reasoning, eval_reward_fn=fn, eval_reward_model=[])
+    args.num_generations = answers
     held_out = Records([SimpleNamespace(answer=None), SimpleNamespace(answer=answer)])
     given = {"models": {"model": (None, 1.0)}, "reasoning": bool(reasoning), **reward}
-    return choose_best(args, held_out, Reward(**given), Judge(function=judge))
+    return choose_best(args, held_out, Reward(**given), Judge(function=judge), pairs)
 
 
 class Records(list):
@@ -310,6 +312,23 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(name
     with pytest.raises(InputError, match=f"--best_metric {name}: is not evaluated") as error:
         chosen(name)
     assert "choose one of model, score, length, finished, or one of them with _greedy" in str(error.value)
+
+
+def test_what_has_no_greedy_twin_is_known_by_its_exact_name():
+    """pass@k: k = 2, 4 … up to --num_generations, as evaluate in evaluation.py logs them."""
+    for name in ("pass@2", "pass@4", "accuracy_greedy"):
+        assert chosen(name, answer="a", answers=6).metric == f"eval/{name}"
+    assert chosen(answer="a", answers=6).metric == "eval/accuracy"
+    for name in ("pass@3", "pass@8", "pass@4_greedy"):
+        with pytest.raises(InputError, match=r"with _greedy behind it, or pass@2, pass@4$"):
+            chosen(name, answer="a", answers=6)
+    with pytest.raises(InputError, match="pass@2: is not evaluated"):
+        chosen("pass@2", answers=4)  # no answers in the records
+    assert chosen("chosen_preferred", pairs=[1]).metric == "eval/chosen_preferred"
+    with pytest.raises(InputError, match=r"share_greedy: is not .*, or chosen_share, chosen_preferred$"):
+        chosen("chosen_share_greedy", pairs=[1])
+    with pytest.raises(InputError, match="--best_metric eval/kl: higher is better, and a far policy is not"):
+        chosen("eval/kl", pairs=[1])
 
 
 @pytest.mark.parametrize("flag", ["best_metric", "eval_reward_fn", "eval_reward_model"])

@@ -19,7 +19,8 @@ from dataset.prompt_template import set_system_prompt
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.generation.engine import response_texts, sample
+from trainer.generation.engine import sample
+from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.runs.interrupts import StopRequest
 

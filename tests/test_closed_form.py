@@ -31,7 +31,7 @@ def trained(folder, tokenizer, sizes, steps, **values):
     policy = save_policy_dir(folder / "policy", tokenizer, **sizes)
     (folder / "reward.py").write_text(REWARD)
     data = write_jsonl(folder / "prompts.jsonl", [{"prompt": PROMPT}] * 8)
-    common = {"reasoning": 0, "missing_eos_penalty": 0, "critic_warmup_steps": 1, "epochs": 10**6}
+    common = {"reasoning": 0, "missing_eos_penalty": 0, "epochs": 10**6}
     common |= {"out_dir": folder / "out", "run_name": "run", "reward_fn": f"{folder / 'reward.py'}:score"}
     train(model=policy, data_path=data, max_steps=steps, **common, **values)
     ref, actor = tiny_llama(len(tokenizer), **sizes), tiny_llama(len(tokenizer), **sizes)
@@ -68,19 +68,31 @@ def texts_of(tokenizer, sequences):
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_one_token_task_reaches_the_known_optimum(kl_in, tmp_path):
+GAE = {"critic_warmup_steps": 1, "critic_learning_rate": 3e-3}
+ESTIMATORS = {
+    "gae": GAE,
+    "gae, four answers": {**GAE, "num_generations": 4},
+    "rloo": {"advantage": "rloo", "num_generations": 4},
+    "reinforce": {"advantage": "reinforce"},
+}
+
+
+CASES = [("gae", "loss"), ("gae", "reward"), ("gae, four answers", "loss"), ("rloo", "reward")]
+
+
+@pytest.mark.parametrize(("estimator", "kl_in"), [*CASES, ("rloo", "loss"), ("reinforce", "loss")])
+def test_one_token_task_reaches_the_known_optimum(estimator, kl_in, tmp_path):
     tokenizer, beta = word_tokenizer("abcdefghi"), 0.5
     sizes = {"spread": 4.0}
     ref, actor = trained(
         tmp_path, tokenizer, sizes, steps=30, kl_in=kl_in, kl_coef=beta, max_gen_len=1, batch_size=256,
-        mini_batch_size=64, ppo_epochs=4, learning_rate=1e-3, critic_learning_rate=3e-3,
+        mini_batch_size=64, ppo_epochs=4, learning_rate=1e-3, **ESTIMATORS[estimator],
     )  # fmt: skip
     answers = all_responses(len(tokenizer), 1)
     ref, p = (sequence_logprobs(m, tokenizer(PROMPT).input_ids, answers, 1) for m in (ref, actor))
     optimum = (ref + rewards_of(texts_of(tokenizer, answers)) / beta).log_softmax(-1)
     before, after = ((x.exp() * (x - optimum)).sum().item() for x in (ref, p))
-    print(f"KL to the optimum, --kl_in {kl_in}: {before:.3f} before, {after:.5f} after")
+    print(f"KL to the optimum, {estimator}, --kl_in {kl_in}: {before:.3f} before, {after:.5f} after")
     assert before > 0.3
     assert after < 0.01
 
@@ -128,9 +140,18 @@ def three_tokens(folder, **flags):
 
 def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     sizes = {"steps": 60, "batch_size": 1024, "mini_batch_size": 256, "ppo_epochs": 4}
-    assert three_tokens(tmp_path, **sizes, learning_rate=6e-4, critic_learning_rate=2e-3) > 0.95
+    rates = {"learning_rate": 6e-4, "critic_learning_rate": 2e-3, "critic_warmup_steps": 1}
+    assert three_tokens(tmp_path, **sizes, **rates) > 0.95
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce"])
+def test_without_a_critic_too(estimator, tmp_path):
+    sizes = {"steps": 60, "batch_size": 512, "mini_batch_size": 128, "ppo_epochs": 4}
+    assert three_tokens(tmp_path, **sizes, **ESTIMATORS[estimator], learning_rate=8e-4) > 0.94
+
+
+@pytest.mark.slow
 def test_with_replay_an_eighth_of_the_samples_closes_nearly_as_much(tmp_path):
     sizes = {"steps": 30, "batch_size": 256, "mini_batch_size": 64, "ppo_epochs": 8, "replay_batches": 8}
-    assert three_tokens(tmp_path, **sizes, learning_rate=1e-3, critic_learning_rate=3e-3) > 0.94
+    assert three_tokens(tmp_path, **sizes, **GAE, learning_rate=1e-3) > 0.94

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from tiny import ROOT, read_jsonl, run_files, train
+from tiny import ROOT, read_jsonl, run_files, train, write_jsonl
 
 from trainer import train_ppo, train_reward, train_sft
 from trainer.peer_flags import PEER_FLAGS
@@ -62,13 +62,15 @@ def test_every_decision_names_code_and_a_test():
 
 
 def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
-    """One row a name; ``<part>`` stands for a part of the reward."""
+    """One row a name; ``<part>`` stands for a part of the reward, ``<k>`` for a number."""
     page = text_of(ROOT / "docs" / "metrics.md")
     rows = re.findall(
-        r"^\| `((?:rollout|reward|kl|policy|value|perf|eval|train)/[\w<>]+)` \|", page, re.MULTILINE
+        r"^\| `((?:rollout|reward|kl|policy|value|perf|eval|ema|train)/[\w<>@]+)` \|", page, re.MULTILINE
     )
     assert len(rows) == len(set(rows))
-    patterns = {name: re.compile(name.replace("<part>", r"\w+") + r"\Z") for name in rows}
+    patterns = {
+        name: re.compile(name.replace("<part>", r"[\w@]+").replace("<k>", r"\d+") + r"\Z") for name in rows
+    }
     files = run_files(tmp_path, count=8)
     answered = [{"prompt": r["prompt"], "answer": "a"} for r in read_jsonl(files["data_path"])]
     held_out = tmp_path / "held_out.jsonl"
@@ -87,9 +89,19 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
         "normalize_reward": 1,
         "length_reward": 0.5,
         "repetition_penalty": 0.5,
+        "num_generations": 2,
+        "filter_groups": 1,
+        "kl_target": 1,
+        "entropy_top": 0.5,
+        "ema_beta": 0.9,
     }
-    train(**files, reasoning=1, **sizes, **more, out_dir=tmp_path / "out", run_name="r")
-    logged = {name for line in read_jsonl(tmp_path / "out/r/metrics.jsonl") for name in line} - {"step"}
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a b"}])
+    train(**files, reasoning=1, **sizes, **more, ptx_data_path=texts, out_dir=tmp_path / "out", run_name="r")
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    offline = {"offline_data_path": pairs, "eval_data_path": pairs, "epochs": 9}
+    train(model=files["model"], **sizes, **offline, out_dir=tmp_path / "out", run_name="offline")
+    lines = [line for run in ("r", "offline") for line in read_jsonl(tmp_path / f"out/{run}/metrics.jsonl")]
+    logged = {name for line in lines for name in line} - {"step"}
     assert len(logged) > 40
     for name in logged:
         assert any(pattern.match(name) for pattern in patterns.values()), f"{name} is not on the page"
@@ -117,6 +129,7 @@ def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):
         assert f"\n## {row['recipe']}\n" in page
         if row["of the card"]:
             assert int(row["of the card"].split("%")[0]) <= 85, row
+    assert recipes.commands_table() in text_of(recipes.ALGORITHMS)
     commands_of_recipes = page.split("\n## From nothing to a reward\n")[1]
     assert len(re.findall(r"^python trainer/train_ppo", commands_of_recipes, re.MULTILINE)) == len(rows)
 

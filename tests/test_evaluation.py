@@ -7,6 +7,7 @@ import torch
 from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_jsonl
 
 from trainer import evaluation, train_ppo
+from trainer.build_run import build_run
 from trainer.evaluation import EVAL_STEP, evaluate, share_of
 from trainer.generation.sampling_noise import noise_keys, uniform
 from trainer.inputs import load_inputs
@@ -26,9 +27,11 @@ class Prompts(list):
 def answering(sampled, greedy):
     """A ``roll_out`` that looks up its responses: by temperature, then by the prompt's place."""
 
-    def roll_out(prompts, temperature):
+    def roll_out(prompts, temperature, answers):
         table = {0.7: sampled, 0.0: greedy}[temperature]
-        texts = [table[prompt.index] for prompt in prompts]
+        said = [table[prompt.index] for prompt in prompts]
+        texts = [text for texts in said for text in ([texts] if isinstance(texts, str) else texts)]
+        assert len(texts) == answers * len(prompts)
         lengths = torch.tensor([len(text) for text in texts])
         rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
         parts = {"format": 0.5 * torch.tensor([float("<think>" in text) for text in texts])}
@@ -78,6 +81,25 @@ def test_without_answers_there_is_no_accuracy():
     assert not any("accuracy" in name or "format_rate" in name for name in found)
 
 
+@pytest.mark.parametrize("batch", [256, 8, 1])
+def test_several_answers_to_a_prompt_by_hand(monkeypatch, batch):
+    """Four answers to each of two prompts: one of them is right, and two of them. Of two answers one is right
+    with 1 - (3 over 2) / (4 over 2) = 1/2 and 1 - 1/6 = 5/6; of all four, always."""
+    monkeypatch.setattr(evaluation, "BATCH", batch)
+    answers = Prompts(["1", "2", None])
+    sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["5", "6", "7", "8"]]
+    found, rows = evaluate(answering(sampled, ["1", "0", "1"]), answers, 0.7, False, ALONE, 4)
+    assert found["eval/accuracy"] == pytest.approx(3 / 8)
+    assert found["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert found["eval/pass@4"] == 1
+    assert found["eval/accuracy_greedy"] == 1 / 2
+    assert found["eval/length"] == pytest.approx(14 / 12)
+    assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "5"]
+    assert not any(
+        "pass" in name for name in evaluate(answering("123", "123"), answers, 0.7, False, ALONE)[0]
+    )
+
+
 def test_processes_share_the_prompts():
     shares = [share_of(range(7), World(rank, 3, torch.device("cpu"))) for rank in range(3)]
     assert sorted(place for share in shares for place in share) == list(range(7))
@@ -86,10 +108,10 @@ def test_processes_share_the_prompts():
 
 
 @torch.no_grad()
-def respond(model, prompt, temperature, seed):
+def respond(model, prompt, temperature, seed, sample=0):
     """A response of at most five tokens, token by token, in plain torch. The noise is that of evaluation."""
     ids, found = list(prompt.prompt_ids), []
-    for u in uniform(noise_keys(seed, EVAL_STEP, [prompt.index]), 5)[0]:
+    for u in uniform(noise_keys(seed, EVAL_STEP, [prompt.index], sample), 5)[0]:
         logits = model(torch.tensor([ids + found])).logits[0, -1].double()
         if temperature:
             found.append(int((torch.softmax(logits / temperature, -1).cumsum(0) <= u).sum()))
@@ -100,10 +122,12 @@ def respond(model, prompt, temperature, seed):
     return found
 
 
-def test_the_actor_is_evaluated_sampled_and_greedy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("answers", [1, 2])
+def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatch):
     """Actor, old actor and reference differ; the answers of some records are what the actor says."""
     monkeypatch.setattr(evaluation, "BATCH", 5)
     values = {**run_files(tmp_path), "update_old_actor_freq": 2, "temperature": 0.7, "max_gen_len": 5}
+    values["num_generations"] = answers
     del values["reward_model"]
     values |= {
         "missing_eos_penalty": 0.0,
@@ -121,21 +145,27 @@ def test_the_actor_is_evaluated_sampled_and_greedy(tmp_path, monkeypatch):
     args = train_ppo.parse_args(flags(**values))
     actor, tokenizer, prompts, held_out, _ = load_inputs(args)
     responses = {}
-    for kind, temperature in (("", 0.7), ("_greedy", 0.0)):
-        found = [respond(plain, held_out[i], temperature, args.seed) for i in range(len(held_out))]
+    for kind, temperature, samples in (("", 0.7, range(answers)), ("_greedy", 0.0, range(1))):
+        asked = [held_out[i] for i in range(len(held_out))]
+        found = [respond(plain, p, temperature, args.seed, sample) for p in asked for sample in samples]
         responses[kind] = [" ".join(tokenizer.convert_ids_to_tokens(ids)) for ids in found]
     for n, record in enumerate(records):  # greedy: right in every second record; sampled: in every third
         kind = "_greedy" if n % 2 else "" if n % 3 == 0 else None
-        record["answer"] = responses[kind][n] if kind is not None else "nothing"
+        record["answer"] = responses[kind][n if kind else n * answers] if kind is not None else "nothing"
     write_jsonl(tmp_path / "held_out.jsonl", records)
     actor, tokenizer, prompts, held_out, _ = load_inputs(args)
-    run = train_ppo.build_run(args, ALONE, actor, tokenizer, prompts, held_out)
+    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out)
     run.actor.load_state_dict(plain.state_dict())
     found, _ = train_ppo.evaluate_actor(run, {}, {})
     for kind, texts in responses.items():
-        right = [text == record["answer"] for text, record in zip(texts, records, strict=True)]
-        assert 0.2 < sum(right) / 13 < 0.9
-        assert found[f"eval/accuracy{kind}"] == pytest.approx(sum(right) / 13)
+        each = len(texts) // 13
+        right = [text == records[i // each]["answer"] for i, text in enumerate(texts)]
+        assert 0.1 < sum(right) / len(texts) < 0.9
+        assert found[f"eval/accuracy{kind}"] == pytest.approx(sum(right) / len(texts))
         scores = [text.split().count("a") - 0.1 * len(text) for text in texts]
-        assert found[f"eval/function{kind}"] == pytest.approx(sum(scores) / 13, abs=1e-6)
-    assert responses[""] != responses["_greedy"]
+        assert found[f"eval/function{kind}"] == pytest.approx(sum(scores) / len(texts), abs=1e-6)
+        if each == 2:
+            solved = sum(one or other for one, other in zip(right[::2], right[1::2], strict=True))
+            assert found["eval/pass@2"] == pytest.approx(solved / 13)
+            assert texts[::2] != texts[1::2]
+    assert responses[""][::answers] != responses["_greedy"]

@@ -793,6 +793,8 @@ RETURNS = [
     "iter([1, 2])", "(x for x in (1, 1 / 0))", "[[1], [2]]", "[1j, 2]", "torch.ones(2)", "torch.ones(2, 1)",
     "torch.ones(2, requires_grad=True)", "1 / 0", "responses", "object()", "[object(), 1]", "f", "exit()",
     "prompts.clear()", "responses.append('x') or [1, 2]", "[1, 2] * 100", "undefined", "itertools.count()",
+    "[[(0, 1)], 2]", "[[], []]", "[[(None, 1), (1, float('inf'))], 1]", "[[(0, 1e300)], ((True, 1),)]",
+    "[[(9, 1)], 1]", "[[(0, 1e300), (0, -1e300)], 1]", "[['ab'], 1]", "[[(10**99, 1)], 1]",
 ]  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def test_every_file_has_a_place():
 def test_files_and_functions_can_be_read_in_one_sitting():
     for path in FILES:
         text = path.read_text(encoding="utf-8")
-        most = 420 if path.name == "train_ppo.py" else 320
+        most = 430 if path.name == "train_ppo.py" else 320
         assert text.count("\n") <= most, f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):

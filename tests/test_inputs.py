@@ -35,6 +35,52 @@ def test_sizes_follow_each_other(given, batch, mini):
     assert (args.batch_size, args.mini_batch_size) == (batch, mini)
 
 
+@pytest.mark.parametrize(
+    ("answers", "given", "batch", "mini"),
+    [
+        (4, [], 128, 32),
+        (8, [], 128, 32),
+        (6, [], 192, 32),
+        (48, [], 192, 32),
+        (4, ["--batch_size", "48"], 48, 24),
+        (3, ["--mini_batch_size", "8"], 144, 8),
+        (4, ["--batch_size", "20"], 20, 20),
+        (4, ["--mini_batch_size", "64"], 128, 64),
+    ],
+)
+def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
+    args = complete_flags(parsed("--num_generations", str(answers), *given))
+    assert (args.batch_size, args.mini_batch_size) == (batch, mini)
+    assert count_steps(args, 10 * batch, 1) == 10 * answers  # prompts are what epochs count
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--num_generations", "3", "--batch_size", "32"], "--batch_size 32: must be a multiple"),
+        (
+            ["--advantage", "rloo"],
+            "--advantage rloo: compares the answers to a prompt; set --num_generations",
+        ),
+        (["--advantage", "group"], "--advantage group: compares the answers"),
+        (["--filter_groups", "1"], "--filter_groups: compares the answers"),
+        (
+            ["--advantage", "reinforce", "--critic_warmup_steps", "1"],
+            "--critic_warmup_steps 1: --advantage rei",
+        ),
+        (["--advantage", "reinforce", "--lam", "1"], "--lam 1.0: --advantage reinforce has no critic"),
+        (
+            ["--advantage", "rloo", "--num_generations", "2", "--gamma", "0.9"],
+            "--gamma 0.9: --advantage rloo",
+        ),
+        (["--advantage", "group", "--num_generations", "2", "--kl_in", "reward"], "--kl_in reward: --adv"),
+    ],
+)
+def test_flags_that_do_not_go_with_an_estimator_are_refused(given, line):
+    with pytest.raises(InputError, match=line):
+        complete_flags(parsed(*given))
+
+
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="--mini_batch_size 3: must divide --batch_size 8"):
         complete_flags(parsed("--batch_size", "8", "--mini_batch_size", "3"))

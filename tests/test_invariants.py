@@ -9,6 +9,7 @@ from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
+from trainer.build_run import build_run
 from trainer.compute.balance_loss import load_balance_loss
 from trainer.compute.rollout_data import length_mask
 from trainer.inputs import load_inputs
@@ -42,7 +43,7 @@ def make_run(files, **values):
     }
     args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
     actor, tokenizer, prompts, *_ = load_inputs(args)
-    return train_ppo.build_run(args, ALONE, actor, tokenizer, prompts), prompts
+    return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts), prompts
 
 
 def filled_rollout(run, prompts, step=0):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from errors import InputError, run_script
-from trainer import memory_check, train_ppo
+from trainer import build_run, memory_check, train_ppo
 from trainer.compute import free_memory
 from trainer.memory_check import check_loading, check_memory
 from trainer.memory_plan import GB, Sizes, memory_plan
@@ -52,6 +52,15 @@ def planned(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, *
         "rewards": [sizes[id(m)] for m in rewards],
     }
     return memory_plan(arguments(*argv), sizes, device, dtype, **more)
+
+
+def test_without_a_critic_its_weights_and_moments_are_not_counted():
+    model, with_critic = tiny_llama(10), planned()
+    sizes = {"actor": Sizes.of(model, BF16), "rewards": []}
+    without = memory_plan(arguments("--advantage", "reinforce"), sizes, CPU, BF16)
+    trained = sizes["actor"].body
+    assert sum(with_critic.standing.values()) - sum(without.standing.values()) == (4 + 8) * trained
+    assert "critic" not in {**without.standing, **without.building}
 
 
 def on_meta(config, reward_dtype=BF16):
@@ -323,13 +332,13 @@ def test_offloading_without_a_gpu_is_refused(monkeypatch):
 
 
 def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
-    counted, check = [], train_ppo.check_memory
+    counted, check = [], build_run.check_memory
 
-    def noted(*given):
+    def noted(*given, **more):
         counted.append((len(given[3]), given[-1]))
-        return check(*given)
+        return check(*given, **more)
 
-    monkeypatch.setattr(train_ppo, "check_memory", noted)
+    monkeypatch.setattr(build_run, "check_memory", noted)
     files = run_files(tmp_path, count=8)
     train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
     held_out = {"eval_data_path": files["data_path"], "eval_reward_model": files.pop("reward_model")}
@@ -378,6 +387,8 @@ import sys, threading, time
 import psutil, torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trainer import train_ppo as T
+from trainer.build_run import build_run
+from trainer.compute.memory import keep_freed_memory
 from trainer.memory_plan import Sizes, memory_plan
 from trainer.runs.distributed import init_world
 from dataset.lm_dataset import RLAIFDataset
@@ -388,14 +399,14 @@ ids = dict(vocab_size=6400, eos_token_id=2, bos_token_id=1, pad_token_id=0, tie_
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, num_key_value_heads=2)).eval()
 argv = ["--model", "x", "--data_path", "dataset/demo/ppo.jsonl", "--reward_fn", sys.argv[1]]
-argv += ["--critic_warmup_steps", "0", "--max_steps", "1", "--batch_size", "16", "--max_gen_len", "16"]
+argv += ["--max_steps", "1", "--batch_size", "16", "--max_gen_len", "16", *sys.argv[3:]]
 argv += ["--max_seq_len", "24", "--reasoning", "0", "--dtype", "float32", "--out_dir", sys.argv[2]]
 args, world = T.parse_args(argv), init_world("cpu")
 prompts = RLAIFDataset(args.data_path, tokenizer, args.max_seq_len)
-T.keep_freed_memory()
+keep_freed_memory()
 rss = psutil.Process().memory_info().rss
 sizes = Sizes.of(model, torch.float32)
-sizes = {"actor": sizes, "critic": sizes, "rewards": []}
+sizes = {"actor": sizes, "rewards": []} | ({"critic": sizes} if args.advantage == "gae" else {})
 planned = memory_plan(args, sizes, world.device, torch.float32).peak - sizes["actor"].bytes
 peak = [0]
 
@@ -405,7 +416,7 @@ def watch():
         time.sleep(0.005)
 
 threading.Thread(target=watch, daemon=True).start()
-run = T.build_run(args, world, model, tokenizer, prompts)
+run = build_run(args, T.flag_parser().flags, world, model, tokenizer, prompts)
 T.prepare_frozen(run)
 order = T.RecordBatches(len(prompts), 42, 0, 1, args.batch_size, args.mini_batch_size, 0, 1)
 with T.record_loader(prompts, order, 0) as batches:
@@ -415,12 +426,13 @@ print(planned, peak[0] - rss)
 """
 
 
-def test_the_plan_is_near_what_a_run_takes(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--advantage", "reinforce"]], ids=["critic", "no critic"])
+def test_the_plan_is_near_what_a_run_takes(more, tmp_path):
     """A model of 13M parameters in fp32, of whose memory the weights are the larger part."""
     reward = tmp_path / "reward.py"
     reward.write_text("def score(prompts, responses, answers):\n    return [len(r) % 3 for r in responses]\n")
     process = subprocess.run(
-        [sys.executable, "-c", MEASURE, f"{reward}:score", str(tmp_path)],
+        [sys.executable, "-c", MEASURE, f"{reward}:score", str(tmp_path), *more],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -96,6 +96,73 @@ def test_gae_with_lambda_one_is_return_minus_value():
     assert torch.allclose(returns, torch.where(mask, to_go, 0.0), atol=1e-5)
 
 
+REWARDS = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, math.nan], [1.0, 1.0, 1.0], [0.0, 0.0, 7.0]])
+FOUR = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, True]])
+
+
+def test_leave_one_out_by_hand():
+    """Two answers to each of two prompts, of rewards 3, 5 and 2, 7: each less the other."""
+    advantages = ppo.leave_one_out(REWARDS, FOUR, 2)
+    assert advantages.tolist() == [[-2, -2, -2], [2, 0, 0], [-5, -5, 0], [5, 5, 5]]
+
+
+def test_leave_one_out_of_four_by_hand():
+    """Rewards 3, 5, 2, 7: 3 - 14/3, 5 - 12/3, 2 - 15/3, 7 - 10/3."""
+    advantages = ppo.leave_one_out(REWARDS, FOUR, 4)
+    assert advantages[:, 0].tolist() == pytest.approx([-5 / 3, 1, -3, 11 / 3])
+
+
+def test_group_normalized_by_hand():
+    """Rewards 3, 5: the mean is 4, the std of a sample sqrt(2). Rewards that are equal give 0."""
+    advantages = ppo.group_normalized(REWARDS, FOUR, 2)
+    assert advantages[:2].tolist() == [pytest.approx([-(0.5**0.5)] * 3), pytest.approx([0.5**0.5, 0, 0])]
+    assert ppo.group_normalized(torch.ones(4, 3), FOUR[:1].expand(4, 3), 4).tolist() == [[0, 0, 0]] * 4
+
+
+def test_without_the_std_the_groups_advantages_are_those_of_leave_one_out():
+    """Dr. GRPO's R - mean is (n - 1) / n times RLOO's: after ``scale_to_one`` they are equal."""
+    total = ppo.response_rewards(REWARDS, FOUR, 4)
+    centred = torch.where(FOUR, (total - total.mean(1, keepdim=True)).view(-1, 1), 0.0)
+    one, other = (
+        ppo.scale_to_one(x, FOUR, lambda t: t)[0] for x in (centred, ppo.leave_one_out(REWARDS, FOUR, 4))
+    )
+    assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_scale_to_one_divides_by_the_root_mean_square_of_all_processes():
+    """Squares 9 + 1 here and 16 + 4 there, over five tokens: sqrt(6). The sign of every number stays."""
+    x = torch.tensor([[3.0, 1.0, math.inf]])
+    mask = torch.tensor([[True, True, False]])
+    scaled, size = ppo.scale_to_one(x, mask, lambda t: t + torch.tensor([6.0, 20.0, 3.0]).double())
+    assert size == pytest.approx(6**0.5)
+    assert scaled.tolist() == [pytest.approx([3 / 6**0.5, 1 / 6**0.5, 0])]
+    assert ppo.scale_to_one(torch.zeros(1, 3), mask, lambda t: t)[0].tolist() == [[0, 0, 0]]
+
+
+def test_a_batch_without_any_signal_leaves_kl_and_entropy_their_weight():
+    """Zeros, divided by 1: KL loss and entropy bonus are divided by the same number. Small rewards are a
+    signal: they are divided by 0.0001 or more."""
+    mask = torch.tensor([[True, True, False]])
+    for normalize in (ppo.scale_to_one, ppo.whiten):
+        scaled, size = normalize(torch.zeros(1, 3), mask, lambda t: t)
+        assert (scaled.tolist(), size) == ([[0, 0, 0]], 1.0)
+        for x, divisor in ((2e-4, 2e-4), (1e-5, 1e-4)):
+            scaled, size = normalize(torch.tensor([[x, -x, math.nan]]), mask, lambda t: t)
+            assert scaled.tolist() == [pytest.approx([x / divisor, -x / divisor, 0])]
+            assert size == pytest.approx(divisor)
+    scaled, size = ppo.whiten(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
+    assert (scaled.tolist(), size) == ([[0, 0, 0]], 1.0)
+
+
+@pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])
+def test_equal_rewards_have_no_advantage_whatever_the_rounding(estimator):
+    """Seven answers of 1000.1: their sum in fp32 is not seven times that. A difference of 0.01 counts."""
+    rewards, mask = torch.full((7, 1), 1000.1), torch.ones(7, 1, dtype=torch.bool)
+    assert estimator(rewards, mask, 7).tolist() == [[0]] * 7
+    rewards[3] += 0.01
+    assert estimator(rewards, mask, 7)[3] > 0
+
+
 def test_moments_give_mean_and_std_of_real_tokens_over_processes():
     torch.manual_seed(0)
     a, b = torch.randn(2, 3) + 5, torch.randn(2, 3) - 2
@@ -191,7 +258,7 @@ def test_effective_sample_size_by_hand():
 
 def rows(**fields):
     """Rows of a rollout as ``policy_objective`` reads them."""
-    return SimpleNamespace(mask=torch.ones(1, 3, dtype=torch.bool), **fields)
+    return SimpleNamespace(mask=torch.ones(1, 3, dtype=torch.bool), counted=None, **fields)
 
 
 def test_importance_weights_multiply_every_tokens_loss_and_kl():
@@ -240,7 +307,7 @@ def test_the_kl_in_the_reward_follows_the_actor():
     mb = SimpleNamespace(
         mask=torch.tensor([[True, True, False]]), old_logprobs=old, advantages=torch.zeros(1, 3)
     )
-    mb.importance_weights = torch.ones(1, 3)
+    mb.importance_weights, mb.counted = torch.ones(1, 3), None
     ppo.policy_objective(logprobs, mb, ppo.Clip(1.0, 1.0), "reward", 0.5, 0.5)[0].backward()
     expected = [0.1 * math.exp(0.1), 0.1 * math.exp(0.2), 0.0]  # -advantage * ratio
     assert logprobs.grad.tolist() == [pytest.approx(expected)]

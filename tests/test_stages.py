@@ -39,7 +39,8 @@ from trainer import supervised, train_ppo, train_reward, train_sft
 from trainer.compute import loss_scale
 from trainer.compute.batching import pad_right
 from trainer.compute.loss_scale import LossScale
-from trainer.generation.engine import response_texts, sample
+from trainer.generation.engine import sample
+from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import load_inputs
 from trainer.rewards.reward_models import critic_start, load_reward_model

@@ -12,11 +12,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import WORDS, flags, save_policy_dir, word_tokenizer, write_jsonl
+from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
 
 from dataset.data_order import epoch_order
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
+from trainer.build_run import build_run
 from trainer.generation.sampling_noise import noise_keys, uniform
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
@@ -26,6 +27,10 @@ ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 3
 REWARD = """def score(prompts, responses, answers):
     return [r.split().count("a") - 0.1 * len(r) for r in responses]
+
+def steps(prompts, responses, answers):
+    places = [[i for i, c in enumerate(r) if c == "a"] for r in responses]
+    return [[(None, -0.1 * len(r)), *((i, 1) for i in mine)] for r, mine in zip(responses, places)]
 """
 FLAGS = {
     "batch_size": 16,
@@ -51,6 +56,9 @@ FLAGS = {
     "dtype": "float32",
     "critic_init": "actor",
 }
+NO_CRITIC = dict.fromkeys(
+    ["critic_warmup_steps", "lam", "cliprange_value", "vf_coef", "critic_learning_rate", "critic_init"]
+)
 CASES = {
     "all options": {
         "kl_in": "loss",
@@ -63,9 +71,42 @@ CASES = {
         "critic_warmup_steps": "auto",
         "max_steps": 12,
         "replay_batches": 1,
+        "overlong_buffer": 5,
+        "overlong_penalty": 0.6,
+        "min_gen_len": 3,
+        "steps": True,
+        "entropy_coef": 0.2,
+        "entropy_top": 0.6,
+        "ptx_coef": 0.3,
     },
-    "KL in the reward, early stop": {"kl_in": "reward", "target_kl": 0.03, "replay_batches": 2},
-    "experts": {"kl_in": "loss", "experts": True, "grad_clip": 2.0},
+    "KL in the reward, early stop": {
+        "kl_in": "reward",
+        "target_kl": 0.03,
+        "replay_batches": 2,
+        "kl_target": 0.5,
+        "kl_horizon": 20,
+    },
+    "experts": {"kl_in": "loss", "experts": True, "grad_clip": 2.0, "ptx_coef": 0.5},
+    "logged answers": {"kl_in": "loss", "logged": True, "ptx_coef": 0.2, "update_old_actor_freq": 1},
+    "four answers": {"kl_in": "loss", "num_generations": 4, "replay_batches": 1},
+    "RLOO": {
+        **NO_CRITIC,
+        "advantage": "rloo",
+        "num_generations": 4,
+        "kl_in": "reward",
+        "gamma": 1,
+        "replay_batches": 1,
+    },
+    "group, early stop": {
+        **NO_CRITIC,
+        "advantage": "group",
+        "num_generations": 2,
+        "kl_in": "loss",
+        "gamma": 1,
+        "target_kl": 0.05,
+        "grad_clip": 1.8,
+    },
+    "REINFORCE": {**NO_CRITIC, "advantage": "reinforce", "kl_in": "reward"},
     "options off": {"kl_in": "loss", "importance_cap": 0, "cliprange_value": 0, "lr_warmup_steps": 1},
 }
 
@@ -80,15 +121,19 @@ class Plain:
         self.actor, self.old_actor, self.ref = (
             same_weights(policy, model) for model in (run.actor, run.old_actor, run.ref)
         )
-        self.critic = same_weights(critic, run.critic)
+        self.critic = same_weights(critic, run.critic) if critic else None
         self.scale, self.variances, self.errors = 1.0, [], []  # of the critic's values and returns
         self.begins = None if run.args.critic_warmup_steps == "auto" else run.args.critic_warmup_steps
         self.used, self.batches, self.scores = set(), [], torch.zeros(0)
+        self.kl_coef = run.args.kl_coef
         self.norms = {"critic": [], "actor": []}
+        path = run.args.ptx_data_path
+        self.texts = [record["text"] for record in read_jsonl(path)] if path else []
         adam = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
         self.adam = {
             name: torch.optim.AdamW(model.parameters(), lr=1.0, **adam)
             for name, model in (("critic", self.critic), ("actor", self.actor))
+            if model
         }
 
     # ------------------------------------------------------------------------------------------- forwards
@@ -113,30 +158,43 @@ class Plain:
         """The sampler's, of all response tokens"""
         return torch.cat([batch.sampler_logprobs[batch.mask] for batch in self.batches])
 
-    def inputs(self, first, last):
-        """Rows first to last as (tokens, attention mask), and which flat response tokens are theirs."""
+    def rows_of(self, k):
+        """The rows of minibatch k: the answers to a prompt are dealt to as many minibatches as can be."""
+        count, batch = self.args.num_generations, self.args.batch_size
+        per_batch = batch // self.args.mini_batch_size
+        dealt = math.gcd(count, per_batch)
+        prompts = self.args.mini_batch_size * dealt // count  # that share these minibatches
+        before = k // per_batch * batch
+        place = [row // count // prompts * dealt + row % count % dealt for row in range(batch)]
+        return [before + row for row in range(batch) if place[row] == k % per_batch]
+
+    def inputs(self, rows):
+        """These rows as (tokens, attention mask), and which flat response tokens are theirs."""
         lengths = torch.tensor(self.prompt_len) + torch.tensor(self.response_len)
-        mask = torch.arange(self.tokens.shape[1]) < lengths[first:last, None]
-        mine = (self.row >= first) & (self.row < last)
-        return self.tokens[first:last], mask.long(), mine
+        mask = torch.arange(self.tokens.shape[1]) < lengths[rows, None]
+        return self.tokens[rows], mask.long(), torch.isin(self.row, torch.tensor(rows))
 
-    def policy(self, model, first, last):
+    def policy(self, model, rows):
         """-> (log-probs and entropies of the response tokens, balance loss of each sequence)"""
-        tokens, mask, mine = self.inputs(first, last)
+        tokens, mask, mine = self.inputs(rows)
         output = model(tokens, attention_mask=mask, **asked_of(model))
-        row, place = self.row[mine] - first, self.place[mine]
-        log_p = torch.log_softmax(output.logits[row, place - 1] / self.args.temperature, -1)
+        row, place = torch.searchsorted(torch.tensor(rows), self.row[mine]), self.place[mine]
+        logits = output.logits[row, place - 1] / self.args.temperature
+        early = place - torch.tensor(self.prompt_len)[self.row[mine]] < self.args.min_gen_len - 1
+        logits = logits.masked_fill(early[:, None] & (torch.arange(logits.shape[1]) == 0), -1e30)  # 0 is EOS
+        log_p = torch.log_softmax(logits, -1)
         chosen = log_p[torch.arange(len(row)), tokens[row, place]]
-        return chosen, -(log_p.exp() * log_p).sum(-1).detach(), balance_losses(output, mask, model.config)
+        return chosen, -(log_p.exp() * log_p).sum(-1), balance_losses(output, mask, model.config)
 
-    def values(self, first, last):
+    def values(self, rows):
         """-> (values of the states before the response tokens, balance loss of each sequence)"""
-        tokens, mask, mine = self.inputs(first, last)
+        tokens, mask, mine = self.inputs(rows)
         output = self.critic.backbone(tokens, attention_mask=mask, **asked_of(self.critic.backbone))
         head = self.critic.value_head
         values = self.scale * (output.last_hidden_state @ head.weight[0] + head.bias)
         balance = balance_losses(output, mask, self.critic.backbone.config)
-        return values[self.row[mine] - first, self.place[mine] - 1], balance
+        row = torch.searchsorted(torch.tensor(rows), self.row[mine])
+        return values[row, self.place[mine] - 1], balance
 
     # -------------------------------------------------------------------------------------------- collect
 
@@ -144,34 +202,51 @@ class Plain:
     def responses(self, prompts, step, eos):
         """What the old actor answers with this step's noise: the first token whose cumulative probability
         exceeds the uniform number."""
-        args, found = self.args, []
-        noise = uniform(noise_keys(args.seed, step, range(len(prompts))), args.max_gen_len)
+        args, found, count = self.args, [], self.args.num_generations
+        prompts = [prompt for prompt in prompts for _ in range(count)]
+        place = torch.arange(len(prompts))
+        noise = uniform(noise_keys(args.seed, step, place // count, place % count), args.max_gen_len)
         for prompt, numbers in zip(prompts, noise, strict=True):
             ids = list(prompt.prompt_ids)
             for u in numbers:
                 logits = self.old_actor(torch.tensor([ids])).logits[0, -1].double()
+                if len(ids) - len(prompt.prompt_ids) < args.min_gen_len - 1:
+                    logits[eos] = -math.inf
                 ids.append(int((torch.softmax(logits / args.temperature, -1).cumsum(0) <= u).sum()))
                 if ids[-1] in eos:
                     break
             found.append(ids[len(prompt.prompt_ids) :])
         return found
 
-    def scored(self, responses, eos):
-        """-> {name: mean} of the parts of the reward, their sum, and the responses' lengths and ends"""
+    def scored(self, responses, eos, logged=()):
+        """-> {name: mean} of the parts of the reward, their sum, and the responses' lengths and ends. logged:
+        the scores that came with them, if they did."""
         function, ended = [], [ids[-1] in eos for ids in responses]
         for ids in responses:
             text = " ".join(["</s>", "<unk>", *WORDS][i] for i in ids if i not in eos)
             function.append(text.split().count("a") - 0.1 * len(text))
         missing = [0.0 if end else -self.args.missing_eos_penalty for end in ended]
+        numbers = {"reward/function": function, "reward/missing_eos": missing}
+        if logged:
+            function, missing, numbers = logged, [0.0] * len(logged), {}
         kept = self.scores[-self.first_new :] if self.first_new else self.scores[:0]
         scores = torch.tensor(function) + torch.tensor(missing)
+        room, over = self.args.overlong_buffer, {}
+        if room:  # eq. 13 of DAPO
+            free = self.args.max_gen_len - room
+            over = [0.0 if len(ids) <= free else (free - len(ids)) / room for ids in responses]
+            over = {"reward/overlong": [self.args.overlong_penalty * x for x in over]}
+            scores += torch.tensor(over["reward/overlong"])
         self.scores = torch.cat([kept, scores])
-        numbers = {"reward/function": function, "reward/missing_eos": missing, "rollout/finished": ended}
+        numbers["rollout/finished"] = ended
         lengths = [len(ids) for ids in responses]
-        numbers |= {"reward/score": scores.tolist(), "rollout/length": lengths}
+        numbers |= {**over, "reward/score": scores.tolist(), "rollout/length": lengths}
         numbers["rollout/repetition"] = [repeated_trigrams(ids) for ids in responses]
         means = {name: sum(x) / len(x) for name, x in numbers.items()}
         means["reward/score_std"] = scores.std(correction=0).item()
+        if (count := self.args.num_generations) > 1:
+            groups = [{*scores.tolist()[i : i + count]} for i in range(0, len(scores), count)]
+            means["rollout/equal_groups"] = sum(len(group) == 1 for group in groups) / len(groups)
         means["rollout/distinct"] = len({tuple(ids) for ids in responses}) / len(responses)
         means["rollout/score_length_corr"] = np.corrcoef(scores, lengths)[0, 1]
         return means
@@ -179,7 +254,7 @@ class Plain:
     @torch.no_grad()
     def gap_of_samples(self):
         """How far the sampler's log-probs of the new batch are from the old actor's"""
-        logprobs = self.policy(self.old_actor, self.first_new, len(self.prompt_len))[0]
+        logprobs = self.policy(self.old_actor, list(range(self.first_new, len(self.prompt_len))))[0]
         return (logprobs - self.sampled_logprobs[self.new]).abs().max()
 
     # ---------------------------------------------------------------------------------------------- learn
@@ -187,19 +262,21 @@ class Plain:
     def learn(self, step):
         """-> {name: mean} of what learning measures"""
         args, self.noted = self.args, {}
-        pool, size = len(self.prompt_len) // args.mini_batch_size, args.mini_batch_size
+        pool = len(self.prompt_len) // args.mini_batch_size
         self.fill(step)
-        count = args.batch_size // size
+        count = args.batch_size // args.mini_batch_size
         actor_learns, stopped = self.begins is not None and step >= self.begins, False
         for epoch in range(args.ppo_epochs):
             order = epoch_order(pool, args.seed, step * args.ppo_epochs + epoch)[:count]
             for place, k in enumerate(order):
                 number = (step * args.ppo_epochs + epoch) * count + place
-                rows_of_k = (int(k) * size, int(k + 1) * size)
-                self.step("critic", self.critic_loss(*rows_of_k), number)
+                rows_of_k = self.rows_of(int(k))
+                if self.critic:
+                    self.step("critic", self.critic_loss(rows_of_k), number)
                 was_stopped = stopped
                 if actor_learns and not stopped:
-                    loss, approx_kl = self.actor_loss(*rows_of_k)
+                    loss, approx_kl = self.actor_loss(rows_of_k)
+                    loss = loss + self.ptx_loss(number) if args.ptx_coef else loss
                     stopped = 0 < args.target_kl < approx_kl
                     if not stopped:
                         self.step("actor", loss, number)
@@ -207,31 +284,48 @@ class Plain:
                     self.note("policy/early_stop", torch.tensor([float(stopped)]))
         if (step + 1) % args.update_old_actor_freq == 0:
             self.old_actor = copy.deepcopy(self.actor)
+        if args.offline_data_path:  # of the policy's own samples only
+            of_samples = ("kl/", "rollout/")
+            self.noted = {name: x for name, x in self.noted.items() if not name.startswith(of_samples)}
         return {name: torch.cat(parts).double().mean().item() for name, parts in self.noted.items()}
 
     @torch.no_grad()
     def fill(self, step):
         """What stays fixed while the batch is learned from, and its metrics"""
         args, rows = self.args, len(self.prompt_len)
-        self.old_logprobs = self.policy(self.old_actor, 0, rows)[0]
-        self.ref_logprobs = self.policy(self.ref, 0, rows)[0]
-        self.weights = torch.exp(self.old_logprobs - self.sampled_logprobs)
+        self.old_logprobs, entropy, _ = self.policy(self.old_actor, list(range(rows)))
+        least = sorted(entropy.tolist())[-round(args.entropy_top * len(entropy))]
+        self.counted = (entropy >= least).float()
+        if args.entropy_top < 1:
+            self.note("policy/entropy_threshold", torch.tensor([least]))
+        self.ref_logprobs = self.policy(self.ref, list(range(rows)))[0]
+        sampled = self.sampled_logprobs
+        if args.offline_data_path:  # whose the answers are is not known: the reference's
+            self.old_logprobs = sampled = self.ref_logprobs
+        self.weights = torch.exp(self.old_logprobs - sampled)
         uncut = self.weights[self.new].double()
         self.note("rollout/importance_ess", (uncut.sum() ** 2 / (uncut @ uncut) / len(uncut))[None])
         self.weights = self.weights.clamp(max=args.importance_cap) if args.importance_cap else self.weights**0
         k1 = self.old_logprobs - self.ref_logprobs
-        rewards = -args.kl_coef * k1 if args.kl_in == "reward" else torch.zeros_like(k1)
-        rewards[[int((self.row <= i).sum()) - 1 for i in range(rows)]] += self.scores
+        if args.kl_target:
+            self.adapt(step, k1[self.new].sum().item() / args.batch_size)
+        rewards = -self.kl_coef * k1 if args.kl_in == "reward" else torch.zeros_like(k1)
+        last = [int((self.row <= i).sum()) - 1 for i in range(rows)]
+        rewards[last] += self.scores
+        if args.reward_fn.endswith("steps"):  # of each score 1 belongs to every "a"
+            there = self.tokens[self.row, self.place] == 2
+            rewards += there.float()
+            rewards[last] -= torch.tensor([there[self.row == i].sum() for i in range(rows)])
         outcome = self.gae(rewards, torch.zeros_like(rewards), 1.0)
-        self.old_values = self.values(0, rows)[0]
-        self.rescale(outcome)
-        error = (self.old_values - outcome)[self.new].square().mean() / outcome[self.new].var(correction=0)
-        self.warm_up(step, error.item())
-        self.returns = self.gae(rewards, self.old_values, args.critic_lam) + self.old_values
-        advantages = self.gae(rewards, self.old_values, args.lam)
-        self.std = advantages.std(correction=0)
-        self.advantages = (advantages - advantages.mean()) / self.std
-        new, k1, outcome, values = self.new, k1[self.new], outcome[self.new], self.old_values[self.new]
+        if self.critic:
+            self.old_values = self.values(list(range(rows)))[0]
+            self.rescale(outcome)
+            error = (self.old_values - outcome)[self.new].square().mean() / outcome[self.new].var(
+                correction=0
+            )
+            self.warm_up(step, error.item())
+        self.estimate(rewards, outcome)
+        new, k1, outcome = self.new, k1[self.new], outcome[self.new]
         k1_of_rows = [k1[self.row[new] == i].sum() for i in range(self.first_new, rows)]
         self.note("kl/k1", k1)
         self.note("kl/k2", k1**2 / 2)
@@ -240,11 +334,40 @@ class Plain:
         self.note("rollout/sampler_gap", (self.sampled_logprobs - self.old_logprobs)[new].abs())
         self.note("rollout/importance_weight", self.weights[new])
         self.note("policy/advantage_std", self.std[None])
+        if not self.critic:
+            return
+        values = self.old_values[new]
         self.note("value/mean", values)
         self.note("value/return", outcome)
         self.note("value/bias", values - outcome)
         self.note("value/scale", torch.tensor([self.scale]))
         self.note("value/explained_variance", 1 - ((outcome - values).var() / outcome.var())[None])
+
+    def estimate(self, rewards, outcome):
+        """Advantages and what they were divided by; the critic's returns"""
+        args, kind = self.args, self.args.advantage
+        if kind == "gae":
+            self.returns = self.gae(rewards, self.old_values, args.critic_lam) + self.old_values
+            advantages = self.gae(rewards, self.old_values, args.lam)
+        elif kind == "reinforce":
+            advantages = outcome
+        else:
+            sums = [rewards[self.row == i].sum().item() for i in range(len(self.prompt_len))]
+            of_rows = []
+            for i, mine in enumerate(sums):
+                first = i - i % args.num_generations
+                group = sums[first : first + args.num_generations]
+                if kind == "rloo":
+                    of_rows.append(mine - (sum(group) - mine) / (len(group) - 1))
+                else:
+                    of_rows.append((mine - np.mean(group)) / max(np.std(group, ddof=1), 1e-4))
+            advantages = torch.tensor(of_rows)[self.row]
+        self.std, middle = advantages.std(correction=0), advantages.mean()
+        if kind == "rloo":
+            self.std, middle = advantages.square().mean().sqrt(), 0.0
+        if kind == "group":
+            self.std, middle = torch.ones(()), 0.0
+        self.advantages = (advantages - middle) / self.std
 
     def gae(self, rewards, values, lam):
         """Advantages, token by token from the end of each response"""
@@ -274,6 +397,15 @@ class Plain:
             p *= self.scale / scale
         self.scale = scale
 
+    def adapt(self, step, kl):
+        """--kl_target, once the actor has begun to learn: the first batch of each old actor"""
+        first = step % self.args.update_old_actor_freq == 0
+        if first and self.begins is not None and step > self.begins:
+            error = max(-0.2, min(0.2, kl / self.args.kl_target - 1))
+            self.kl_coef *= 1 + error * self.args.batch_size / self.args.kl_horizon
+            self.used.add("weight of the KL")
+        self.note("kl/coef", torch.tensor([self.kl_coef], dtype=torch.float64))
+
     def warm_up(self, step, error):
         """--critic_warmup_steps auto: the actor begins once the critic's error falls by less than a tenth, or
         after a quarter of the run."""
@@ -282,9 +414,9 @@ class Plain:
             self.begins = step
         self.errors.append(error)
 
-    def critic_loss(self, first, last):
-        mine = self.inputs(first, last)[2]
-        values, balance = self.values(first, last)
+    def critic_loss(self, rows):
+        mine = self.inputs(rows)[2]
+        values, balance = self.values(rows)
         values, old, returns = (x / self.scale for x in (values, self.old_values[mine], self.returns[mine]))
         reach = self.args.cliprange_value or math.inf
         clipped = torch.minimum(torch.maximum(values, old - reach), old + reach)
@@ -297,17 +429,17 @@ class Plain:
         self.note("value/balance_loss", balance)
         return self.args.vf_coef * losses.mean() + balance.mean()
 
-    def actor_loss(self, first, last):
+    def actor_loss(self, rows):
         """-> (loss, the old policy's KL to the new one)"""
-        args, mine = self.args, self.inputs(first, last)[2]
-        logprobs, entropy, balance = self.policy(self.actor, first, last)
+        args, mine = self.args, self.inputs(rows)[2]
+        logprobs, entropy, balance = self.policy(self.actor, rows)
         ratio, advantages = torch.exp(logprobs - self.old_logprobs[mine]), self.advantages[mine].clone()
         if args.kl_in == "reward":  # later tokens' KL counts as in GAE
             moved, rows = (logprobs.detach() - self.old_logprobs[mine]), self.row[mine]
             for t in range(len(rows)):
                 after = [u for u in range(t, len(rows)) if rows[u] == rows[t]]
                 later = sum((args.gamma * args.lam) ** (u - t) * moved[u] for u in after)
-                advantages[t] -= args.kl_coef / self.std * later
+                advantages[t] -= self.kl_coef / self.std * later
         low, high = 1 - args.clip_epsilon, 1 + (args.clip_epsilon_high or args.clip_epsilon)
         losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         if args.dual_clip:
@@ -317,12 +449,13 @@ class Plain:
             losses[bad] = torch.minimum(losses[bad], limit)
             self.used |= {"upper clip"} if ((ratio > 1 + args.clip_epsilon) & (ratio < high)).any() else set()
             self.used |= {"cap"} if (self.weights == args.importance_cap).any() else set()
-        losses = self.weights[mine] * losses
+        losses = self.counted[mine] * self.weights[mine] * losses
         loss = losses.mean() + balance.mean()
         if args.kl_in == "loss":
             k2 = (logprobs - self.ref_logprobs[mine]) ** 2 / 2
             kl = self.weights[mine] * ratio.detach() * k2
-            loss = loss + args.kl_coef / self.std * kl.mean()
+            loss = loss + self.kl_coef / self.std * kl.mean()
+        loss = loss - args.entropy_coef / self.std * entropy.mean()
         approx_kl = ratio - 1 - torch.log(ratio)
         if "policy/ratio" not in self.noted:
             self.note("policy/first_ratio", ratio)
@@ -334,6 +467,21 @@ class Plain:
         self.note("policy/balance_loss", balance)
         return loss, approx_kl.mean().item()
 
+    def ptx_loss(self, number):
+        """The mean loss of optimizer step ``number``'s texts: all words but the first, and the EOS"""
+        size, count = self.args.mini_batch_size, len(self.texts)
+        places = range(number * size, (number + 1) * size)
+        rows = [self.texts[epoch_order(count, self.args.seed, p // count)[p % count]] for p in places]
+        ids = [[WORDS.index(word) + 2 for word in row.split()] + [0] for row in rows]
+        tokens = torch.tensor([x + [0] * (max(map(len, ids)) - len(x)) for x in ids])
+        real = torch.arange(tokens.shape[1]) < torch.tensor([len(x) for x in ids])[:, None]
+        output = self.actor(tokens, attention_mask=real.long(), **asked_of(self.actor))
+        log_p = torch.log_softmax(output.logits[:, :-1], -1).gather(2, tokens[:, 1:, None])[..., 0]
+        losses = -log_p[real[:, 1:]]
+        self.note("policy/ptx_loss", losses)
+        balance = balance_losses(output, real.long(), self.actor.config)
+        return self.args.ptx_coef * (losses.mean() + balance.mean())
+
     def step(self, name, loss, number):
         """One optimizer step: gradient, clip by its norm, the rate of this step, AdamW."""
         adam, args = self.adam[name], self.args
@@ -341,7 +489,7 @@ class Plain:
         grads = torch.autograd.grad(loss, parameters, materialize_grads=True)
         norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
         for p, g in zip(parameters, grads, strict=True):
-            p.grad = g * min(1.0, args.grad_clip / norm)
+            p.grad = g * min(1.0, args.grad_clip / max(norm, 1e-9))
         per_batch = args.ppo_epochs * args.batch_size // args.mini_batch_size
         begin = {"critic": 0, "actor": (self.begins or 0) * per_batch}[name]
         peak = {"critic": args.critic_learning_rate, "actor": args.learning_rate}[name]
@@ -406,6 +554,8 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     tokenizer = word_tokenizer(WORDS, chat=True)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(48)]
+    answers = [" ".join(WORDS[n * i % 8] for i in range(n % 6)) for n in range(48)]
+    logged = [{**p, "answer": x, "score": len(x) % 7 - 3} for p, x in zip(prompts, answers, strict=True)]
     (folder / "reward.py").write_text(REWARD)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
@@ -417,6 +567,8 @@ def files(tmp_path_factory):
         "experts": str(folder / "experts"),
         "reward_fn": f"{folder / 'reward.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "offline_data_path": write_jsonl(folder / "logged.jsonl", logged),
+        "ptx_data_path": write_jsonl(folder / "ptx.jsonl", [{"text": p["prompt"] + " h h"} for p in prompts]),
     }
 
 
@@ -428,18 +580,23 @@ def disturb(model, seed, size):
             p.add_((10 if "value_head" in name else 1) * size * torch.randn(p.shape, generator=random))
 
 
-def start(files, experts=False, **values):
+def start(files, experts=False, steps=False, logged=False, **values):
     """-> (run, prompts, ``Plain``), all models disturbed by noise of their own."""
-    named = {name: files[name] for name in ("reward_fn", "data_path")}
+    named = {name: files[name] for name in (["offline_data_path"] if logged else ["reward_fn", "data_path"])}
     named["model"] = files["experts" if experts else "dense"]
-    args = train_ppo.parse_args(flags(**{**named, **FLAGS, **values}))
+    if steps:
+        named["reward_fn"] = named["reward_fn"].replace(":score", ":steps")
+    named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
+    given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
+    args = train_ppo.parse_args(flags(**given))
     actor, tokenizer, prompts, *_ = load_inputs(args)
     untouched = copy.deepcopy(actor)
-    run = train_ppo.build_run(args, ALONE, actor, tokenizer, prompts)
+    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts)
     critic = copy.deepcopy(run.critic)
-    critic.backbone = copy.deepcopy(untouched.base_model)
+    if critic:
+        critic.backbone = copy.deepcopy(untouched.base_model)
     models = (run.actor, run.old_actor, run.ref, run.critic)
-    for seed, model in enumerate(models):
+    for seed, model in enumerate(filter(None, models)):
         disturb(model, seed, 0.015)
     return run, prompts, Plain(run, untouched, critic)
 
@@ -456,24 +613,27 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case):
     run, prompts, plain = start(files, **CASES[case])
     size, lines = run.args.batch_size, []
     for step in range(STEPS):
-        asked = [prompts[step * size + i] for i in range(size)]
+        count = size // run.args.num_generations
+        asked = [prompts[step * count + i] for i in range(count)]
         batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
         responses = batch.rollout.responses()
-        assert responses == plain.responses(asked, step, run.eos)
+        offline = bool(run.args.offline_data_path)
+        answers = [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.eos)
+        assert responses == answers
         plain.take(batch.rollout)
-        assert plain.gap_of_samples() < 1e-4
+        assert offline or plain.gap_of_samples() < 1e-4
         shape, random = batch.rollout.sampler_logprobs.shape, torch.Generator().manual_seed(step)
         # As if the sampler had computed in half precision
         batch.rollout.sampler_logprobs += 0.1 * torch.randn(shape, generator=random)
 
         metrics, _ = train_ppo.learn(run, step, batch)
-        wanted = plain.scored(responses, run.eos)
+        wanted = plain.scored(responses, run.eos, [x.score for x in asked] if offline else ())
         wanted |= plain.learn(step)
         metrics = {name: x for name, x in metrics.items() if not name.startswith("perf/")}
         assert metrics.keys() == wanted.keys()
         for name, x in wanted.items():
             assert metrics[name] == pytest.approx(x, rel=5e-4, abs=5e-5), f"{name} in step {step}"
-        for name in ("actor", "critic", "old_actor", "ref"):
+        for name in ("actor", "critic", "old_actor", "ref") if run.critic else ("actor", "old_actor", "ref"):
             largest, typical = distance(getattr(run, name), getattr(plain, name))
             # Where a gradient is hardly more than rounding, AdamW makes a step of it
             assert largest < 3e-4 and typical < 2e-6, f"{name} in step {step}"
@@ -485,14 +645,17 @@ def check_that_all_was_in_use(plain, lines):
     """A clip that never binds, or always, would hide a fault."""
     args = plain.args
     for name, norms in plain.norms.items():
-        assert min(norms) < args.grad_clip < max(norms), name
+        if norms or args.advantage == "gae":
+            assert min(norms) < args.grad_clip < max(norms), name
     most = {name: max(line.get(name, 0.0) for line in lines) for name in {*lines[0], *lines[-1]}}
     assert 0.1 < most["policy/clip_fraction"] < 0.9
-    assert 0.1 < most["value/clip_fraction"] < 0.9 or args.cliprange_value == 0
+    assert not plain.critic or 0.1 < most["value/clip_fraction"] < 0.9 or args.cliprange_value == 0
     assert (most["policy/early_stop"] > 0) == (args.target_kl > 0)
     assert (most["policy/balance_loss"] > 0) == ("experts" in args.model)
-    assert 0.1 < lines[-1]["rollout/finished"] < 0.9
-    assert most["rollout/repetition"] > 0 and most["rollout/importance_ess"] < 0.999
+    assert most["rollout/repetition"] > 0
+    if not args.offline_data_path:
+        assert 0.1 < lines[-1]["rollout/finished"] < 0.9 and most["rollout/importance_ess"] < 0.999
     assert max(abs(line["policy/first_ratio"] - 1) for line in lines[1:] if "policy/ratio" in line) > 1e-3
     if args.dual_clip:
         assert plain.used == {"dual clip", "upper clip", "cap"}
+    assert ("weight of the KL" in plain.used) == (args.kl_target > 0)

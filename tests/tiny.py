@@ -188,7 +188,8 @@ def without_time(records):
 
 def same_run(one, other, step):
     """AssertionError unless two run folders hold the same weights, bit for bit, and the same lines."""
-    for name in ("actor", "critic"):
+    held = sorted((Path(one) / "checkpoints" / f"step_{step}").glob("*.safetensors"))
+    for name in [path.stem for path in held if "optimizer" not in path.stem]:
         left, right = (load_weights(folder, step, name) for folder in (one, other))
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left), f"{name} differs"

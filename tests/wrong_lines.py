@@ -14,9 +14,18 @@ RESUMING = "tests/runs/test_checkpoints.py::test_resuming_equals_never_having_st
 STARTS = "tests/test_invariants.py::test_the_critic_starts_as_the_reward_model_times_its_weight"
 REPLAY = "tests/test_replay.py"
 TWO_PROCESSES = "tests/runs/test_processes.py::test_two_processes_of_batch_n_equal_one_of_batch_2n"
+DATA = "tests/dataset/test_dataset.py"
 RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
 BARS, TRACKED = "tests/test_progress_bar.py", "tests/runs/test_trackers.py"
+SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_the_same_are_sampled_again"
+SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
+LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
+EMA = "tests/test_ema.py"
+ENTROPY_TOP = "tests/test_entropy_top.py"
+KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
+PTX = "tests/test_ptx.py"
+OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
 
 
 class Mutation(NamedTuple):
@@ -31,6 +40,22 @@ class Mutation(NamedTuple):
 
 TRAIN_PPO = [
     (
+        "entropy = take_reference(rollout)",
+        "entropy = rollout.old_logprobs = rollout.sampler_logprobs",
+        "logged answers have no old log-probs",
+    ),
+    (
+        "sums.merge(run.ptx.backward(run, number, token_budget))",
+        "sums.merge(run.ptx.backward(run, min(run.ptx.items), token_budget))",
+        "the batch's first demonstrations every time",
+    ),
+    (
+        'if run.ptx and name == "actor":',
+        "if run.ptx:",
+        "demonstrations also after the critic's gradients",
+        PTX,
+    ),
+    (
         "epoch_order(pool, args.seed, epoch + i)[:count]",
         "range(count)",
         "minibatches are never reordered",
@@ -41,7 +66,11 @@ TRAIN_PPO = [
         "run.respond(run.actor, prompts",
         "the actor samples, not the old actor",
     ),
-    ("args.kl_coef / mb.advantage_std,", "args.kl_coef,", "the KL is not divided by the advantages' std"),
+    ("run.kl.coef / mb.advantage_std,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
+    ("args.entropy_coef / mb.advantage_std", "args.entropy_coef", "the entropy is not divided by the std"),
+    ("rollout.counted, least = choose", "_, least = choose", "all tokens count in the policy loss"),
+    ("    run.ema.follow(step)\n", "", "no weights are averaged", EMA),
+    ("loss = loss - args.entropy_coef", "loss = loss + args.entropy_coef", "the entropy is punished"),
     (", args.gamma * args.lam\n", ", args.lam\n", "later tokens' KL is not discounted"),
     (
         "    return loss / token_count + balance / run.minibatch_size, metrics",
@@ -82,12 +111,27 @@ TRAIN_PPO = [
         "advantages with the lambda of returns",
     ),
     (
-        "ppo.whiten(advantages, rollout.mask, run.world.sum)\n",
-        "ppo.whiten(advantages, rollout.mask, run.world.sum)\n"
-        "    rollout.returns = rollout.advantages + rollout.values\n",
+        "normalize(advantages, mask, run.world.sum)\n",
+        "normalize(advantages, mask, run.world.sum)\n"
+        "    if run.critic:\n"
+        "        rollout.returns = rollout.advantages + rollout.values\n",
         "returns from whitened advantages",
     ),
-    ("ppo.whiten(advantages, rollout.mask, run.world.sum)", "advantages, 1.0", "advantages are not whitened"),
+    ("normalize(advantages, mask, run.world.sum)", "advantages, 1.0", "advantages are not whitened"),
+    ('"rloo": ppo.scale_to_one,', '"rloo": ppo.whiten,', "RLOO's advantages are whitened"),
+    (', "group": ppo.leave_as_is}', "}", "the group's advantages are divided a second time"),
+    ('{"rloo": ppo.leave_one_out,', '{"rloo": ppo.group_normalized,', "RLOO is GRPO"),
+    (
+        "ppo.monte_carlo_returns(rewards, mask, args.gamma)",
+        "rewards",
+        "REINFORCE without the rewards to come",
+    ),
+    ("names[: -1 if stopped", "names[: 0 if stopped", "--target_kl stops the critic too"),
+    (
+        "run.critic:\n        rollout.values = score",
+        "not run.critic:\n        rollout.values = score",
+        "no values",
+    ),
     ("in (run.old_actor, run.ref))", "in (run.actor, run.ref))", "old log-probs are the actor's"),
     ("in (run.old_actor, run.ref))", "in (run.old_actor, run.actor))", "the reference is the actor"),
     (
@@ -95,7 +139,8 @@ TRAIN_PPO = [
         "ppo.kl_estimators(old, rollout.ref_logprobs)[1]",
         "k2 off rewards",
     ),
-    ("penalty = args.kl_coef * ppo", "penalty = ppo", "the KL comes off the rewards without its coefficient"),
+    ("    run.kl.follow(step, rollout, len(new.tokens), run.world.sum)\n", "", "no weight follows the KL"),
+    ("penalty = run.kl.coef * ppo", "penalty = ppo", "the KL comes off the rewards without its coefficient"),
     (
         "importance_weights(old, sampled, mask, args",
         "importance_weights(sampled, old, mask, args",
@@ -111,33 +156,12 @@ TRAIN_PPO = [
         "monte_carlo_returns(rollout.rewards, mask, 1.0)",
         "gamma",
     ),
-    ("    run.value_scale.update(rollout, outcome, run.world.sum)\n", "", "the value scale stays 1"),
+    ("run.value_scale.update(rollout, outcome, run.world.sum)\n", "pass\n", "the value scale stays 1"),
     (
-        "run.note_rollout(step, rollout, outcome, metrics)",
-        "run.note_rollout(step, rollout, rollout.returns, metrics)",
+        "note_rollout(run, step, rollout, outcome, metrics)",
+        "note_rollout(run, step, rollout, rollout.returns, metrics)",
         "critic's returns",
     ),
-    (
-        "PolicyScorer(actor, dtype), args.learning_rate)",
-        "PolicyScorer(actor, dtype), args.critic_learning_rate)",
-        "the actor learns at the critic's rate",
-    ),
-    (
-        "ValueScorer(critic, dtype), args.critic_learning_rate)",
-        "ValueScorer(critic, dtype), args.learning_rate)",
-        "the critic learns at the actor's rate",
-    ),
-    (
-        "peak, total_steps * per_batch, **schedule)",
-        "peak, total_steps, **schedule)",
-        "a schedule as long as batches",
-    ),
-    (
-        '"warmup_steps": args.lr_warmup_steps * per_batch',
-        '"warmup_steps": args.lr_warmup_steps',
-        "warm-up in steps",
-    ),
-    (', "schedule": args.lr_schedule}', "}", "--lr_schedule is ignored"),
     (
         "for i in range(args.ppo_epochs) for k",
         "for i in range(1) for k",
@@ -155,7 +179,7 @@ TRAIN_PPO = [
         "the value loss forgets the scale",
     ),
     (
-        "prompts, keys, run.args.temperature)",
+        "prompts, keys, args.temperature)",
         "prompts, keys, 1.0)",
         "samples at temperature 1, whatever the flag",
     ),
@@ -165,22 +189,41 @@ TRAIN_PPO = [
         "the actor is scored at temperature 1",
     ),
     (
-        "noise_keys(run.args.seed, step, positions)",
-        "noise_keys(run.args.seed, 0, positions)",
-        "the same noise each step",
-    ),
-    (
         "(step + 1) % args.update_old_actor_freq == 0",
         "step % args.update_old_actor_freq == 0",
         "old actor a step late",
     ),
     (
-        "names if not stopped else names[:1]",
+        "names[: -1 if stopped else None]",
         "names",
         "--target_kl does not stop the actor for the rest of a batch",
     ),
-    ("names if not stopped else names[:1]", "names if not stopped else []", "--target_kl stops the critic"),
     ("if first >= learner.first_step]", "if first > learner.first_step]", "warm-up takes a batch more"),
+]
+
+BUILD_RUN = [
+    (
+        "policy_scorer, args.learning_rate)",
+        "policy_scorer, args.critic_learning_rate)",
+        "the actor learns at the critic's rate",
+    ),
+    ("args.entropy_coef > 0)", "False)", "the entropy has no gradient"),
+    (
+        "learner(critic, scorer, args.critic_learning_rate)",
+        "learner(critic, scorer, args.learning_rate)",
+        "the critic learns at the actor's rate",
+    ),
+    (
+        "peak, total_steps * per_batch, **schedule)",
+        "peak, total_steps, **schedule)",
+        "a schedule as long as batches",
+    ),
+    (
+        '"warmup_steps": args.lr_warmup_steps * per_batch',
+        '"warmup_steps": args.lr_warmup_steps',
+        "warm-up in steps",
+    ),
+    (', "schedule": args.lr_schedule}', "}", "--lr_schedule is ignored"),
     (
         "CriticModel.from_model(start, args.lora_r > 0, weight)",
         "CriticModel.from_model(start, args.lora_r > 0)",
@@ -190,6 +233,27 @@ TRAIN_PPO = [
 ]
 
 PPO = [
+    (
+        "return torch.where(mask, rewards, 0.0).sum(1).view(-1, answers)",
+        "return rewards.sum(1).view(-1, answers)",
+        "padding counts",
+        FORMULAS,
+    ),
+    (
+        "keepdim=True) - total) / (answers - 1)",
+        "keepdim=True)) / answers",
+        "the mean of all answers",
+        FORMULAS,
+    ),
+    (
+        "total.std(1, keepdim=True)",
+        "total.std(1, keepdim=True, correction=0)",
+        "the std of a population",
+        FORMULAS,
+    ),
+    ("(total[1] / total[2]).sqrt()", "(total[1] / total[2])", "the mean square", FORMULAS),
+    ("else weights * mb.counted", "else weights", "all tokens count in the loss", ENTROPY_TOP),
+    ("masked_sum(weights * moved", "masked_sum(counted * moved", "other tokens have no KL", ENTROPY_TOP),
     ('if kl_in == "loss" and kl_weight:', "if False:", "no KL loss"),
     (
         "masked_sum(weights * moved.exp() * k2",
@@ -210,8 +274,8 @@ PPO = [
     ("kl_weight * discounted_sums(moved, decay)", "kl_weight * moved", "later tokens' KL does not count"),
     ("F.pad(x[:, n:], (0, n))", "F.pad(x[:, :-n], (n, 0))", "earlier tokens' KL counts"),
     (
-        "rewards.scatter_(1, response_len[:, None] - 1,",
-        "rewards.scatter_(1, 0 * response_len[:, None],",
+        "last, rest = response_len[:, None] - 1,",
+        "last, rest = 0 * response_len[:, None],",
         "score first",
     ),
     ("rewards -= torch.where", "rewards += torch.where", "the KL is added to the rewards"),
@@ -233,15 +297,23 @@ PPO = [
         "w in fp32",
         FORMULAS,
     ),
-    ("(x - mean) / std, 0.0)", "x / std, 0.0)", "whitening keeps the mean"),
+    ("return divide(x - mean_std(total)[0], mask", "return divide(x, mask", "whitening keeps the mean"),
+    ("return torch.zeros_like(x), 1.0", "size = LEAST_STD", "KL and entropy count 10,000 times", FORMULAS),
+    ("without_rounding(total - others, total)", "(total - others)", "RLOO learns from rounding", FORMULAS),
+    (
+        "without_rounding(total - total.mean(1, keepdim=True), total)",
+        "total - total.mean(1, keepdim=True)",
+        "GRPO learns from rounding",
+        FORMULAS,
+    ),
     (
         "return 1 - (error_std / return_std) ** 2",
         "return 1 - error_std / return_std",
         "ratio of std",
     ),
     (
-        '"value/bias": rollout.values - returns',
-        '"value/bias": returns - rollout.values',
+        "bias = rollout.values - returns",
+        "bias = returns - rollout.values",
         "the sign of the bias",
     ),
     (
@@ -339,6 +411,33 @@ CRITIC = {
             WARMUP,
         ),
     ],
+    "trainer/ema.py": [
+        (" / (1 - self.beta**self.batches)", "", "the start counts in the average", EMA),
+        ("self.weights[name].lerp_(_on_host(p), share)", "pass", "the average stays at the start", EMA),
+        (" or batch * self.per_batch < self.learner.first_step", "", "batches of warm-up count", EMA),
+        ("            self.weights[name].copy_(p)\n", "", "the actor is lost after an evaluation", EMA),
+        ("if p.requires_grad}", "}", "frozen weights are averaged", EMA),
+        ("self.batches = int(tensors", "int(tensors", "resuming forgets how many batches count", EMA),
+        ("with run.ema.in_place():\n            run", "if True:\n            run", "a copy", EMA),
+        ("        remove_saved(ema_path(run))\n", "        pass\n", "the file of an earlier run stays", EMA),
+    ],
+    "trainer/entropy_top.py": [
+        ("world.gather(entropy[mask].cpu())", "[entropy[mask].cpu()]", "a threshold of its own", ENTROPY_TOP),
+        ("(entropy >= least) & mask", "entropy >= least", "padding counts", ENTROPY_TOP),
+        ("len(everyone) - count + 1", "count", "the tokens of low entropy count", ENTROPY_TOP),
+        ("(entropy >= least)", "(entropy > least)", "the last one does not count", ENTROPY_TOP),
+    ],
+    "trainer/kl_controller.py": [
+        ("[-count:] for x in", "[:] for x in", "replayed responses move the weight of the KL", KL_TARGET),
+        ("* responses / self.horizon", "/ self.horizon", "the number of responses does not count", KL_TARGET),
+        ("total / responses / self.target - 1", "1 - total / responses / self.target", "the sign", KL_TARGET),
+        ("max(error, -LARGEST_ERROR)", "error", "the weight falls without a limit", KL_TARGET),
+        ("min(max(", "max(max(", "the weight rises without a limit", KL_TARGET),
+        ("> self.learner.first_step", ">= self.learner.first_step", "it moves a batch early", KL_TARGET),
+        (" and batch % self.every == 0", "", "stale batches move the weight of the KL", KL_TARGET),
+        ('return {"coef": self.coef}', "return {}", "a checkpoint forgets the weight of the KL", KL_TARGET),
+        ("torch.where(mask, old - ref, 0.0)", "(old - ref)", "padding counts in the KL", KL_TARGET),
+    ],
     "trainer/replay.py": [
         (
             "self.batches[-self.size :]",
@@ -385,31 +484,47 @@ CRITIC = {
     ],
     "trainer/ppo_models.py": [
         (
-            "logprobs = new.old_logprobs, new.sampler_logprobs",
-            "logprobs = new.old_logprobs, new.ref_logprobs",
-            "effective sample size of the reference",
-        ),
-        (
-            'batch_metrics(rollout, batch.scores["score"], self.world), 1)',
-            'batch_metrics(rollout, batch.scores["missing_eos"], self.world), 1)',
-            "statistics of a part of the score",
-        ),
-        (
-            "self.reward.at_limit(batch.raw).sum(), count)",
-            "self.reward.at_limit(batch.raw).sum(), 1)",
-            "responses at the limit are counted, not their share",
-            REWARDS,
-        ),
-        (
             "args.clip_epsilon_high or args.clip_epsilon,",
             "args.clip_epsilon,",
             "--clip_epsilon_high is ignored",
         ),
         (", args.dual_clip)", ")", "--dual_clip is ignored"),
-        ("first = count - self.args.batch_size", "first = 0", "metrics of replayed batches too"),
         (
-            "        self.critic_warmup.note(step, new, returns, self.world.sum)\n",
+            'own |= {"value_scale": self.value_scale,',
+            "own |= {",
+            "checkpoints forget the value scale",
+            RESUMING,
+        ),
+        (
+            ', "critic_warmup": self.critic_warmup',
             "",
+            "checkpoints forget where the warm-up stands",
+            RESUMING,
+        ),
+        ('own = {"kl": self.kl}', "own = {}", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        ('"ema": self.ema.beta and self.ema', '"ema": 0', "checkpoints forget the average", LOSS_OPTIONS),
+    ],
+    "trainer/step_metrics.py": [
+        (
+            "logprobs = new.old_logprobs, new.sampler_logprobs",
+            "logprobs = new.old_logprobs, new.ref_logprobs",
+            "effective sample size of the reference",
+        ),
+        (
+            'batch_metrics(rollout, batch.scores["score"], run.world), 1)',
+            'batch_metrics(rollout, batch.scores["missing_eos"], run.world), 1)',
+            "statistics of a part of the score",
+        ),
+        (
+            "run.reward.at_limit(batch.raw).sum(), count)",
+            "run.reward.at_limit(batch.raw).sum(), 1)",
+            "responses at the limit are counted, not their share",
+            REWARDS,
+        ),
+        ("first = count - run.args.batch_size", "first = 0", "metrics of replayed batches too"),
+        (
+            "run.critic_warmup.note(step, new, returns, run.world.sum)\n",
+            "pass\n",
             "--critic_warmup_steps auto never ends",
         ),
         (
@@ -417,19 +532,88 @@ CRITIC = {
             '{"critic": "policy", "actor": "value"}',
             "metrics of the other model",
         ),
-        ("step.norm, 1)", "self.args.grad_clip, 1)", "the clip as the gradient's norm"),
+        ("step.norm, 1)", "run.args.grad_clip, 1)", "the clip as the gradient's norm"),
         (
-            'own = {"value_scale": self.value_scale,',
-            "own = {",
-            "checkpoints forget the value scale",
-            RESUMING,
+            'batch.scores["score"], args.num_generations))',
+            'batch.scores["score"], 2))',
+            "groups of two",
         ),
         (
-            '"critic_warmup": self.critic_warmup}',
-            "}",
-            "checkpoints forget where the warm-up stands",
-            RESUMING,
+            '"rollout/equal_groups", equal, count)',
+            '"rollout/equal_groups", equal, 1)',
+            "rows, not their share",
         ),
+        ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
+    ],
+    "dataset/data_order.py": [
+        (
+            "row % answers % spread == part",
+            "row // answers % spread == part",
+            "answers to a prompt together",
+            DATA,
+        ),
+        (
+            "math.gcd(batch_size // mini_batch_size, answers)\n    rows",
+            "1\n    rows",
+            "minibatches are too large",
+            DATA,
+        ),
+        (
+            "* math.gcd(batch_size // mini_batch_size, answers) // answers",
+            "// answers",
+            "blocks of one minibatch",
+            DATA,
+        ),
+        (
+            "prompt * answers + sample for prompt",
+            "prompt + sample for prompt",
+            "positions of other prompts",
+            DATA,
+        ),
+        ("batch[position // self.answers]", "batch[position]", "prompts by the places of answers", DATA),
+    ],
+    "trainer/filter_groups.py": [
+        (
+            "noise_keys(run.args.seed, step, places",
+            "noise_keys(run.args.seed, 0, places",
+            "the same noise each step",
+        ),
+        ("places // count, places", "places, places", "each answer has noise of a prompt of its own"),
+        ("places % count +", "0 * places +", "all answers to a prompt are the same"),
+        (" + times * count)", ")", "the same answers are sampled again", SEVERAL),
+        (
+            "keys = step_noise(run, step, torch.tensor(positions)[rows], times)",
+            "keys = step_noise(run, step, rows, times)",
+            "noise of the place in the process",
+            SEVERAL_PROCESSES,
+        ),
+        (
+            "groups.amax(1) == groups.amin(1)",
+            "groups.amax(1) >= groups.amin(1)",
+            "all prompts are sampled again",
+            SEVERAL,
+        ),
+        (
+            "order[row], texts[row] = count + place,",
+            "order[row], texts[row] = row,",
+            "the old answers are kept",
+            SEVERAL,
+        ),
+        ("raw = raw.replaced(rows,", "raw.replaced(rows,", "the old scores are kept", SEVERAL),
+        (
+            'if reward.running else scores.get("score_raw", scores["score"])',
+            'if True else scores["score"]',
+            "scores that the clip made equal are compared",
+            SEVERAL.split("::")[0]
+            + "::test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised",
+        ),
+        (
+            "seconds += time.perf_counter() - start",
+            "pass",
+            "sampling again is time of the reward",
+            SEVERAL.split("::")[0] + "::test_sampling_again_is_time_of_the_rollout",
+        ),
+        ("again += len(rows)", "again = len(rows)", "only the last time is counted", SEVERAL),
     ],
 }
 
@@ -442,6 +626,22 @@ COMPUTE = {
             LOGPROBS,
         ),
         ("grad = grad / ctx.temperature", "grad = grad * 1.0", "gradients forget the temperature", LOGPROBS),
+        ("grad_entropy / ctx.temperature", "grad_entropy * 1.0", "the entropy's forgets it", ENTROPY),
+        ("grad_entropy.contiguous()", "-grad_entropy", "the entropy falls, on a GPU", ENTROPY),
+        (".sub_(p * entropy)", "", "the entropy's gradient without the entropy", ENTROPY),
+        ("    if not learn_entropy:\n", "    if True:\n", "no entropy has a gradient", ENTROPY),
+    ],
+    "trainer/compute/cpu/tokens.c": [
+        ("-g * p - PULL(p)", "-g * p + PULL(p)", "the entropy falls, with a CPU's kernels", ENTROPY),
+        ("g * (1 - own) - PULL(all(own))", "all(g * (1 - own))", "not at the target", ENTROPY),
+        ("(log_of(p) + spread)", "log_of(p)", "without the entropy, with a CPU's kernels", ENTROPY),
+    ],
+    "trainer/compute/cpu/vectors.h": [
+        ("- n * 2.12194440e-4f);\n}\n\n/* 1 / x", "+ n * 2.12194440e-4f);\n}\n\n/* 1 / x", "ln 2", ENTROPY),
+    ],
+    "trainer/compute/cuda/tokens.py": [
+        ("load(grad_entropy + row) * scale", "load(grad_entropy + row)", "no temperature, entropy", ENTROPY),
+        ("tl.where(p == 0, 0, log_p)", "log_p", "an impossible token gives NaN", ENTROPY),
     ],
     "trainer/compute/scoring.py": [
         (
@@ -475,20 +675,29 @@ ELSEWHERE = {
     "trainer/evaluation.py": [
         ("run.respond(run.actor,", "run.respond(run.old_actor,", "the old actor is evaluated", EVALUATION),
         (
-            "EVAL_STEP, [p.index for p in prompts])",
-            "EVAL_STEP, range(len(prompts)))",
+            "EVAL_STEP, [p.index for p in prompts], samples)",
+            "EVAL_STEP, range(len(prompts)), samples)",
             "evaluation's noise depends on the batch",
             EVALUATION,
         ),
         (
-            "right = sum(is_correct(text, answer, reasoning) for",
-            "right = sum(True for",
+            "is_correct(text, prompt.answer, reasoning) for",
+            "True for",
             "accuracy 1",
             EVALUATION,
         ),
-        ("right, len(pairs))", "right, len(batch))", "records without an answer count as wrong", EVALUATION),
-        ('("_greedy", 0.0)', '("_greedy", temperature)', "greedy results are sampled", EVALUATION),
-        ('(("", temperature)', '(("", 1.0)', "evaluation samples at temperature 1", EVALUATION),
+        ("count * len(right))", "len(texts))", "records without an answer count as wrong", EVALUATION),
+        ('("_greedy", 0.0,', '("_greedy", temperature,', "greedy results are sampled", EVALUATION),
+        ("math.comb(wrong, k) / math", "math.comb(k, wrong) / math", "pass@k turned round", EVALUATION),
+        (
+            "for group in right), len(right))",
+            "for group in right), len(batch))",
+            "pass@k of all prompts",
+            EVALUATION,
+        ),
+        ("parts)[::count]", "parts)[count - 1 :: count]", "another of the answers is shown", EVALUATION),
+        ("% answers\n", "* 0\n", "the answers to a prompt are the same", EVALUATION),
+        ('(("", temperature,', '(("", 1.0,', "evaluation samples at temperature 1", EVALUATION),
         (
             '(parts["format"] > 0).sum()',
             'parts["format"].sum()',
@@ -496,13 +705,13 @@ ELSEWHERE = {
             EVALUATION,
         ),
         (
-            "rollout.finished.sum(), len(batch))",
+            "rollout.finished.sum(), len(texts))",
             "rollout.finished.sum(), len(mine))",
             "share of batches",
             EVALUATION,
         ),
     ],
-    "trainer/generation/engine.py": [
+    "trainer/generation/results.py": [
         ("[r[:-1] if ended else r for", "[r for", "the EOS stays in the text", ENGINE),
         ("[r[:-1] if ended else r for", "[r[:-1] for", "cut responses lose a token", ENGINE),
     ],
@@ -567,7 +776,7 @@ SHOWN = {  # what one sees of a run
         (" - len(self.engine.waiting) - ", " - ", "waiting prompts count as responses", BARS),
     ],
     "trainer/evaluation.py": [
-        ('"evaluation", 2 * len(mine)', '"evaluation", len(mine)', "the bar is full half-way", BARS),
+        ('"evaluation", (answers + 1) *', '"evaluation", answers *', "the bar is full half-way", BARS),
     ],
     "trainer/runs/trackers.py": [
         ("if fresh and not tracker.fresh:", "if fresh:", "a resumed run lacks its first steps", TRACKED),
@@ -608,6 +817,7 @@ _BY_HAND = "tests/runs/test_health_read.py::test_a_folder_that_was_changed_by_ha
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
 )
+_SPREAD = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 _TRUSTED = (
     "tests/model/test_pretrained.py"
@@ -623,6 +833,7 @@ HEALTH = {
         ),
         ("spread = math.sqrt(max(best * (1 - best), 0.01))", "spread = 1.0", "a wider standard error", *H),
         ("found[2][1] - found[0][1] >", "found[1][1] - found[0][1] >", "the best evaluation is compared", *H),
+        ('f"held_out{pairs}"', '"held_out"', "prompts are counted, not pairs", *H),
         ('steps[0]["step"]', "self.step", "since the last of the steps that show it", *H),
         ("wanted = min(wanted, positions - other)", "pass", "answers longer than the model's positions", *H),
         ("wanted >= WORTH * value", "wanted > 0", "a remedy that the run has already", *H),
@@ -694,6 +905,7 @@ HEALTH = {
         ("WRONG if past.steps * size >= SCORED else LOOK", "WRONG", "a few answers that fail are wrong", *H),
     ],
     "trainer/runs/health_start.py": [
+        ("> dropped / 2:", "> dropped:", "long answers are blamed on the prompts", *H),
         ('total == past.flag("max_steps")', "False", "epochs that do not end the run", *H),
         ("samples / prompts <= OFTEN", "prompts <= OFTEN", "prompts are counted, not samples of them", *H),
         ("WRONG if dropped / read > NEARLY_ALL else LOOK", "LOOK", "nearly all may be dropped", *H),
@@ -725,6 +937,13 @@ HEALTH = {
             "the summary does not say who ended it",
             _ENDED,
         ),
+        (
+            "spread_of_records(records, short) * math.sqrt(2 / ",
+            "spread_of_records(records, short) * math.sqrt(1 / ",
+            "a difference as certain as one evaluation",
+            _SPREAD,
+        ),
+        ("math.sqrt(max(x * (1 - x) for", "math.sqrt(max(x for", "the spread of a share", _SPREAD),
     ],
     "trainer/runs/health_read.py": [
         ('    "temperature",\n', "", "a temperature of words", _BY_HAND),
@@ -839,10 +1058,210 @@ REPORT = {
     ],
 }
 
+LOGGED_DATA = {  # demonstrations and logged answers
+    "trainer/ptx.py": [
+        ("(self.coef * loss)", "(loss)", "--ptx_coef is ignored"),
+        ("run.loss_scale.scaled(self.coef * loss)", "(self.coef * loss)", "fp16's scale forgets them", PTX),
+        ("loss = -logprobs.sum()", "loss = logprobs.sum()", "demonstrations are unlearned"),
+        ("/ self.learned[number] +", "/ len(logprobs) +", "the mean of a micro-batch, not of all", PTX),
+        (" + balance / self.size", "", "no balance loss of demonstrations"),
+        ("self.seed, n, self.size)[mine]", "self.seed, batch, self.size)[mine]", "one minibatch a batch"),
+        ("slice(self.world.rank, None,", "slice(0, None,", "all processes take the same records", PTX),
+        ("zip(*self.world.gather(counts)", "zip(*[counts]", "the learned tokens of one process", PTX),
+    ],
+    "trainer/compute/scoring.py": [
+        ("np.flatnonzero([0, *mask[1:]])", "np.flatnonzero([0, *mask[:-1]])", "the wrong tokens are learned"),
+    ],
+    "trainer/offline.py": [
+        (
+            "rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs",
+            "rollout.old_logprobs = rollout.ref_logprobs",
+            "importance weights of no sampler",
+        ),
+        (
+            "answer.response_ids for answer in answers",
+            "answer.response_ids[:-1] or [0] for answer in answers",
+            "no EOS",
+        ),
+        (
+            "run.actor) - of_policy(run, rollout, run.ref)",
+            "run.actor)",
+            "the KL forgets the reference",
+            OFFLINE,
+        ),
+        ("(means[::2] - means[1::2])", "(means[1::2] - means[::2])", "the rejected answers' share", OFFLINE),
+        ("/ rollout.response_len\n", "\n", "long answers have no chance", OFFLINE),
+        ("(moved[::2] - moved[1::2])", "(moved[1::2] - moved[::2])", "the rejected are preferred", OFFLINE),
+        ("shares.square().sum()", "shares.sum()", "the spread of the pairs", OFFLINE),
+        (
+            "torch.where(rollout.mask, actor - of_policy(run, rollout, run.ref), 0.0)",
+            "actor",
+            "no reference",
+            OFFLINE,
+        ),
+    ],
+    "dataset/logged_answers.py": [
+        (
+            "CHOSEN, REJECTED = 1.0, -1.0",
+            "CHOSEN, REJECTED = -1.0, 1.0",
+            "the rejected answers are the good ones",
+            LOGGED,
+        ),
+        ("return ids[: place + 1]", "return ids[:place]", "answers do not end", LOGGED),
+        (
+            "response_ids) <= self.max_response",
+            "response_ids) < self.max_response",
+            "the longest is too long",
+            LOGGED,
+        ),
+        (
+            "return max(map(super().length, item))",
+            "return super().length(item[0])",
+            "rejected ones may be too long",
+            LOGGED,
+        ),
+    ],
+    "trainer/memory_plan.py": [
+        ("(longest + mixed_in)", "longest", "long demonstrations need no memory", PTX),
+    ],
+}
+
+
+OVERLONG, LEAST = "tests/rewards/test_overlong.py", "tests/generation/test_min_gen_len.py"
+STOPS, STEPS = "tests/generation/test_stops.py", "tests/test_step_rewards.py"
+ENDS = {
+    "trainer/rewards/rules.py": [
+        (
+            "(length - (longest - buffer)) / buffer",
+            "(length - buffer) / buffer",
+            "overlong, by the buffer",
+            OVERLONG,
+        ),
+        (
+            "max(0.0, (length",
+            "max(-1.0, (length",
+            "short ones are rewarded",
+            OVERLONG,
+        ),
+    ],
+    "trainer/rewards/reward.py": [
+        (
+            'parts["overlong"] = -torch.tensor(penalties)',
+            'parts["overlong"] = torch.tensor(penalties)',
+            "length pays",
+        ),
+        (
+            "(args.max_gen_len, args.overlong_buffer,",
+            "(args.max_seq_len, args.overlong_buffer,",
+            "of the prompt's length",
+        ),
+    ],
+    "trainer/compute/early_ends.py": [
+        ("places < self.least - 1)", "places < self.least)", "one token too many before an EOS"),
+        ("places < self.least - 1)", "places < self.least - 2)", "one token too few before an EOS"),
+        ('["response"] % layout.shape[1]', '["response"]', "only the first response has a least length"),
+    ],
+    "trainer/compute/logprobs.py": [
+        ("        if forbid_:\n            forbid_(logits, c)\n", "", "the scorers may end early"),
+        (
+            "bias, ctx.dtype, ctx.forbid_):\n        if memory",
+            "bias, ctx.dtype):\n        if memory",
+            "gradients of ends",
+            LOGPROBS,
+        ),
+    ],
+    "trainer/generation/stops.py": [
+        ("max(0, seen - len(stop) + 1)", "max(0, seen - len(stop))", "a stop string counts again", STOPS),
+        ("max(0, seen - len(stop) + 1)", "seen", "a stop string that began before is missed", STOPS),
+        ("len(before.rstrip(HALF)))", "0)", "the text is cut where a stop string was ignored", STOPS),
+        ("else whole[:start]", "else whole[: start + 1]", "the text is cut too late", STOPS),
+        ("(found or HALF in text[len(self.tail) :])", "found", "incomplete characters are whole", STOPS),
+        ("elif found and count >= self.least:", "elif found:", "too short a response is stopped", STOPS),
+        ("max(self.seen, len(text.rstrip(HALF)))", "len(text)", "incomplete characters are seen", STOPS),
+        ("and not text.endswith(HALF):", ":", "half a character is settled", STOPS),
+        ("self.stops.longest - 1) :]", "self.stops.longest - 2) :]", "the tail is too short", STOPS),
+        (
+            "return any(stop in text for stop in self.texts) or any(",
+            "return any(",
+            "no suspect has it all",
+            STOPS,
+        ),
+        (
+            "            return True\n",
+            "            return False\n",
+            "no suspect completes a character",
+            STOPS,
+        ),
+    ],
+    "trainer/generation/stop_checks.py": [
+        ("response_len.index_copy(0, place, ends)", "response_len", "responses are not cut", STOPS),
+        ("finished.index_fill(0, place, True)", "finished", "cut responses have not finished", STOPS),
+        ("if self.late:  # columns", "if False:  # columns", "the host forgets tokens", STOPS),
+        (
+            "self.engine.done |= self.stopped[self.engine.row]",
+            "pass",
+            "sequences go on behind a stop string",
+            STOPS,
+        ),
+    ],
+    "trainer/generation/results.py": [
+        ("stops.cut(r) if ended else", "stops.decode(r) if ended else", "texts have stop strings", STOPS),
+    ],
+    "trainer/endings.py": [
+        ('replace("\\\\n", "\\n")', 'replace("\\\\r", "\\n")', "no new line in --stop", STOPS),
+        ("        eos.add(i)\n", "        pass\n", "--stop_token_ids end nothing", STOPS),
+    ],
+    "trainer/build_run.py": [
+        (
+            "PolicyScorer(actor, dtype, endings.early,",
+            "PolicyScorer(actor, dtype, None,",
+            "the actor may end early",
+        )
+    ],
+    "trainer/generation/engine.py": [
+        (
+            "            self.early_ends.forbid_(logits, count)\n",
+            "            pass\n",
+            "the sampler ends early",
+        ),
+        (
+            "self.key = (temperature, *ends)",
+            "self.key = (temperature, tuple(eos_ids))",
+            "a graph of another length",
+            LEAST,
+        ),
+    ],
+    "trainer/train_ppo.py": [
+        ("early_ends=run.endings.early)", "early_ends=None)", "the old scorers may end early"),
+        ("mask, penalty, rollout.step_rewards", "mask, penalty, None", "all steps land at the end"),
+    ],
+    "trainer/ppo.py": [
+        ("rest = rewards.gather(1, last) + rest - steps", "rest = rest - steps", "no step on the last token"),
+        ("+ rest - steps.sum(1, keepdim=True)", "+ rest", "steps count twice"),
+    ],
+    "trainer/replay.py": [('KEPT += ("step_rewards",)', "KEPT += ()", "replayed steps land at the end")],
+    "trainer/step_rewards.py": [
+        ("rewards[row, place] += score", "rewards[row, place] = score", "steps of one token", STEPS),
+        ("[: offset + 1] == wanted", "[:offset] == wanted[:-1]", "the character before", STEPS),
+        ("offset >= len(text)", "offset > len(text)", "behind the last character", STEPS),
+        ("range(1, len(ids))", "range(len(ids))", "one token late", STEPS),
+    ],
+    "trainer/rewards/returned_scores.py": [
+        ("if not 0 <= offset <= length:", "if not 0 <= offset < length:", "no offset of the end", STEPS),
+        (
+            "return sum((x for _, x in steps), 0.0), steps",
+            "return max(x for _, x in steps), steps",
+            "no sum",
+            STEPS,
+        ),
+    ],
+}
+
 
 def _rows():
     files = [("trainer/train_ppo.py", TRAIN_PPO), ("trainer/ppo.py", PPO)]
-    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT):
+    files.append(("trainer/build_run.py", BUILD_RUN))
+    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA):
         files += part.items()
     for file, rows in files:
         for old, new, fault, *tests in rows:

@@ -45,6 +45,16 @@ class Best:
         """The evaluation with these metrics is the best from now on."""
         self.value, self.step = metrics[self.metric], step
 
+    def describe(self, file):
+        """Words on the file of this name, to stand behind those on the result; "" without evaluations."""
+        if self.step:
+            which = f"those after step {self.step}, the best by {self.metric} ({self.value:.3f})"
+            since = f", of the evaluations after step {self.since}, since when they are others"
+            return f"; {file} has {which}{since if self.since else ''}"
+        if self.value is None:
+            return ""
+        return f"; there is no {file}, because {self.metric} was never above {self.value:.3f}"
+
     def state_dict(self):
         """What a checkpoint keeps."""
         return {name: x for name, x in vars(self).items() if name != "forgotten"}
@@ -62,24 +72,36 @@ class Best:
             self.forgotten = state
 
 
-def choose_best(args, held_out, reward, judge):
+def choose_best(args, held_out, reward, judge, pairs=None):
     """Flags and what is evaluated -> the ``Best`` of a run that has not begun.
 
-    reward, judge: ``Reward`` and ``Judge``. Without --best_metric it is the accuracy where records have
-    answers, else the judge, else the score (with --normalize_reward the raw score, whose scale does not
-    move). Raises InputError for a metric that is not evaluated.
+    reward, judge: ``Reward`` and ``Judge``; pairs: held-out pairs of offline PPO, or None. Without
+    --best_metric it is what the pairs say, else the accuracy where records have answers, else the judge, else
+    the score (with --normalize_reward the raw score, whose scale does not move); without any of them nothing
+    is compared. Raises InputError for a metric that is not evaluated.
     """
     if held_out is None:
         return Best()
-    names = ["accuracy"] if has_answers(held_out) else []
-    names += ["format_rate"] if args.reasoning else []
+    answered, size = has_answers(held_out), args.num_generations.bit_length()
+    sampled = ["chosen_share", "chosen_preferred"] if pairs else []  # these have no greedy twin
+    sampled += [f"pass@{2**i}" for i in range(1, size)] if answered else []
+    names = ["accuracy"] if answered else []
+    names += ["format_rate"] if reward.reasoning else []
     names += [*reward.names, *judge.names, "length", "finished"]
-    usual = next(name for name in ("accuracy", "judge", "score_raw", "score") if name in names)
-    name = args.best_metric.removeprefix("eval/") or usual
-    if name.removesuffix("_greedy") not in names:
+    usual = ("chosen_share", "accuracy", "judge", "score_raw", "score")
+    name = args.best_metric.removeprefix("eval/")
+    name = name or next((name for name in usual if name in sampled + names), "")
+    if not name:
+        return Best()
+    if name == "kl":
+        raise InputError(
+            f"--best_metric {args.best_metric}: higher is better, and a far policy is not; leave it out"
+        )
+    if name not in sampled and name.removesuffix("_greedy") not in names:
+        others = f", or {', '.join(sampled)}" if sampled else ""
         raise InputError(
             f"--best_metric {args.best_metric}: is not evaluated in this run; choose one of "
-            f"{', '.join(names)}, or one of them with _greedy behind it"
+            f"{', '.join(names)}, or one of them with _greedy behind it{others}"
         )
     judged_by = [args.eval_reward_fn, *args.eval_reward_model] if name.startswith("judge") else []
     return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]))

@@ -9,9 +9,11 @@ from trainer.rewards.rules import LENGTHS
 def describe_run(run):
     """What the run is made of, in a few lines."""
     args, prompts, held_out = run.args, run.prompts, run.held_out
+    all_data = (prompts, held_out, run.ptx and run.ptx.data)
     size = sum(p.numel() for p in run.ref.parameters()) / 1e6
     adapters = describe_adapters(run.actor)
-    tested = f", {len(held_out)} held out" if held_out else ""
+    kind = "answers" if args.offline_data_path else "prompts"  # a pair has two answers
+    tested = f", {len(held_out)}{'' if kind == 'prompts' else ' prompts'} held out" if held_out else ""
     warmup, quarter = args.critic_warmup_steps, run.total_steps // 4
     if warmup == AUTO and not quarter:
         warmup = 0
@@ -23,17 +25,29 @@ def describe_run(run):
         + (f"lora     {adapters}\n" if adapters else "")
         + f"reward   {describe_reward(args, run.reward)}\n"
         + (f"judge    {describe_judge(args)}\n" if run.judge.names else "")
-        + f"prompts  {prompts.describe()}{tested}"
-        + "".join(f"\nnote     {data.note}" for data in (prompts, held_out) if data and data.note)
-        + f"\nlambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
+        + f"{kind}  {prompts.describe()}{tested}"
+        + (f"\nptx      {run.ptx.describe()}" if run.ptx else "")
+        + "".join(f"\nnote     {data.note}" for data in all_data if data and data.note)
+        + describe_advantage(args)
         + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
         + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
         + "".join(f"\n{note}" for note in run.notes)
     )
 
 
+def describe_advantage(args):
+    """How advantages are estimated, and from how many answers to a prompt."""
+    many = f"\nanswers  {args.num_generations} to each prompt (--num_generations)"
+    many = many if args.num_generations > 1 else ""
+    if args.advantage == "gae":
+        return f"{many}\nlambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
+    return f"{many}\ncritic   none: --advantage {args.advantage} needs none"
+
+
 def describe_reward(args, reward):
     """Every part of the score as the metrics call it, its range or weight and its flag, a line each."""
+    if args.offline_data_path:
+        return f"the scores of {args.offline_data_path}"
     parts, limit = {}, f"clipped to ±{SCORE_LIMIT:g}"
     if args.normalize_reward:
         limit = f"normalised and {limit} (--normalize_reward)"
@@ -52,6 +66,10 @@ def describe_reward(args, reward):
         parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
     if penalty := args.missing_eos_penalty:
         parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
+    if reward.overlong:
+        longest, buffer, largest = reward.overlong
+        first = f"0 up to {longest - buffer} tokens, -{largest:g} at {longest}"
+        parts["overlong"] = f"{first} (--overlong_buffer, --overlong_penalty)"
     width = max(map(len, parts))
     return "\n         ".join(["the sum of:", *(f"{name:<{width}}  {text}" for name, text in parts.items())])
 

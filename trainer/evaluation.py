@@ -10,13 +10,16 @@ judge (rewards/judge.py), which is never a reward either. best.py keeps the weig
 
 import math
 
+import torch
+
 from progress_bar import phase
 from trainer.generation.sampling_noise import noise_keys
+from trainer.offline import evaluate_pairs, sequence_kl
 from trainer.rewards.rules import is_correct
 from trainer.runs.metrics import Metrics
 from trainer.runs.samples import SHOWN, answer_rows, rows_of_evaluation
 
-BATCH = 256  # prompts sampled at a time
+BATCH = 256  # responses sampled at a time
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
 
 
@@ -32,38 +35,55 @@ def has_answers(prompts):
     return any(prompts[i].answer is not None for i in range(len(prompts)))
 
 
-def evaluate(roll_out, prompts, temperature, reasoning, world):
+def pass_rate(right, k):
+    """The chance that one of ``k`` answers to a prompt is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1). right: n bools, c of them True; k <= n."""
+    wrong = len(right) - sum(right)
+    return 1 - math.comb(wrong, k) / math.comb(len(right), k)
+
+
+def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, {file: rows to keep}).
 
     Names of greedy results end in "_greedy". The answers to the first prompts are kept (runs/samples.py), for
-    report.html. roll_out(list of Prompt, temperature) -> (rollout, response texts, {part of the score: [B]}).
-    If it raises InputError in one process, all processes raise it.
+    report.html. answers: to each prompt, where it is sampled; then "eval/pass@k" with k = 2, 4, … up to that
+    number is the chance that one of k answers is right.
+    roll_out(list of Prompt, temperature, answers to each) -> (rollout, response texts, {part of the score:
+    [B]}), the answers to a prompt one after the other. If it raises InputError in one process, all raise it.
     """
     metrics, shown = Metrics(), {}
     mine = share_of(range(len(prompts)), world)
     answered = has_answers(prompts)
-    batches = [mine[start : start + BATCH] for start in range(0, len(mine), BATCH)]
-    with world.all_or_none(), phase("evaluation", 2 * len(mine), "responses") as bar:
+    size = max(1, BATCH // answers)
+    batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+    with world.all_or_none(), phase("evaluation", (answers + 1) * len(mine), "responses") as bar:
         for places in batches:
             batch = [prompts[i] for i in places]  # no more at a time: their records can be large
-            for kind, sampled_at in (("", temperature), ("_greedy", 0.0)):
-                rollout, texts, parts = roll_out(batch, sampled_at)
-                for place, prompt, row in zip(places, batch, answer_rows(texts, rollout, parts), strict=True):
+            for kind, sampled_at, count in (("", temperature, answers), ("_greedy", 0.0, 1)):
+                rollout, texts, parts = roll_out(batch, sampled_at, count)
+                rows = answer_rows(texts, rollout, parts)[::count]  # the first answer to each
+                for place, prompt, row in zip(places, batch, rows, strict=True):
                     if place < SHOWN:
                         shown.setdefault(place, {"prompt": prompt})[kind] = row
-                pairs = [(t, p.answer) for t, p in zip(texts, batch, strict=True) if p.answer is not None]
                 if answered:
-                    right = sum(is_correct(text, answer, reasoning) for text, answer in pairs)
-                    metrics.add(f"eval/accuracy{kind}", right, len(pairs))
-                if reasoning:
-                    metrics.add(f"eval/format_rate{kind}", (parts["format"] > 0).sum(), len(batch))
+                    groups = [texts[i : i + count] for i in range(0, len(texts), count)]
+                    right = [
+                        [is_correct(text, prompt.answer, reasoning) for text in group]
+                        for prompt, group in zip(batch, groups, strict=True)
+                        if prompt.answer is not None
+                    ]
+                    metrics.add(f"eval/accuracy{kind}", sum(map(sum, right)), count * len(right))
+                    for k in (2**i for i in range(1, count.bit_length())):
+                        metrics.add(f"eval/pass@{k}", sum(pass_rate(group, k) for group in right), len(right))
+                if reasoning and "format" in parts:
+                    metrics.add(f"eval/format_rate{kind}", (parts["format"] > 0).sum(), len(texts))
                 for name, x in parts.items():
-                    metrics.add(f"eval/{name}{kind}", x.sum(), len(batch))
+                    metrics.add(f"eval/{name}{kind}", x.sum(), len(texts))
                 if "judge" in parts and not kind:
-                    metrics.add("eval/judge_std", parts["judge"].double().square().sum(), len(batch))
-                metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(batch))
-                metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(batch))
-                bar.done += len(batch)
+                    metrics.add("eval/judge_std", parts["judge"].double().square().sum(), len(texts))
+                metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(texts))
+                metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(texts))
+                bar.done += len(texts)
     means = metrics.means(world)
     if "eval/judge_std" in means:  # so far the mean square
         variance = means["eval/judge_std"] - means["eval/judge"] ** 2
@@ -73,16 +93,30 @@ def evaluate(roll_out, prompts, temperature, reasoning, world):
 
 def evaluate_actor(run, metrics, rows):
     """Metrics and rows of a step -> these, and with them what ``evaluate`` finds of the actor on the held-out
-    prompts; nothing is added without ``--eval_data_path``."""
+    prompts; nothing is added without ``--eval_data_path``. With ``--ema_beta`` the same of the averaged actor
+    (ema.py), as "ema/<name>", once there is an average."""
     if run.held_out is None:
         return metrics, rows
 
-    def roll_out(prompts, temperature):
-        keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts])
+    args = run.args
+
+    def roll_out(prompts, temperature, answers):
+        prompts = [prompt for prompt in prompts for _ in range(answers)]
+        samples = torch.arange(len(prompts)) % answers
+        keys = noise_keys(args.seed, EVAL_STEP, [p.index for p in prompts], samples)
         sampled = run.respond(run.actor, prompts, keys, temperature)
         rewards = (run.reward, run.judge)
         score, judged = (x.combine(run.raw_scores(x, prompts, *sampled)) for x in rewards)
+        if run.args.offline_data_path and temperature:
+            score["kl"] = sequence_kl(run, sampled[0])
         return *sampled, score | judged
 
-    found, shown = evaluate(roll_out, run.held_out, run.args.temperature, run.args.reasoning, run.world)
+    settings = args.temperature, args.reasoning, run.world, args.num_generations
+    found, shown = evaluate(roll_out, run.held_out, *settings)
+    if run.ema.batches:
+        with run.ema.in_place():
+            averaged, _ = evaluate(roll_out, run.held_out, *settings)
+        found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
+    if run.held_out_pairs:
+        found |= evaluate_pairs(run)
     return metrics | found, rows | shown

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dataset.keys import Keys
 from dataset.lm_dataset import RLAIFDataset
+from dataset.logged_answers import LoggedAnswers
 from dataset.prompt_template import set_system_prompt, set_template
 from errors import InputError
 from model.compatibility import (
@@ -27,6 +28,7 @@ from trainer.flags import AUTO, ROOT, complete_output_flags
 from trainer.generation.engine import sample
 from trainer.generation.sampling_noise import noise_keys
 from trainer.memory_check import check_loading
+from trainer.offline import check_offline, load_logged
 from trainer.runs.learning_rate import rate_note, suited_rate
 
 THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
@@ -41,33 +43,88 @@ DEMO = {
 
 BATCH_SIZE, MINI_BATCH_SIZE = 128, 32  # where no flag says otherwise
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
+PTX_COEF = 0.1  # where only --ptx_data_path is given
+OF_THE_CRITIC = {  # flags and their defaults
+    "critic_learning_rate": None,
+    "critic_lam": 1.0,
+    "critic_init": "auto",
+    "critic_warmup_steps": None,
+    "vf_coef": 0.5,
+    "cliprange_value": 0.5,
+    "lam": None,
+}
 SHORT, LAM_OF_SHORT = 64, 0.95  # tokens of an answer, and the lambda that suited such answers best
 
 
 def complete_flags(args):
     """Check train_ppo.py's flags against each other and fill in paths -> the flags. Raises InputError."""
     complete_output_flags(args)
+    check_offline(args)  # first: what follows must not ask for a flag that it refuses
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if 0 < args.dual_clip <= 1:
         raise InputError(f"--dual_clip {args.dual_clip:g}: must be 0, for no limit, or above 1; 3 is usual")
-    if args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+    for name in ("min_gen_len", "overlong_buffer"):
+        if (value := getattr(args, name)) > args.max_gen_len:
+            raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
+    if args.overlong_penalty != 1 and not args.overlong_buffer:
+        what = f"--overlong_penalty {args.overlong_penalty:g}"
+        raise InputError(f"{what}: is of use with --overlong_buffer only; give that too")
+    if args.kl_target and not args.kl_coef:
+        raise InputError(f"--kl_target {args.kl_target:g}: needs a --kl_coef above 0 to begin with")
+    if args.kl_horizon and not args.kl_target:
+        raise InputError(f"--kl_horizon {args.kl_horizon}: is of use with --kl_target only; give that too")
+    if args.ptx_coef and not args.ptx_data_path:
+        raise InputError(f"--ptx_coef {args.ptx_coef:g}: name the demonstrations with --ptx_data_path")
+    if args.ptx_data_path and args.ptx_coef is None:
+        args.ptx_coef = PTX_COEF
+    complete_advantage(args)
     complete_sizes(args)
     fill_paths(args)
     return args
 
 
+def complete_advantage(args):
+    """Choose --lam where it is not given. Raises InputError for flags that do not go with --advantage."""
+    kind = f"--advantage {args.advantage}"
+    if args.filter_groups and args.num_generations == 1:
+        raise InputError(
+            "--filter_groups: compares the answers to a prompt; set --num_generations, 4 for example"
+        )
+    if args.advantage == "gae":
+        if args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
+            args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+        return
+    for name, default in OF_THE_CRITIC.items():
+        if (value := getattr(args, name)) != default:
+            raise InputError(f"--{name} {value}: {kind} has no critic; leave the flag out")
+    args.lam, args.critic_warmup_steps = 1.0, 0
+    if args.advantage == "reinforce":
+        return
+    if args.num_generations == 1:
+        raise InputError(f"{kind}: compares the answers to a prompt; set --num_generations, 4 for example")
+    if args.gamma != 1:
+        raise InputError(f"--gamma {args.gamma:g}: {kind} takes the whole response as one step; leave it out")
+    if args.advantage == "group" and args.kl_in == "reward":
+        raise InputError(
+            "--kl_in reward: --advantage group has the KL in the loss; leave it out, or use rloo"
+        )
+
+
 def complete_sizes(args):
-    """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other."""
+    """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other. Both count
+    answers; a batch has all those to a prompt."""
+    answers, mini = args.num_generations, args.mini_batch_size
     if args.batch_size is None:
-        wanted = args.mini_batch_size or BATCH_SIZE
-        args.batch_size = wanted * math.ceil(BATCH_SIZE / wanted)
+        unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
+        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
     batch = args.batch_size
-    if args.mini_batch_size is None:
+    if batch % answers:
+        raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
+    if mini is None:
         args.mini_batch_size = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
-    if args.mini_batch_size > batch or batch % args.mini_batch_size:
-        raise InputError(f"--mini_batch_size {args.mini_batch_size}: must divide --batch_size {batch}")
+    elif mini > batch or batch % mini:
+        raise InputError(f"--mini_batch_size {mini}: must divide --batch_size {batch}")
 
 
 def fill_paths(args):
@@ -75,6 +132,7 @@ def fill_paths(args):
 
     Raises InputError if there is no data or no reward.
     """
+    offline = bool(args.offline_data_path)
     if not args.model and (args.hidden_size or args.use_moe):
         end = f"_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
         reason, plain = (Path(args.out_dir) / f"{name}{end}" for name in ("reason", "full_sft"))
@@ -93,13 +151,14 @@ def fill_paths(args):
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
             args.eval_data_path = args.eval_data_path or str(DEMO["eval_data_path"])
         args.model, args.data_path = str(DEMO["model"]), args.data_path or str(DEMO["data_path"])
-        if not (args.reward_model or args.reward_fn or args.reward_url):
+        args.data_path = "" if offline else args.data_path
+        if not (offline or args.reward_model or args.reward_fn or args.reward_url):
             args.reward_model = [str(DEMO["reward_model"])]
         if args.reasoning is None:
             args.reasoning = 1  # the demo's answers have the format
-    if not args.data_path:
+    if not (offline or args.data_path):
         raise InputError("--data_path: name the JSONL file with the prompts")
-    if not (args.reward_model or args.reward_fn or args.reward_url):
+    if not (offline or args.reward_model or args.reward_fn or args.reward_url):
         raise InputError(
             "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
         )
@@ -113,7 +172,8 @@ def count_steps(args, n_prompts, processes):
 
     Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
     """
-    steps = math.ceil(args.epochs * n_prompts / (args.batch_size * processes))
+    per_batch = args.batch_size // args.num_generations * processes  # prompts
+    steps = math.ceil(args.epochs * n_prompts / per_batch)
     steps = min(steps, args.max_steps or steps)
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
@@ -141,8 +201,8 @@ def choose_reasoning(args, tokenizer, prompts):
         return None
     where = "the tokenizer's chat template" if THINK in str(tokenizer.chat_template or "") else ""
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-    if any(THINK in f"{p.prompt} {p.answer}" for p in first):
-        where = where or args.data_path
+    if any(THINK in f"{p.prompt} {p.answer or getattr(p, 'response', None)}" for p in first):
+        where = where or args.data_path or args.offline_data_path
     args.reasoning = int(bool(where))
     if where:
         return f"format   rewarded: {where} uses {THINK}; --reasoning 0 switches it off"
@@ -150,11 +210,16 @@ def choose_reasoning(args, tokenizer, prompts):
 
 
 def choose_rates(args, actor, critic_start):
-    """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None."""
-    sizes, said = [sum(p.numel() for p in model.parameters()) for model in (actor, critic_start)], []
-    names = ("learning_rate", "critic_learning_rate")
-    notes = []
-    for name, kind, size in zip(names, ("actor", "critic"), sizes, strict=True):
+    """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None.
+    critic_start: the model that the critic starts from, None without a critic."""
+    said, notes = [], []
+    for name, kind, model in (
+        ("learning_rate", "actor", actor),
+        ("critic_learning_rate", "critic", critic_start),
+    ):
+        if model is None:
+            continue
+        size = sum(p.numel() for p in model.parameters())
         suited = suited_rate(kind, size, args.lora_r > 0)
         if getattr(args, name) is None:
             setattr(args, name, suited)
@@ -217,7 +282,8 @@ def load_trained_tokenizer(args, source):
 def sampling_sizes(args, prompts, held_out):
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
     what the sampler must have room for."""
-    rows = max(args.batch_size, min(BATCH, len(held_out or ())))
+    batch = 0 if args.offline_data_path else args.batch_size
+    rows = max(batch, min(max(BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
     longest = max(data.longest for data in (prompts, held_out) if data)
     return rows, longest + args.max_gen_len, args.max_gen_len
 
@@ -237,6 +303,8 @@ def load_inputs(args):
         RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys) if path else None
         for path in (args.data_path, args.eval_data_path)
     )
+    if args.offline_data_path:
+        prompts = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
     longest = max(data.longest for data in (prompts, held_out) if data)
     limit = most_positions(actor.config)
     if longest + args.max_gen_len > limit:
@@ -245,4 +313,5 @@ def load_inputs(args):
             f"positions of {args.model}; lower it or --max_seq_len"
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
+    notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
     return actor, tokenizer, prompts, held_out, notes

@@ -31,22 +31,25 @@ LEAST_SLOTS = 16  # so many sequences should be sampled together, or rollouts ta
 WEIGHTS = ("*.safetensors", "*.bin")  # the files of a model directory, of the first kind that is there
 
 
-def check_memory(args, actor, start, reward_models, device, dtype, sampled=None):
+def check_memory(args, actor, start, reward_models, device, dtype, sampled=None, demonstration=0):
     """-> (``Plan``, a note that says where memory goes and how much is free).
 
-    actor: the policy; start: the model that the critic starts from; reward_models: with ``start`` among them,
-    if it is one; sampled: (most prompts of a call, longest prompt plus response, …) from ``sampling_sizes``;
-    None: what the flags allow. Raises InputError where the run cannot fit, for --offload_frozen without a
+    actor: the policy; start: the model that the critic starts from, None without a critic; reward_models:
+    with ``start`` among them, if it is one; sampled: (most prompts of a call, longest prompt plus response,
+    …) from ``sampling_sizes``; None: what the flags allow; demonstration: tokens of the longest one of
+    --ptx_data_path, 0 without any. Raises InputError where the run cannot fit, for --offload_frozen without a
     GPU, or for adapters that cannot be made.
     """
     held_out, width, *_ = sampled or (0, args.max_seq_len + args.max_gen_len)
     args = _with(args, max_seq_len=width - args.max_gen_len)  # no prompt is longer
     if args.offload_frozen and device.type == "cpu":
         raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
-    for model in (actor, start) if args.lora_r else ():
+    trained = [actor, start] if start else [actor]
+    for model in trained if args.lora_r else ():
         adapter_size(model.base_model, args.lora_r)  # raises InputError for a rank that is impossible
-    found = {id(model): Sizes.of(model, dtype) for model in (actor, start, *reward_models)}
-    sizes = {"actor": found[id(actor)], "critic": found[id(start)]}
+    found = {id(model): Sizes.of(model, dtype) for model in (*trained, *reward_models)}
+    sizes = {name: found[id(model)] for name, model in zip(("actor", "critic"), trained, strict=False)}
+    sizes["demonstration"] = demonstration
     sizes["rewards"] = [found[id(model)] for model in reward_models]
     if args.trust_remote_code:  # such code keeps its weights as they are
         for one in found.values():

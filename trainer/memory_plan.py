@@ -120,17 +120,21 @@ def memory_plan(
 ):
     """The memory of a run with these flags -> ``Plan``.
 
-    sizes: {"actor": ``Sizes``, "critic": of the model that the critic starts from, "rewards": a list};
-    dtype: of mixed precision; held_out: prompts of the evaluation, which are sampled like a batch's; budget:
-    tokens of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled
-    together at most; processes: that train together.
+    sizes: {"actor": ``Sizes``, "rewards": a list} and, with a critic, "critic": of the model that it starts
+    from, "demonstration": tokens of the longest one that the actor learns besides, if it does; dtype: of
+    mixed precision; held_out: responses of the evaluation, which are sampled like a batch's; budget: tokens
+    of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled together at
+    most; processes: that train together.
     """
     actor, small = sizes["actor"], dtype.itemsize
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
-    slots = min(slots, max(args.batch_size, held_out))
+    slots = min(slots, held_out if args.offline_data_path else max(args.batch_size, held_out))
     cache = slots * width * bytes_per_token(actor.config, small)
     weights = _weights(args, sizes, device, small)
-    updates = [_update(args, sizes, name, budget, device, dtype, processes) for name in ("critic", "actor")]
+    if not slots:  # nothing is sampled
+        del weights["sampler"]
+    trained = _trained(args, sizes)
+    updates = [_update(args, sizes, name, budget, device, dtype, processes) for name in trained]
     phases = {
         "update": max(updates, key=lambda parts: sum(parts.values())),
         "rollout": {"logits": 16 * slots * actor.config.vocab_size},  # fp32, and what sampling makes of them
@@ -139,25 +143,25 @@ def memory_plan(
     if args.offload_frozen:
         for phase, names in {"reward": ["reward models"], "score": ["reference", "old actor"]}.items():
             phases[phase] = {name: weights.pop(name) for name in names if name in weights}
-    moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(_trained(args, sizes).values())
+    moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values())
     cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
     return Plan(weights | {"moments": moments}, phases, building, cache, slots, budget, release_cache)
 
 
 def _trained(args, sizes):
     """{model: how many of its numbers train}"""
-    actor, critic = sizes["actor"], sizes["critic"]
+    names = [name for name in ("actor", "critic") if name in sizes]
     if args.lora_r:
-        return {"actor": args.lora_r * actor.adapters, "critic": args.lora_r * critic.adapters}
-    return {"actor": actor.all, "critic": critic.body}
+        return {name: args.lora_r * sizes[name].adapters for name in names}
+    return {name: sizes[name].body if name == "critic" else sizes[name].all for name in names}
 
 
 def _weights(args, sizes, device, small):
     """{model: the bytes of its weights} during the steps. What is shared counts once."""
-    actor, critic, trained = sizes["actor"], sizes["critic"], _trained(args, sizes)
+    actor, critic, trained = sizes["actor"], sizes.get("critic"), _trained(args, sizes)
     own = {name: 4 * count for name, count in trained.items()}
     if args.lora_r:
-        weights = {"actor": actor.frozen(small, rounded=False) + own["actor"], "critic": own["critic"]}
+        weights = {**own, "actor": actor.frozen(small, rounded=False) + own["actor"]}
     else:
         weights = {**own, "reference": actor.frozen(small)}
     if args.update_old_actor_freq > 1:
@@ -171,24 +175,32 @@ def _weights(args, sizes, device, small):
             rewards += min(model.bytes, model.frozen(small))
     if rewards:
         weights["reward models"] = rewards
+    if args.ema_beta and device.type == "cpu":  # it is in main memory always
+        weights["average"] = own["actor"]
     packed = (actor.all - actor.table + actor.head) if device.type == "cpu" else 0  # laid out a second time
     return weights | {"sampler": small * (actor.all + packed)}
 
 
 def _building(args, sizes, weights):
     """{part: bytes} while the sampler is built: its copy is in fp32. With adapters the others still are."""
-    actor, critic = sizes["actor"], sizes["critic"]
-    shared = critic.all if args.lora_r and critic is not actor else 0
+    actor, critic = sizes["actor"], sizes.get("critic")
+    shared = critic.all if critic and args.lora_r and critic is not actor else 0
     rewards = sum(4 * model.all if shared and model is critic else model.bytes for model in sizes["rewards"])
-    building = {"actor": 4 * actor.all, "critic": 0 if args.lora_r else 4 * critic.body}
-    return building | {"reward models": rewards, "sampler": max(4 * actor.all, weights["sampler"])}
+    building = {"actor": 4 * actor.all}
+    if critic:
+        building["critic"] = 0 if args.lora_r else 4 * critic.body
+    sampler = max(4 * actor.all, weights["sampler"]) if "sampler" in weights else 0
+    return building | {"reward models": rewards, "sampler": sampler}
 
 
 def _update(args, sizes, name, budget, device, dtype, processes):
     """{part: bytes} of an optimizer step of this model."""
     model, small, full = sizes[name], dtype.itemsize, not args.lora_r
     gradients = 4 * _trained(args, sizes)[name]
-    needed = -(-args.mini_batch_size * (args.max_seq_len + args.max_gen_len) // args.accumulation_steps)
+    mixed_in = sizes.get("demonstration", 0) if name == "actor" else 0
+    longest = args.max_seq_len + args.max_gen_len
+    needed = -(-args.mini_batch_size * (longest + mixed_in) // args.accumulation_steps)
+    needed = min(needed, args.mini_batch_size * max(longest, mixed_in))  # they have passes of their own
     tokens = min(budget, needed)
     kept = _activations(args, model, tokens, dtype)
     head = chunk = 0
@@ -204,7 +216,7 @@ def _update(args, sizes, name, budget, device, dtype, processes):
     table = 4 * model.table if full and (name == "actor" or tokens < needed) else 0
     if processes > 1:
         gradients += 8 * model.table if full else 0  # a large one is copied where processes are summed up
-    if args.accumulation_steps == 1 and tokens == needed:
+    if args.accumulation_steps == 1 and tokens == needed and not mixed_in:
         # One backward: gradients come as activations go. The head's is the first, the embeddings' the last.
         more = max(kept + head + chunk - gradients, table, 0)
         return {"gradients": gradients, "micro-batch": more}

@@ -1,7 +1,8 @@
 """Flags of MiniMind, TRL and OpenRLHF that are called otherwise here: what a command with their names is
 told.
 
-Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12 and OpenRLHF 0.8 to 0.11.
+Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12 and OpenRLHF 0.8 to 0.11. Single
+names are of verl and LightRFT.
 """
 
 # their flag -> the flag of train_ppo.py that does the same
@@ -70,6 +71,11 @@ PEER_FLAGS = {
     "generate_max_len": "max_gen_len",
     "max_new_tokens": "max_gen_len",
     "rollout.max_new_tokens": "max_gen_len",
+    "min_new_tokens": "min_gen_len",
+    "min_tokens": "min_gen_len",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "stop_token_id": "stop_token_ids",
     "rollout.temperature": "temperature",
     "num_episodes": "epochs",
     "train.num_episodes": "epochs",
@@ -95,11 +101,32 @@ PEER_FLAGS = {
     "algo.advantage.lambd": "lam",
     "init_kl_coef": "kl_coef",  # TRL up to 0.11 as well
     "algo.kl.init_coef": "kl_coef",
+    "n_samples_per_prompt": "num_generations",
+    "rollout.n_samples_per_prompt": "num_generations",
+    "rloo_k": "num_generations",  # TRL's RLOO up to 0.22
+    "advantage_estimator": "advantage",
+    "algo.advantage.estimator": "advantage",
+    "dynamic_filtering": "filter_groups",  # a number of times here
+    "algo.kl.target": "kl_target",
+    "train.ema_beta": "ema_beta",
+    "top_entropy_quantile": "entropy_top",  # TRL's GRPO
+    "high_entropy_token_ratio": "entropy_top",  # LightRFT: of each answer; here of the batch
+    "entropy_loss_coef": "entropy_coef",  # here in reward units
+    "actor.entropy_coef": "entropy_coef",
+    "entropy_coeff": "entropy_coef",  # verl, in units of the advantages
+    "algo.kl.horizon": "kl_horizon",
+    "target": "kl_target",  # TRL up to 0.11
+    "horizon": "kl_horizon",  # TRL up to 0.11
     "use_kl_loss": "kl_in",  # loss; without it OpenRLHF does what --kl_in reward does
     "algo.kl.use_loss": "kl_in",
+    "pretrain_data": "ptx_data_path",
     "freezing_actor_steps": "critic_warmup_steps",
     "critic.freezing_steps": "critic_warmup_steps",
     "reward.normalize_enable": "normalize_reward",  # 1
+    "overlong_buffer_len": "overlong_buffer",
+    "reward.overlong_buffer_len": "overlong_buffer",
+    "overlong_penalty_factor": "overlong_penalty",
+    "reward.overlong_penalty_factor": "overlong_penalty",
     "lora_rank": "lora_r",
     "ds.lora.rank": "lora_r",
     "param_dtype": "dtype",  # bfloat16, not bf16
@@ -135,6 +162,9 @@ VALUES = {
     "critic_pretrain": "actor or reward",
     "critic.model_name_or_path": "actor or reward",
     "ref_reward_offload": "1",
+    "advantage_estimator": "gae, rloo, group or reinforce",
+    "algo.advantage.estimator": "gae, rloo, group or reinforce",
+    "dynamic_filtering": "how often to sample such a prompt again",
     "use_kl_loss": "loss",
     "algo.kl.use_loss": "loss",
     "use_peft": "the rank",
@@ -157,6 +187,8 @@ VALUES = {
     "input_template": "{prompt} where there was {}",
     "data.input_template": "{prompt} where there was {}",
     "num_train_epochs": "a whole number",
+    "min_new_tokens": "one more: here the EOS counts",
+    "min_tokens": "one more: here the EOS counts",
 }
 
 # what has no flag here -> what to do instead, or why
@@ -171,7 +203,7 @@ NOT_HERE = {
     # not needed
     "micro_train_batch_size": "not needed, micro-batches are cut by tokens and halved when memory runs out",
     "local_rollout_forward_batch_size": "not needed, batches without gradients are cut by tokens",
-    "stop_token": "not needed, a response ends at the tokenizer's EOS",
+    "stop_token": "not needed, a response ends at the tokenizer's EOS; --stop and --stop_token_ids name more",
     "apply_chat_template": "not needed, the tokenizer's chat template is used where there is one",
     "use_compile": "not needed, kernels and CUDA graphs are chosen for the device",
     "vllm_num_engines": "not needed, the training processes sample the responses themselves",
@@ -179,10 +211,7 @@ NOT_HERE = {
     "save_weight": "the name of the result is fixed; --out_dir says where it goes",
     # not supported
     "top_p": "samples come from the whole distribution, so that the log-probs are those of the policy",
-    "n_samples_per_prompt": "each prompt gets one response a step",
-    "advantage_estimator": "advantages are always those of GAE",
     "kl_estimator": "--kl_in says which one: loss takes k2, reward takes k1",
-    "kl_target": "the KL coefficient stays as it is; --target_kl ends the updates of a batch",
     "whiten_rewards": "rewards are not whitened, advantages always are",
     "reward_clip_range": "scores of reward models are always clipped to -3 and 3",
     "zero_stage": "no sharding, every process holds the whole models",
@@ -198,7 +227,7 @@ NOT_HERE |= {
     "lr_warmup_ratio": "--lr_warmup_steps says in how many batches the rates rise",
     "deepspeed": NOT_HERE["zero_stage"],
     "fsdp": NOT_HERE["zero_stage"],
-    "adap_kl_ctrl": NOT_HERE["kl_target"],
+    "adap_kl_ctrl": "not needed, a --kl_target above 0 switches it on",
     "dataset_train_split": "add it to the name in --data_path, as user/name:split",
     "dataset_test_split": "add it to the name in --eval_data_path, as user/name:split",
     "prompt_split": "add it to the name in --data_path, as user/name:split",
@@ -215,8 +244,7 @@ NOT_HERE |= {
     "max_samples": "shorten the file, or end the run early with --max_steps",
     "lora_alpha": "it is always twice --lora_r",
     "load_in_4bit": "weights are not quantized",
-    "entropy_loss_coef": "there is no entropy bonus; policy/entropy is logged",
-    "ptx_coef": "there is no pretraining loss; --kl_coef keeps the policy near its start",
-    "enable_ema": "no moving average of the weights is kept",
+    "enable_ema": "not needed, an --ema_beta above 0 switches it on",
+    "train.enable_ema": "not needed, an --ema_beta above 0 switches it on",
     "save_hf_ckpt": "export.py writes a Hugging Face directory from the result",
 }

@@ -7,8 +7,9 @@ the critic had seen) is sequence position prompt_len + t - 1. ``mask`` [B, R] is
 The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``), or in
 ``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
 
-A new estimator of advantages is one function here, called in the place of ``gae`` by ``estimate_advantages``
-of train_ppo.py.
+Estimators of advantages (``--advantage``): ``gae`` with a critic; ``monte_carlo_returns``, ``leave_one_out``
+and ``group_normalized`` without one. ``estimate_advantages`` of train_ppo.py calls them; another one is one
+more function here.
 
 Losses are *sums* over response tokens. The caller divides by the token count of the whole minibatch, over
 all micro-batches and processes: only then does an update not depend on how the minibatch was cut.
@@ -26,7 +27,8 @@ import torch.nn.functional as F
 
 from trainer.compute.batching import send
 
-LEAST_STD = 1e-4  # advantages that are all equal: nothing to learn from, and nothing to divide by
+LEAST_STD = 1e-4  # what advantages are divided by is not smaller
+ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 
 
 def masked_sum(x, mask):
@@ -44,11 +46,16 @@ def kl_estimators(logprobs, ref_logprobs):
     return k1, 0.5 * k1.square(), torch.exp(-k1) - 1 + k1
 
 
-def token_rewards(scores, response_len, mask, kl_penalty=None):
-    """Rewards [B, R]: the sequence's score [B] lands on its last response token; ``kl_penalty`` [B, R], if
-    any (``--kl_in reward``: kl_coef * k1), is taken off every response token."""
+def token_rewards(scores, response_len, mask, kl_penalty=None, steps=None):
+    """Rewards [B, R]: the sequence's score [B] lands on its last response token, less the part of it that
+    ``steps`` [B, R], if any, have on tokens of their own; ``kl_penalty`` [B, R], if any (``--kl_in reward``:
+    kl_coef * k1), is taken off every response token."""
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    rewards.scatter_(1, response_len[:, None] - 1, scores.float()[:, None])
+    last, rest = response_len[:, None] - 1, scores.float()[:, None]
+    if steps is not None:
+        rewards += steps
+        rest = rewards.gather(1, last) + rest - steps.sum(1, keepdim=True)
+    rewards.scatter_(1, last, rest)
     if kl_penalty is not None:
         rewards -= torch.where(mask, kl_penalty, 0.0)
     return rewards
@@ -74,6 +81,42 @@ def monte_carlo_returns(rewards, mask, gamma):
     """The discounted sum of a token's reward and all later ones of its response, [B, R]: what the values
     estimate, with no value in it. GAE's returns with lambda 1 are equal to it."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
+
+
+def response_rewards(rewards, mask, answers):
+    """The sum of each response's token rewards [B, R] -> [B / answers, answers], a row for each prompt.
+
+    The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
+    """
+    return torch.where(mask, rewards, 0.0).sum(1).view(-1, answers)
+
+
+def without_rounding(differences, total):
+    """``differences`` [P, n] of the numbers ``total`` [P, n], 0 where they are only rounding: below a
+    millionth of the row's largest number. So answers that are rewarded alike have no advantage."""
+    size = total.abs().amax(1, keepdim=True)
+    return torch.where(differences.abs() < ROUNDING * size, 0.0, differences)
+
+
+def leave_one_out(rewards, mask, answers):
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R less the mean R of the prompt's other answers, the
+    same for all tokens of a response -> [B, R], 0 on padding. R: the sum of a response's token rewards."""
+    total = response_rewards(rewards, mask, answers)
+    others = (total.sum(1, keepdim=True) - total) / (answers - 1)
+    return torch.where(mask, without_rounding(total - others, total).view(-1, 1), 0.0)
+
+
+def group_normalized(rewards, mask, answers):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1): A = (R - mean) / std over the prompt's answers,
+    the same for all tokens of a response -> [B, R], 0 on padding. The std is that of a sample (answers - 1).
+
+    Without the division by std (Dr. GRPO, arXiv:2503.20783) it is (answers - 1) / answers times
+    ``leave_one_out``, so after ``scale_to_one`` the two are equal.
+    """
+    total = response_rewards(rewards, mask, answers)
+    centred = without_rounding(total - total.mean(1, keepdim=True), total)
+    normalized = centred / total.std(1, keepdim=True).clamp(min=LEAST_STD)
+    return torch.where(mask, normalized.view(-1, 1), 0.0)
 
 
 def importance_weights(old_logprobs, sampler_logprobs, mask, cap):
@@ -114,7 +157,7 @@ def std_or_zero(total):
     """``moments`` summed over all processes -> the standard deviation, 0 where it is only rounding: below a
     millionth of the mean."""
     mean, std = mean_std(total)
-    return std if std > 1e-6 * abs(mean) else 0.0
+    return std if std > ROUNDING * abs(mean) else 0.0
 
 
 def whiten(x, mask, sum_over_processes):
@@ -126,9 +169,29 @@ def whiten(x, mask, sum_over_processes):
 
     sum_over_processes: tensor -> the sum of every process' tensor.
     """
-    mean, std = mean_std(sum_over_processes(moments(x, mask)))
-    std = max(std, LEAST_STD)
-    return torch.where(mask, (x - mean) / std, 0.0), std
+    total = sum_over_processes(moments(x, mask))
+    return divide(x - mean_std(total)[0], mask, std_or_zero(total))
+
+
+def scale_to_one(x, mask, sum_over_processes):
+    """x [B, R] divided by its root mean square over the response tokens of the whole batch on all processes
+    -> (scaled [B, R], 0 on padding; the divisor). Unlike ``whiten`` it changes no advantage's sign."""
+    total = sum_over_processes(moments(x, mask))
+    return divide(x, mask, (total[1] / total[2]).sqrt().item())
+
+
+def divide(x, mask, size):
+    """x [B, R] / size -> (the quotient, 0 on padding; the divisor, at least LEAST_STD). With size 0 there is
+    nothing to learn from: zeros and 1.0, because KL loss and entropy bonus are divided by the same number."""
+    if not size:
+        return torch.zeros_like(x), 1.0
+    size = max(size, LEAST_STD)
+    return torch.where(mask, x / size, 0.0), size
+
+
+def leave_as_is(x, mask, sum_over_processes):
+    """For advantages that have a scale of their own (``group_normalized``) -> (x, 1.0)."""
+    return x, 1.0
 
 
 def explained_variance(returns, values, mask, sum_over_processes):
@@ -146,18 +209,16 @@ def explained_variance(returns, values, mask, sum_over_processes):
 
 
 def rollout_metrics(rollout, returns):
-    """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and
-    the values beside ``returns`` [B, R], those of Monte Carlo."""
+    """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and,
+    with a critic, the values beside ``returns`` [B, R], those of Monte Carlo."""
     mask, tokens = rollout.mask, rollout.response_len.sum()
     k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
     gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
     per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
     per_token |= {"rollout/importance_weight": rollout.importance_weights}
-    per_token |= {
-        "value/mean": rollout.values,
-        "value/return": returns,
-        "value/bias": rollout.values - returns,
-    }
+    if rollout.values is not None:
+        bias = rollout.values - returns
+        per_token |= {"value/mean": rollout.values, "value/return": returns, "value/bias": bias}
     sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
     return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
 
@@ -189,7 +250,8 @@ def policy_objective(logprobs, mb, clip, kl_in, kl_weight, decay):
     moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
     if kl_in == "reward":
         advantages = advantages - kl_weight * discounted_sums(moved, decay)
-    loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, weights)
+    counted = weights if mb.counted is None else weights * mb.counted
+    loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, counted)
     total = loss
     if kl_in == "loss" and kl_weight:
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]

@@ -18,6 +18,7 @@ from trainer.compute.rollout_data import Rollout, join_rollouts
 
 # What is kept of a rollout. All other fields are computed anew in each step.
 KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores")
+KEPT += ("step_rewards",)  # where there is a reward function
 
 
 class Replay:
@@ -40,11 +41,12 @@ class Replay:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
         if not self.size:
             return
-        mine = {name: getattr(rollout, name).cpu() for name in KEPT}
+        mine = {name: getattr(rollout, name) for name in KEPT}
+        mine = {name: x.cpu() for name, x in mine.items() if x is not None}
         parts = self.world.gather((self.positions, mine))
         joined = join_rollouts([Rollout(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort()
-        self.batches.append({name: getattr(joined, name)[order] for name in KEPT})
+        self.batches.append({name: getattr(joined, name)[order] for name in mine})
         self.batches = self.batches[-self.size :]
 
     def tensors(self):

@@ -1,16 +1,19 @@
-"""Facts of a PPO run that are known when it begins, for the checks of runs/health_start.py.
+"""Facts of a PPO run that are known when it begins, for the checks of runs/health_start.py, and fingerprints
+of what it begins with, for resuming.
 
 They are written to config.json, so ``python -m trainer.runs.health`` can speak of them later too.
 """
 
 import math
 import re
+from pathlib import Path
 
 from dataset.lm_dataset import SAMPLE
 from dataset.tokenization import conversation_ids, for_tokenizer, render
 from dataset.turns import to_messages
 from errors import InputError
 from model.compatibility import most_positions, tokenizer_note
+from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.learning_rate import suited_rate
 
 LOOKED_AT = 64  # prompts that are looked at
@@ -21,7 +24,9 @@ THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty
 def start_facts(run):
     """A ``PpoRun`` -> {name: value}, as JSON has them.
 
-    prompts, read, dropped, held_out    counts of records
+    prompts, read, dropped, held_out    counts of records; offline the first three are of logged answers
+    held_out_pairs                      of offline PPO, 0 without
+    long_answers                        those dropped because a logged answer is too long
     longest                             tokens of the longest prompt, trained on or held out
     positions                           of the policy: tokens of prompt plus response; None: no limit
     distinct_prompts                    share of different ones among the first ``LOOKED_AT`` prompts
@@ -42,12 +47,16 @@ def start_facts(run):
     rows, count = run.ref.get_input_embeddings().weight.shape[0], len(tokenizer.get_vocab())
     lora = run.args.lora_r > 0
     positions = most_positions(run.ref.config)
-    sizes = {"learning_rate": ("actor", run.ref), "critic_learning_rate": ("critic", run.critic)}
+    sizes = {"learning_rate": ("actor", run.ref)}
+    if run.critic:
+        sizes["critic_learning_rate"] = ("critic", run.critic)
     return {
         "prompts": len(prompts),
         "read": len(prompts) + dropped if prompts.whole else SAMPLE,
         "dropped": dropped,
+        "long_answers": prompts.long_answers,
         "held_out": len(run.held_out or ()),
+        "held_out_pairs": len(run.held_out_pairs or ()),
         "longest": max(data.longest for data in (prompts, run.held_out) if data),
         "positions": None if positions == math.inf else positions,
         "distinct_prompts": len({tuple(prompt.prompt_ids) for prompt in first}) / len(first),
@@ -104,3 +113,30 @@ def reads(tokenizer, prompt):
     except InputError:  # the first batch will say so
         one, other = [], [0]
     return {"template": bool(tokenizer.chat_template), "sees_answer": one != other}
+
+
+def fingerprints(run):
+    """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
+    and tokens of its prompts, the code of its reward function. Call it before frozen weights are
+    rounded."""
+    found = {
+        "model": short_hash([weights_hash(run.ref), run.eos]),
+        "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
+        "offline_data_path" if run.args.offline_data_path else "data_path": run.prompts.fingerprint,
+    }
+    if run.ptx:
+        found["ptx_data_path"] = run.ptx.data.fingerprint
+    reward_models = []
+    for reward_model, weight in run.reward.models.values():
+        tokenizer, config = reward_model.tokenizer, reward_model.model.config.to_dict()
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        read_at = config.get("pad_token_id")  # the score is read at the last token that is not this one
+        scale = [weight, config.get("reward_offset", 0.0), read_at]
+        weights = weights_hash(reward_model.model)
+        reward_models.append([weights, vocabulary, tokenizer.chat_template, *scale])
+    if reward_models:
+        found["reward_model"] = short_hash(reward_models)
+    if run.args.reward_fn:
+        path, _, name = run.args.reward_fn.rpartition(":")
+        found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])
+    return found

@@ -57,7 +57,7 @@ class SupervisedRun:
         complete()             called once after the last step, on all processes
     """
 
-    files, best_metric = (), ""  # the weights of the best evaluation are not kept
+    files, best_metric, held_out_pairs = (), "", None  # the weights of the best evaluation are not kept
 
     def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer

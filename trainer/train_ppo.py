@@ -8,6 +8,7 @@
                   for each PPO epoch, for each minibatch:
                       critic: vf_coef * value loss
                       actor:  clipped policy loss + kl_coef * KL to the reference
+                              (- entropy_coef * entropy) (+ ptx_coef * loss of demonstrations)
                       one after the other: backward, clip, step            runs/optimizer_step.py
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor;
                   with 1, the default, it is the actor itself
@@ -17,11 +18,11 @@ Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md,
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
     torchrun --nproc_per_node 2 trainer/train_ppo.py                on two GPUs or processes
     python trainer/train_ppo.py --model DIR_OR_PTH --reward_model DIR --data_path prompts.jsonl
+    python trainer/train_ppo.py --offline_data_path pairs.jsonl     logged answers instead of samples
 """
 
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def flag_parser():
     p.group("data")
     add("--data_path", default="", type=path, may_change=True, help="prompts: a file, or a hub name")
     add("--eval_data_path", default="", type=path, may_change=True, help="held-out prompts")
+    add("--ptx_data_path", default="", type=path, may_change=True, help="demonstrations to mix in")
+    add("--offline_data_path", default="", type=path, may_change=True, help="logged answers: no sampling")
     add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
     add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
     add("--system_prompt", type=str, help="system message of prompts that have none; default: model's own")
@@ -61,15 +64,34 @@ def flag_parser():
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
     add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
     add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
-    add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="never trains")
-    add("--eval_reward_fn", default="", type=path, may_change=True, help="never trains: path.py:function")
+    add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="only evaluates")
+    add("--eval_reward_fn", default="", type=path, may_change=True, help="only evaluates: path.py:function")
     add("--missing_eos_penalty", default=1.0, at_least=0, help="subtracted where a response has no EOS")
+    costs = "tokens before --max_gen_len in which each costs more"
+    add("--overlong_buffer", default=0, at_least=0, at_most=MANY, help=costs)
+    add("--overlong_penalty", default=1.0, at_least=0, help="what a response of --max_gen_len tokens loses")
     add("--repetition_penalty", default=0.0, at_least=0, help="largest penalty for repeated trigrams")
     add("--length_reward", default=0.0, at_least=0, help="added for 20 to 800 characters, else subtracted")
     add("--normalize_reward", default=0, choices=[0, 1], help="1: by running mean and standard deviation")
+    add_ppo_flags(p)
+    add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
+    add_output_flags(p, save_interval=20, eval_interval=20)
+    add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
+    add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
+    return p
+
+
+def add_ppo_flags(p):
+    """The flags of rollout and PPO."""
+    add = p.add_argument
     p.group("rollout")
-    add("--batch_size", type=int, at_least=1, at_most=MANY, help="prompts per step and process [128]")
+    add("--num_generations", default=1, at_least=1, at_most=MANY, help="responses to each prompt")
+    add("--batch_size", type=int, at_least=1, at_most=MANY, help="responses per step and process [128]")
     add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest response in tokens")
+    add("--min_gen_len", default=0, at_least=0, at_most=MANY, help="shortest response, its EOS counted")
+    add("--stop", nargs="*", default=[], type=str, help="a response ends there; rewards see what is before")
+    add("--stop_token_ids", nargs="*", default=[], type=int, help="ids that end a response as the EOS does")
     add("--temperature", default=1.0, at_least=0.01, at_most=100, help="of sampling and of every log-prob")
     p.group("PPO")
     add("--epochs", default=1, at_least=1, at_most=MANY, help="passes over the prompts")
@@ -87,23 +109,31 @@ def flag_parser():
     add("--clip_epsilon_high", type=float, above=0, at_most=1e6, help="the clip above 1 [--clip_epsilon]")
     add("--dual_clip", default=0.0, at_least=0, help="a bad token counts at most X times; 0: no limit")
     add("--importance_cap", default=2.0, at_least=0, help="largest training / sampling probability; 0: off")
+    again = "up to N times: sample again where a prompt's answers score alike"
+    estimators = ["gae", "rloo", "group", "reinforce"]
+    add("--advantage", default="gae", choices=estimators, help="all but gae need no critic: algorithms.md")
+    add("--filter_groups", default=0, at_least=0, at_most=MANY, help=again)
     add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
     add("--cliprange_value", default=0.5, at_least=0, help="clip of a value, in stds of returns; 0: none")
     add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
-    add("--kl_in", default="loss", choices=["loss", "reward"], help="k2 in the loss, or k1 off the rewards")
-    add("--target_kl", default=0.0, at_least=0, help="above this KL the actor's updates on a batch end")
+    kl_in = "k2 in the loss, or k1 taken off the rewards"
+    add("--kl_in", default="loss", choices=["loss", "reward"], help=kl_in)
+    target = "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off"
+    add("--kl_target", default=0.0, at_least=0, help=target)
+    add("--kl_horizon", type=int, at_least=1, help="responses; longer: it moves slower [4 batches]")
+    stop = "a batch's updates end at this KL to the old actor; not --kl_target"
+    add("--target_kl", default=0.0, at_least=0, help=stop)
+    add("--entropy_coef", default=0.0, at_least=0, help="bonus on the policy's entropy: reward per nat")
+    add("--entropy_top", default=1.0, above=0, at_most=1, help="share of tokens that learn; 1: all")
     add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
     add("--lam", type=float, at_least=0, at_most=1, help="lambda of GAE; default: by --max_gen_len")
     add("--critic_lam", default=1.0, at_least=0, at_most=1, help="lambda of the critic's returns")
     add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
     add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="critic alone; or auto [2 batches]")
+    share = "share of the old average kept a batch, as 0.99; 0: none"
+    add("--ema_beta", default=0.0, at_least=0, at_most=0.999999, help=share)
+    add("--ptx_coef", type=float, above=0, at_most=1e6, help="weight of --ptx_data_path's loss [0.1]")
     add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
-    add_machine_flags(p, seed="of the prompt order and the sampling noise")
-    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
-    add_output_flags(p, save_interval=20, eval_interval=20)
-    add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
-    add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
-    return p
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
@@ -112,155 +142,115 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 
-from dataset.data_order import RecordBatches, epoch_order, next_batch, record_loader
-from model.critic import CriticModel
-from model.lora import add_adapters, frozen_copy, trained
+from dataset.data_order import RecordBatches, epoch_order, minibatch_rows, next_batch, record_loader
 from progress_bar import phase
 from trainer import ppo
-from trainer.best import choose_best, keep_best, restore_best
+from trainer.batch import Batch
+from trainer.best import keep_best, restore_best
+from trainer.build_run import build_run
 from trainer.compute.batching import micro_batches, send
-from trainer.compute.memory import keep_freed_memory
-from trainer.compute.precision import check_range, set_precision
-from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training, score_policy, score_values
+from trainer.compute.scoring import PolicyScorer, score_entropy_too, score_policy, score_values
+from trainer.entropy_top import choose_tokens
 from trainer.evaluation import evaluate_actor
-from trainer.generation.engine import Sampler
-from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import choose_rates, complete_flags, count_steps, load_inputs, sampling_sizes
-from trainer.memory_check import check_memory
-from trainer.ppo_models import PpoRun, prepare_frozen
-from trainer.rewards.judge import load_judge
-from trainer.rewards.reward import RawScores, load_reward
-from trainer.rewards.reward_models import critic_start, modules_of
-from trainer.runs.adamw import make_optimizer
+from trainer.filter_groups import sample_again, step_noise
+from trainer.inputs import complete_flags, load_inputs
+from trainer.offline import collect_logged, take_reference
+from trainer.ppo_models import prepare_frozen
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import start_or_resume
 from trainer.runs.samples import rows_of_step
+from trainer.step_metrics import note_rollout, note_step, step_metrics
+from trainer.step_rewards import step_rewards
 
 
 def parse_args(argv=None):
     return complete_flags(flag_parser().parse_args(argv))
 
 
-def build_run(args, world, actor, tokenizer, prompts, held_out=None, notes=()):
-    """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
-    policy, the critic as its backbone or as a reward model's (``critic_start``). No model has dropout: the
-    training forward is the scoring forward."""
-    device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
-    keep_freed_memory()
-    check_range(actor, dtype, f"--model {args.model}: ")
-    reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
-    judge = load_judge(args, device, dtype, held_out)
-    actor.to(device).eval().requires_grad_(not args.lora_r)
-    start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    sizes = sampling_sizes(args, prompts, held_out)
-    plan, memory = check_memory(args, actor, start, modules_of(reward, judge), device, dtype, sizes)
-    notes = [*notes, choose_rates(args, actor, start), memory]
-    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval()
-    room = plan.cache if device.type == "cuda" else None  # None: what suits a CPU
-    sampler = Sampler(actor, dtype, plan.slots, room, sizes)
-    for backbone in (actor.base_model, critic.backbone):
-        prepare_training(backbone, args.gradient_checkpointing)
-    ref = frozen_copy(actor)  # before there are adapters: the reference has none
-    if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
-        add_adapters(actor.base_model, args.lora_r, args.seed)
-        add_adapters(critic.backbone, args.lora_r, args.seed + 1)
-    # With 1 it is the actor, which samples and scores before it learns. A copy has the actor's adapters.
-    old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
-    total_steps = count_steps(args, len(prompts), world.size)
-    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
-    schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
-
-    def learner(model, scorer, peak):
-        optimizer = make_optimizer(trained(model), peak, args.moments_dtype, args.seed, weight_decay=0.0)
-        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule)
-
-    inputs = args, flag_parser().flags, world, dtype, tokenizer, prompts, held_out
-    return PpoRun(
-        *inputs,
-        notes=[note for note in notes if note],
-        reward=reward,
-        judge=judge,
-        best=choose_best(args, held_out, reward, judge),
-        total_steps=total_steps,
-        learners={
-            "critic": learner(critic, ValueScorer(critic, dtype), args.critic_learning_rate),
-            "actor": learner(actor, PolicyScorer(actor, dtype), args.learning_rate),
-        },
-        old_actor=old_actor,
-        ref=ref,
-        sampler=sampler,
-        plan=plan,
-    )
-
-
 # ------------------------------------------------------------------ collect: prompts -> scored responses
 
 
-@dataclass
-class Batch:
-    """What a step samples: this process' prompts, their responses and scores."""
-
-    prompts: list  # of Prompt
-    rollout: Rollout
-    texts: list  # of the responses
-    raw: RawScores  # before they are normalised, clipped and weighed
-    scores: dict  # {part of the reward: [B]}, "score" is their sum
-    seconds: dict  # {phase: how long it took}
-
-
 def collect(run, step, batches, positions):
-    """Take the next prompts, sample a response to each from the old actor, score them -> ``Batch``.
+    """Take the next prompts, sample responses to each from the old actor, score them -> ``Batch``.
+
+    positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
 
     Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
     """
-    start = time.perf_counter()
+    start, args, again, more = time.perf_counter(), run.args, 0, 0.0
+    if run.ptx:
+        run.ptx.read(step)
+    if args.offline_data_path:
+        return collect_logged(run, batches)
     with run.world.all_or_none():
-        prompts = next_batch(batches)
-        keys = noise_keys(run.args.seed, step, positions)
-        rollout, texts = run.respond(run.old_actor, prompts, keys, run.args.temperature)
+        prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
+        keys = step_noise(run, step, positions)
+        rollout, texts = run.respond(run.old_actor, prompts, keys, args.temperature)
         sampled = time.perf_counter()
         raw = run.raw_scores(run.reward, prompts, rollout, texts)
+        if args.filter_groups:
+            drawn = rollout, texts, raw
+            rollout, texts, raw, again, more = sample_again(run, step, positions, prompts, *drawn)
     scores = run.reward.combine(raw, run.world)
-    seconds = {"rollout": sampled - start, "reward": time.perf_counter() - sampled}
-    return Batch(prompts, rollout, texts, raw, scores, seconds)
+    seconds = {"rollout": sampled - start + more, "reward": time.perf_counter() - sampled - more}
+    return Batch(prompts, rollout, texts, raw, scores, seconds, again)
 
 
 # ------------------------------------------------------------------- learn: scored responses -> weights
 
 
 def estimate_advantages(run, rollout):
-    """Rewards of tokens and values -> advantages and returns. Another estimator goes in the place of GAE."""
-    args, fields = run.args, (rollout.rewards, rollout.values, rollout.mask, run.args.gamma)
-    advantages, _ = ppo.gae(*fields, args.lam)
-    _, rollout.returns = ppo.gae(*fields, args.critic_lam)
-    rollout.advantages, rollout.advantage_std = ppo.whiten(advantages, rollout.mask, run.world.sum)
+    """Rewards of tokens, with a critic values too -> advantages, and with a critic its returns."""
+    args, rewards, mask, kind = run.args, rollout.rewards, rollout.mask, run.args.advantage
+    if kind == "gae":
+        fields = rewards, rollout.values, mask, args.gamma
+        advantages, _ = ppo.gae(*fields, args.lam)
+        _, rollout.returns = ppo.gae(*fields, args.critic_lam)
+    elif kind == "reinforce":
+        advantages = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+    else:
+        estimator = {"rloo": ppo.leave_one_out, "group": ppo.group_normalized}[kind]
+        advantages = estimator(rewards, mask, args.num_generations)
+    normalize = {"rloo": ppo.scale_to_one, "group": ppo.leave_as_is}.get(kind, ppo.whiten)
+    rollout.advantages, rollout.advantage_std = normalize(advantages, mask, run.world.sum)
 
 
 def fill_rollout(run, step, batch, metrics):
     """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
     log-probs, values, rewards, advantages, returns."""
     args, new, penalty = run.args, batch.rollout, None
-    old_actor, ref = (PolicyScorer(model, run.dtype) for model in (run.old_actor, run.ref))
+    scorer = partial(PolicyScorer, dtype=run.dtype, early_ends=run.endings.early)
+    old_actor, ref = (scorer(model) for model in (run.old_actor, run.ref))
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs = score_policy(new, ref, args.temperature)
         new.scores = send(batch.scores["score"], new.tokens.device)
+        new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
         rollout = run.replay.join(new)
-        rollout.old_logprobs = score_policy(rollout, old_actor, args.temperature)
-    rollout.values = score_values(rollout, run.learners["critic"].scorer)
+        if args.offline_data_path:
+            entropy = take_reference(rollout)
+        else:
+            rollout.old_logprobs, entropy = score_entropy_too(rollout, old_actor, args.temperature)
+    rollout.counted, least = choose_tokens(args.entropy_top, entropy, rollout.mask, run.world)
+    metrics.add_all({} if least is None else {"policy/entropy_threshold": least}, 1)
+    if run.critic:
+        rollout.values = score_values(rollout, run.learners["critic"].scorer)
     old, sampled, mask = rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask
     rollout.importance_weights = ppo.importance_weights(old, sampled, mask, args.importance_cap)
+    run.kl.follow(step, rollout, len(new.tokens), run.world.sum)
     if args.kl_in == "reward":
-        penalty = args.kl_coef * ppo.kl_estimators(old, rollout.ref_logprobs)[0]
-    rollout.rewards = ppo.token_rewards(rollout.scores, rollout.response_len, mask, penalty)
+        penalty = run.kl.coef * ppo.kl_estimators(old, rollout.ref_logprobs)[0]
+    rollout.rewards = ppo.token_rewards(
+        rollout.scores, rollout.response_len, mask, penalty, rollout.step_rewards
+    )
     outcome = ppo.monte_carlo_returns(rollout.rewards, mask, args.gamma)
-    run.value_scale.update(rollout, outcome, run.world.sum)
+    if run.critic:
+        run.value_scale.update(rollout, outcome, run.world.sum)
     estimate_advantages(run, rollout)
-    run.note_rollout(step, rollout, outcome, metrics)
+    note_rollout(run, step, rollout, outcome, metrics)
     run.replay.keep(new)
     return rollout
 
@@ -283,9 +273,12 @@ def actor_loss(run, mb, token_count):
     args, metrics = run.args, Metrics()
     logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
     # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
-    kl_weight, decay = args.kl_coef / mb.advantage_std, args.gamma * args.lam
+    kl_weight, decay = run.kl.coef / mb.advantage_std, args.gamma * args.lam
     loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
-    metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
+    entropy = ppo.masked_sum(entropy, mb.mask)
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef / mb.advantage_std * entropy
+    metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     return loss / token_count + balance / run.minibatch_size, metrics
 
@@ -293,8 +286,9 @@ def actor_loss(run, mb, token_count):
 LOSSES = {"critic": critic_loss, "actor": actor_loss}
 
 
-def backward(run, minibatch, token_count, name, token_budget):
-    """Gradients of one minibatch for this learner, micro-batch by micro-batch -> Metrics.
+def backward(run, minibatch, token_count, name, token_budget, number=0):
+    """Gradients of one minibatch for this learner, micro-batch by micro-batch -> Metrics. The actor's have
+    those of the demonstrations of optimizer step ``number`` in them, if there are any.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
@@ -304,13 +298,16 @@ def backward(run, minibatch, token_count, name, token_budget):
         loss, metrics = LOSSES[name](run, minibatch.rows(index), token_count)
         run.loss_scale.scaled(loss).backward()
         sums.merge(metrics)
+    if run.ptx and name == "actor":
+        sums.merge(run.ptx.backward(run, number, token_budget))
     return sums
 
 
 def train_model(run, name, minibatch, token_count, number, metrics):
     """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
-    gradients = partial(backward, run, minibatch, token_count, name)
-    sums = gradients_that_fit(run, gradients, minibatch.lengths.tolist(), run.args.accumulation_steps)
+    gradients = partial(backward, run, minibatch, token_count, name, number=number)
+    lengths = minibatch.lengths.tolist() + (run.ptx.lengths(number) if run.ptx and name == "actor" else [])
+    sums = gradients_that_fit(run, gradients, lengths, run.args.accumulation_steps)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")
     watched = {"critic": ["value/loss"], "actor": ["policy/loss", "policy/approx_kl"]}[name]
@@ -320,31 +317,36 @@ def train_model(run, name, minibatch, token_count, number, metrics):
         run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
     step = step_if_finite(run, run.learners[name], loss, number)
-    run.note_step(name, step, metrics)
+    note_step(run, name, step, metrics)
     return step
 
 
 def update(run, rollout, step, metrics):
     """PPO epochs over a rollout, minibatches in a new order each time. In each the critic steps first, then
     the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
-    of the batch; the critic, which the KL does not concern, goes on."""
-    args, world, size, count = run.args, run.world, run.args.mini_batch_size, run.minibatches_per_batch
+    of the batch; the critic, if there is one, goes on: the KL does not concern it."""
+    args, world, batch, count = run.args, run.world, run.args.batch_size, run.minibatches_per_batch
     epoch = step * args.ppo_epochs  # this batch's first one in the run
     first = epoch * count  # optimizer steps before this batch
     names = [name for name, learner in run.learners.items() if first >= learner.first_step]
-    pool = len(rollout.tokens) // size  # minibatches to draw from, those of replayed batches among them
-    minibatches = [rollout.rows(range(k * size, (k + 1) * size)) for k in range(pool)]
+    cut = minibatch_rows(batch, args.mini_batch_size, args.num_generations)
+    starts = range(0, len(rollout.tokens), batch)  # of the replayed batches and the new one
+    minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
+    pool = len(minibatches)  # to draw from
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     order = [k for i in range(args.ppo_epochs) for k in epoch_order(pool, args.seed, epoch + i)[:count]]
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first):  # optimizer step, minibatch
             steps = {}
-            for name in names if not stopped else names[:1]:
+            for name in names:
                 steps[name] = train_model(run, name, minibatches[k], token_counts[k], number, metrics)
             if not stopped:
                 stopped = None in steps.values()
                 metrics.add("policy/early_stop", stopped, 1)
+                names = names[: -1 if stopped else None]  # without the actor, which is the last one
+            if not names:
+                break
             note_steps(run, filter(None, steps.values()))
             bar.done += 1
 
@@ -355,10 +357,11 @@ def learn(run, step, batch):
     rollout = fill_rollout(run, step, batch, metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, metrics)
+    run.ema.follow(step)
     if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
-    return run.step_metrics(batch, metrics, clock), rows_of_step(run, batch, rollout)
+    return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch, rollout)
 
 
 # -------------------------------------------------------------------------------------------- the loop
@@ -367,7 +370,7 @@ def learn(run, step, batch):
 def train(run, logger):
     """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args, world, progress = run.args, run.world, run.progress
-    sizes = (args.batch_size, args.mini_batch_size, world.rank, world.size)
+    sizes = (args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations)
     order = RecordBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *sizes)
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
     with record_loader(run.prompts, order, args.num_workers) as batches, stopping as stop:
@@ -409,7 +412,7 @@ def main(argv=None):
     args = parse_args(argv)
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
-            run = build_run(args, world, *load_inputs(args))
+            run = build_run(args, flag_parser().flags, world, *load_inputs(args))
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         restore_best(run, logger)
         prepare_frozen(run)

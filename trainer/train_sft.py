@@ -52,20 +52,17 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
-import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atomic_files import writing
 from dataset.keys import Keys
 from dataset.lm_dataset import SFTDataset
-from model.compatibility import eos_ids, is_moe
+from model.compatibility import check_ends, is_moe
 from model.loading import load_policy, tokenizer_source
 from model.saving import save_directory, save_policy
 from trainer import supervised
-from trainer.compute.batching import pad_right
-from trainer.compute.layout import Layout, ragged
-from trainer.compute.scoring import PolicyScorer
+from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.inputs import check_policy, check_positions, load_trained_tokenizer
 from trainer.runs import displays
 from trainer.runs.commands import command_line
@@ -147,11 +144,7 @@ class SftRun(supervised.SupervisedRun):
 
     def nll(self, items):
         """-> (minus the log-probs of the N learned tokens [N], the balance loss of a mixture of experts)."""
-        tokens, _ = pad_right([ids for ids, _ in items], self.world.device)
-        learned = [np.flatnonzero([0, *mask[1:]]) for _, mask in items]
-        row, _ = ragged([len(positions) for positions in learned])
-        layout = Layout([len(ids) for ids, _ in items], (row, np.concatenate(learned)))
-        logprobs, _, balance = self.scorer.at(tokens, layout)
+        logprobs, balance = score_learned(items, self.scorer)
         return -logprobs, balance
 
     def loss(self, items, totals):
@@ -197,16 +190,6 @@ def build(args, world):
     )
     check_ends(data[0], tokenizer, model)
     return SftRun(args, world, tokenizer, model, data, held_out)
-
-
-def check_ends(item, tokenizer, model):
-    """Raise InputError if the model would learn to end answers with a token at which PPO does not stop."""
-    if not any(mask and token in eos_ids(tokenizer, model) for token, mask in zip(*item, strict=True)):
-        raise InputError(
-            f"the chat template does not end answers with the tokenizer's EOS, {tokenizer.eos_token}: set "
-            "eos_token in tokenizer_config.json to the token that ends a turn, or give another "
-            "--prompt_template"
-        )
 
 
 def main(argv=None):

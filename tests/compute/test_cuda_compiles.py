@@ -55,6 +55,7 @@ def logprobs(k, dtype, size):
     logits, targets, each = tensor(3, size), torch.zeros(3, dtype=torch.int64), tensor(3)
     k.token_logprobs(logits, targets, 0.7, each, each, each)
     k.token_logprobs_backward(logits, targets, each, each, 0.7, dtype)
+    k.token_logprobs_backward(logits, targets, each, each, 0.7, dtype, each, each)
 
 
 def decoding(k, dtype, heads, groups, dim, normed):

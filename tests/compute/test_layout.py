@@ -135,13 +135,17 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
     critic = CriticModel.from_model(policy)
     for backbone in (policy.base_model, critic.backbone):
         prepare_training(backbone, 0)
-    scorers, metrics, rollout = (PolicyScorer(policy), ValueScorer(critic)), Metrics(), make_rollout()
+    scorers = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
+    metrics, rollout = Metrics(), make_rollout()
+    rollout.counted = rollout.mask  # as of --entropy_top
     rollout.on_host()
     with no_waits(monkeypatch):
         mb = rollout.rows([3, 1, 5])
         logprobs, entropy, balance = scorers[0](*mb.sequences, 0.7)
         loss, info = ppo.policy_objective(logprobs, mb, ppo.Clip(), kl_in, 0.1, 0.9)
-        metrics.add_all({**info, "policy/entropy": ppo.masked_sum(entropy, mb.mask)}, mb.response_len.sum())
+        entropy = ppo.masked_sum(entropy, mb.mask)
+        loss = loss - 0.1 * entropy
+        metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss + balance).backward()
         loss, info = ppo.value_loss(scorers[1](*mb.sequences), mb.values, mb.returns, mb.mask, 0.5, 1.0)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.compute import logprobs
+from trainer.compute.early_ends import EarlyEnds
+from trainer.compute.layout import Layout
 from trainer.compute.logprobs import token_logprobs
 
 
@@ -103,8 +105,30 @@ def test_values_and_gradients_are_those_of_autograd(sizes, bias):
         assert (ours - theirs).abs().max() < 1e-5
 
 
-def plain_logprobs(head, states, targets, temperature):
-    log_p = F.log_softmax(head(states) / temperature, -1)
+def test_ids_that_come_too_early_have_no_probability_and_no_gradient(sizes):
+    """Two responses of 20 and 13 tokens; ids 3 and 49 may not be among the first five of each."""
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(16, 50), torch.randn(33, 16, requires_grad=True)
+    targets, upstream, results = torch.randint(4, 49, (33,)), torch.randn(33), []
+    targets[[5, 19, 32]] = torch.tensor([3, 3, 49])  # where they may be
+    layout = Layout.of_responses([2, 4], [20, 13])
+    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(layout, states.device)  # no model has an id of 1000
+    early = torch.tensor([*range(5), *range(20, 25)])
+    mask = torch.zeros(33, 50, dtype=torch.bool)
+    mask[early[:, None], torch.tensor([3, 49])] = True
+    for function, more in ((token_logprobs, forbid_), (plain_logprobs, mask)):
+        head.zero_grad()
+        states.grad = None
+        logs, entropy = function(head, states, targets, 0.7, more)
+        (logs * upstream).sum().backward()
+        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def plain_logprobs(head, states, targets, temperature, forbidden=False):
+    logits = head(states) / temperature
+    log_p = F.log_softmax(logits.masked_fill(torch.as_tensor(forbidden), -1e30), -1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 

@@ -1,12 +1,20 @@
 """Datasets: prompts, chat templates, the order of records, shares of processes; on tiny and real files."""
 
 import json
+from collections import Counter
+from itertools import chain
 
 import pytest
 from tiny import ROOT
 from transformers import AutoTokenizer
 
-from dataset.data_order import RecordBatches, epoch_order, global_batch, local_positions
+from dataset.data_order import (
+    RecordBatches,
+    epoch_order,
+    global_batch,
+    local_positions,
+    minibatch_rows,
+)
 from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from dataset.record_files import open_records
@@ -185,6 +193,52 @@ def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
             for k in range(global_size // global_mini):
                 rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
                 assert sorted(rows) == sorted(whole[step][k * global_mini : (k + 1) * global_mini])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("batch", "mini", "answers", "together"),
+    [
+        (16, 8, 2, 1),
+        (32, 8, 4, 1),
+        (32, 8, 8, 2),
+        (32, 8, 2, 1),
+        (48, 16, 4, 4),
+        (96, 32, 6, 2),
+        (12, 12, 3, 3),
+    ],
+)
+def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, answers, together):
+    """batch, mini: over all processes. A minibatch is the same set of positions for any number of processes;
+    it has ``together`` answers to each of its prompts; a process has all answers to a prompt, in a row."""
+    if mini % world or batch // answers % world:
+        pytest.skip("these sizes cannot be shared")
+    sizes = batch // world, mini // world
+    ranks = [local_positions(*sizes, rank, world, answers) for rank in range(world)]
+    assert sorted(chain(*ranks)) == list(range(batch))
+    for positions in ranks:
+        for first in range(0, len(positions), answers):
+            group = positions[first : first + answers]
+            assert group == list(range(group[0], group[0] + answers))
+            assert group[0] % answers == 0
+    cut, alone = minibatch_rows(*sizes, answers), minibatch_rows(batch, mini, answers)
+    one = local_positions(batch, mini, 0, 1, answers)
+    assert [len(rows) for rows in cut] == [sizes[1]] * (batch // mini)
+    for rows, rows_alone in zip(cut, alone, strict=True):
+        found = sorted(positions[row] for positions in ranks for row in rows)
+        assert found == sorted(one[row] for row in rows_alone)
+        asked = Counter(position // answers for position in found)
+        assert set(asked.values()) == {together}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_prompt_is_read_once_for_all_its_answers(world):
+    orders = [RecordBatches(10, 0, 0, 6, 16 // world, 8 // world, rank, world, 2) for rank in range(world)]
+    asked = [sorted(chain(*lists)) for lists in zip(*orders, strict=True)]
+    assert asked == [sorted(global_batch(10, 0, step, 8)) for step in range(6)]
+    for order in orders:
+        batch = global_batch(10, 0, 3, 8)
+        assert list(order)[3] == [batch[p // 2] for p in order.positions[::2]]
 
 
 def test_local_positions_and_resuming():

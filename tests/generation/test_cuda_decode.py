@@ -13,6 +13,7 @@ import triton_interpreter  # noqa: F401
 
 from trainer.compute import attention, kernels
 from trainer.compute.cuda import kernels as cuda
+from trainer.compute.early_ends import EarlyEnds
 from trainer.compute.packing import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
@@ -197,7 +198,7 @@ class Slots:
         self.row, self.token, self.count = ids(4, 8, 0, 2, 7, 8), ids(3, 3, 3, 3, 3, 3), ids(0, 2, 3, 1, 4, 0)
         self.done = ids(0, 1, 0, 0, 0, 1).bool()
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
-        self.eos, self.limit = ids(1, 4, 6), ids(5)
+        self.eos, self.limit, self.early_ends = ids(1, 4, 6), ids(5), EarlyEnds(2, [1, 4, 6])
         self.tokens, self.response_len = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE), ids(*[0] * 9)
         self.response_len[self.row] += self.count * ~self.done
         self.logprobs = torch.zeros(9, 6, device=DEVICE)

@@ -13,8 +13,9 @@ from model.model_minimind import MiniMindConfig
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_linears
 from trainer.compute.scoring import PolicyScorer, score_all
-from trainer.generation.engine import Sampler, response_texts, sample
+from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
+from trainer.generation.results import response_texts
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import noise_keys, uniform
 from trainer.inputs import check_sampling

@@ -7,6 +7,7 @@ from tiny import flags, load_weights, read_jsonl, run_files, save_reward_dir, wi
 
 from errors import InputError
 from trainer import train_ppo
+from trainer.build_run import build_run
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import load_inputs
 from trainer.rewards.judge import Judge
@@ -85,7 +86,7 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 def evaluated_run(files, more, **values):
     """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return train_ppo.build_run(args, ALONE, *load_inputs(args))
+    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args))
 
 
 def test_one_part_alone_has_no_second_name():

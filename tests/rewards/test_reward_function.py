@@ -20,7 +20,7 @@ RECORDS = [
 
 def called(function):
     """Call a reward function on ``RECORDS`` -> the scores."""
-    return call_reward_function(function, ["p", "q"], ["r", "s"], [None, "a"], RECORDS, 0)
+    return call_reward_function(function, ["p", "q"], ["r", "s"], [None, "a"], RECORDS, 0)[0]
 
 
 def seen(function):
@@ -143,7 +143,12 @@ MISTAKES = [  # (what is returned, what is said)
     ([1.0], "returned 1 scores for 2 responses; return one each"),
     ([1, "x"], r"score 2 is 'x' \(str\) and no number"),
     ([None, 1], r"score 1 is None \(NoneType\) and no number"),
-    ([[1.0], [2.0]], r"score 1 is \[1\.0\] \(list\) and no number"),
+    ([[1.0], [2.0]], r"score 1, entry 1 is 1\.0 \(float\); a list must hold pairs"),
+    ([1, [(0, 1, 2)]], r"score 2, entry 1 is \(0, 1, 2\) \(tuple\); a list must hold pairs"),
+    ([[(0, 1), (2, 1)], 1], "score 1, entry 2: the offset 2 is outside of the response, which has 1 char"),
+    ([[(-1, 1)], 1], "score 1, entry 1: the offset -1 is outside of the response"),
+    ([[(0.5, 1)], 1], r"score 1, entry 1: the offset 0\.5 \(float\) is no whole number"),
+    ([[(0, "x")], 1], r"score 1, entry 1: its score is 'x' \(str\) and no number"),
     ([1, 10**400], "score 2 is 10+ .*and no number"),
 ]
 

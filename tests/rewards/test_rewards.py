@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.reward import Reward
+from trainer.rewards.reward import RawScores, Reward
 from trainer.rewards.reward_function import load_reward_function
 from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
 from trainer.rewards.rules import (
@@ -125,6 +125,22 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
         reward, responses = Reward(models), ["a", "b", "c", GOOD]
         raw = reward.raw_scores(["p"] * 4, responses, [None] * 4, [True] * 4)
         assert reward.at_limit(raw).tolist() == [bool(x) for x in wanted]
+
+
+def test_some_raw_scores_are_replaced_by_hand():
+    """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
+    first and the second had."""
+    one, more = torch.tensor([10.0, 20]), torch.tensor([60.0])
+    steps = [[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]]
+    old = RawScores({"model": torch.tensor([1.0, 2, 3, 4])}, [0, 1], {"model": one}, steps)
+    new = RawScores({"model": torch.tensor([5.0, 6])}, [1], {"model": more}, [[(5, 5.0)], []])
+    found = old.replaced([1, 3], new)
+    assert found.parts["model"].tolist() == [1, 5, 3, 6]
+    assert found.with_answer == [0, 3]
+    assert found.answer_only["model"].tolist() == [10, 60]
+    assert found.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
+    none = RawScores({"model": torch.tensor([5.0, 6])}, [], {"model": torch.tensor([])})
+    assert old.replaced([0, 1], none).answer_only["model"].tolist() == []
 
 
 def test_without_reasoning_only_the_whole_is_scored():

@@ -62,7 +62,9 @@ QUIET = {"device": "cpu", "log_interval": 1000}
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     held_out = [{"prompt": f"{a} b", "answer": "a"} for a in WORDS[:5]]
-    return run_files(folder) | {"eval_data_path": write_jsonl(folder / "eval.jsonl", held_out)}
+    texts = write_jsonl(folder / "texts.jsonl", [{"text": f"{a} b {a}"} for a in WORDS[:7]])
+    more = {"eval_data_path": write_jsonl(folder / "eval.jsonl", held_out), "ptx_data_path": texts}
+    return run_files(folder) | more
 
 
 def argv_of(files, out_dir, **more):

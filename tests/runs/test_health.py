@@ -70,6 +70,7 @@ FACTS = {
     "prompts": 5888,
     "read": 5888,
     "dropped": 0,
+    "long_answers": 0,
     "held_out": 500,
     "chat_template": True,
     "missing_header": "",
@@ -280,6 +281,22 @@ def test_no_response_has_the_format():
     assert found_in([{}, {}, {"reward/format": 0.0}, {"reward/format": 0.0}]) == {}
 
 
+def test_most_prompts_have_answers_that_score_the_same():
+    alike = {"rollout/equal_groups": 0.81}
+    compared = {"advantage": "rloo", "num_generations": 4}
+    assert found_in([alike] * 5, **compared) == {"groups_alike": ("look", 1)}
+    assert found_in([{"rollout/equal_groups": 0.79}] * 5, **compared) == {}
+    assert found_in([alike] * 4, **compared) == {}
+    assert found_in([alike] * 5, num_generations=4) == {}  # a critic compares with what it expects
+
+
+def test_answers_to_one_prompt_may_be_alike():
+    changes = run_of(30, {"rollout/distinct": 0.2})
+    for answers, there in ((1, True), (2, True), (4, False)):
+        found = found_in(changes, num_generations=answers)
+        assert ("answers_alike" in found) is there, answers
+
+
 def test_all_scores_are_equal_from_the_start():
     same = {"reward/score_std": 0.0}
     assert found_in([same] * 3) == {"scores_alike": ("look", 1)}  # 384 responses of a hard task
@@ -377,6 +394,8 @@ def test_a_policy_that_does_not_move_or_moves_for_nothing():
     heavy = {**still, "reward/score_std": 0.02, "value/bias": 0.0}
     (stuck,) = findings(steps_of(*run_of(12, heavy, heavy)), {**FLAGS, "facts": FACTS})
     assert stuck.remedy == "--kl_coef 0.002"  # not what the run has already
+    target = {**FLAGS, "facts": FACTS, "kl_target": 2.0}  # it moves the coefficient
+    assert findings(steps_of(*run_of(12, heavy, heavy)), target)[0].remedy.startswith("--learning_rate")
     same = {**still, "reward/score_std": 0.0}
     assert found_in(run_of(12, same, same)).keys() == {"scores_alike"}
     late = [{"kl/sequence": 0.8 if n < 12 else 0.01} for n in range(20)]
@@ -438,6 +457,8 @@ def test_the_judge_falls_by_more_than_chance_and_the_form_has_most_of_the_gain()
 def test_a_kl_that_weighs_nothing_beside_the_scores():
     assert found_in([{"reward/score_std": 101.0}] * 2) == {"kl_weighs_nothing": ("look", 1)}
     assert found_in([{"reward/score_std": 99.0}] * 2) == {}
+    moved = {**FLAGS, "facts": FACTS, "kl_target": 2.0}
+    assert findings(steps_of(*[{"reward/score_std": 101.0}] * 2), moved) == []
 
 
 # ------------------------------------------------------------------------------------ what a run begins with
@@ -474,6 +495,34 @@ def test_flags_and_facts_that_are_far_from_the_usual_ones(change, name, level, r
     assert found.keys() == {name}
     assert found[name].level == level
     assert remedy in found[name].remedy
+
+
+def test_held_out_pairs_that_fall_are_found_offline():
+    """By hand: 2 sqrt(2) 0.1 / sqrt(200) = 0.02 with 200 pairs."""
+
+    def found(before, best, after):
+        args = {**FLAGS, "offline_data_path": "x", "facts": {**FACTS, "held_out_pairs": 200}}
+        values = {0: before, 4: best, 8: after}
+        more = {n: {"eval/chosen_share": x, "eval/chosen_share_std": 0.1} for n, x in values.items()}
+        lines = [{"step": n, "policy/loss": 0.0, **more.get(n, {})} for n in range(9)]
+        return {f.name: f for f in findings(lines, args)}.get("held_out_falls")
+
+    assert found(0.5, 0.6, 0.581) is None
+    seen = found(0.5, 0.6, 0.579)
+    assert (seen.level, seen.step, seen.symptom) == ("look", 8, "the held-out chosen_share falls")
+    assert found(0.5, 0.5, 0.459).level == "wrong"  # also where it has never been above its start
+
+
+def test_what_is_left_out_or_too_few_offline_is_named_by_the_flags_of_logged_answers():
+    found = start_of(dropped=1200, long_answers=601, offline_data_path="x")["records_dropped"]
+    assert found.symptom == "many logged answers are longer than --max_gen_len and are left out"
+    assert found.remedy == "--max_gen_len 256" and found.causes[0].startswith("--max_gen_len")
+    found = start_of(dropped=1200, long_answers=599, offline_data_path="x")["records_dropped"]
+    assert found.symptom.startswith("many prompts") and found.remedy == "--max_seq_len 1024"
+    found = start_of(prompts=190, offline_data_path="x")["few_prompts"]
+    assert found.symptom.startswith("few answers for so many passes")
+    assert found.numbers.startswith("190 answers, ") and found.numbers.endswith(" passes")
+    assert found.remedy.startswith("more answers in --offline_data_path, or --")
 
 
 def test_flags_and_facts_that_are_usual():

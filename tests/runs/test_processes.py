@@ -33,7 +33,7 @@ RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumu
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": "auto", "target_kl": 2e-3}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2}
-RUN |= {"best_metric": "score_raw"}
+RUN |= {"best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
 SAME = {
@@ -47,7 +47,7 @@ SAME = {
 SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
 SAME |= {"reward/score_std", "reward/at_limit", "rollout/repetition", "rollout/distinct"}
-SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio"}
+SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio", "policy/ptx_loss"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.
@@ -65,6 +65,8 @@ def files(tmp_path_factory):
     prompts = read_jsonl(found["data_path"])
     prompts[0]["answer"] = "overflow"
     write_jsonl(folder / "prompts.jsonl", prompts)
+    texts = [{"text": f"{p['prompt']} h"} for p in prompts[:30]]
+    found["ptx_data_path"] = write_jsonl(folder / "texts.jsonl", texts)
     return found | {"eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
 
 

@@ -99,6 +99,7 @@ def written(folder, times=1, findings=(), long_text=""):
     config = json.loads((folder / "config.json").read_text())
     args = SimpleNamespace(batch_size=8)
     known = {"held_out": range(12), "best_metric": "eval/score", "script": "train_ppo.py"}
+    known["held_out_pairs"] = None
     parser = train_ppo.flag_parser()
     run = SimpleNamespace(
         args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, flags=parser.flags, **known
@@ -162,7 +163,8 @@ def step_of(scores, lengths, logprobs, older=0, model=None):
     filled = rollout_of([1] * older + lengths, [[9.0] * len(logprobs[0])] * older + logprobs)
     parts = {"score": torch.tensor(scores)} | ({"model": torch.tensor(model)} if model else {})
     models = {"model": (None, -0.5)} if model else {}
-    run = SimpleNamespace(world=ALONE, reward=SimpleNamespace(models=models))
+    args = SimpleNamespace(offline_data_path="")
+    run = SimpleNamespace(args=args, world=ALONE, reward=SimpleNamespace(models=models))
     prompts = [SimpleNamespace(prompt=f"p{n}") for n in range(len(scores))]
     texts = [f"r{n}" for n in range(len(scores))]
     return run, SimpleNamespace(prompts=prompts, texts=texts, rollout=new, scores=parts), filled

@@ -121,6 +121,32 @@ def test_greedy_and_accuracy_are_said_as_well():
     assert words[2] == "The accuracy, which is never rewarded: 0.500 before, 0.750 after."
 
 
+def test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations():
+    """Two standard errors of a difference: of 200 pairs with a spread of 0.1, 2 sqrt(2) 0.1 / sqrt(200) =
+    0.02; of a share of a half, where no spread is logged, 2 sqrt(2) 0.5 / sqrt(200) = 0.1."""
+
+    def words(name, before, after, best=(True, ""), **more):
+        ends = [{"step": n, f"eval/{name}": x, **more} for n, x in ((0, before), (9, after))]
+        steps = [{"step": n, "reward/score": 0.0} for n in range(1, 9)]
+        return verdict([ends[0], *steps, ends[1]], displays.offline(*best), 8, 200)[0]
+
+    std = {"eval/chosen_share_std": 0.1}
+    assert words("chosen_share", 0.5, 0.521, **std) == (
+        "The chosen_share rose from 0.500 to 0.521 on 200 held-out pairs."
+    )
+    assert "did not clearly change" in words("chosen_share", 0.5, 0.519, **std)
+    accuracy = False, "eval/accuracy"
+    assert words("accuracy", 0.5, 0.61, accuracy) == (
+        "The accuracy rose from 0.500 to 0.610 on 200 held-out prompts."
+    )
+    assert "did not clearly change" in words("accuracy", 0.5, 0.59, accuracy)
+    judge = False, "eval/judge"
+    assert "rose" in words("judge", 5.0, 5.021, judge, **{"eval/judge_std": 0.1})
+    assert "did not clearly" in words("judge", 5.0, 5.019, judge, **{"eval/judge_std": 0.1})
+    assert "no known spread" in words("length", 5.0, 9.0, (False, "eval/length"))
+    assert "Nothing was evaluated" in words("length", 5.0, 9.0, (False, ""))
+
+
 def test_too_few_steps_are_said_to_be_too_few():
     records = [{"step": 1, "reward/score": 1.0}, {"step": 2, "reward/score": 9.0}]
     assert "too few steps" in verdict(records, displays.PPO, 8, 0)[0]
@@ -258,6 +284,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
         "warm-up  steps 1 to 2 train only the critic (--critic_warmup_steps 2)",
     ):
         assert f"{line}\n" in said
+    assert "run      4 steps of 8 responses in minibatches of 4, " in said
     named = {line.split()[0] for line in said[said.index("the sum of:") :].splitlines()[1:8]}
     metrics = read_jsonl(out / "r" / "metrics.jsonl")
     parts = displays.metric_names(displays.PARTS, metrics)

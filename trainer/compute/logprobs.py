@@ -2,7 +2,8 @@
 
 Autograd over log_softmax would keep several [tokens, vocabulary] tensors and pass over them again. Here one
 chunk of tokens at a time goes through the head. The backward pass needs only the probabilities p, because d
-logprob / d logits = (onehot - p) / temperature. At most ``MAX_KEPT`` of them are kept; if there are more, all
+logprob / d logits = (onehot - p) / temperature, and for ``--entropy_coef`` d entropy / d logits = -p (log p +
+entropy) / temperature. At most ``MAX_KEPT`` of them are kept; if there are more, all
 are computed again, chunk by chunk.
 
 A GPU's kernels (cuda/tokens.py) never write p. They read the logits once in the forward and once in the
@@ -21,19 +22,22 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 MAX_KEPT = 1 << 24  # at most this many probabilities (64 MiB) are kept from forward to backward
+NOT_TRAINED = (None,) * 5  # gradients of targets, temperature, dtype, forbid_, learn_entropy
 
 
-def token_logprobs(head, states, targets, temperature):
+def token_logprobs(head, states, targets, temperature, forbid_=None, learn_entropy=False):
     """Log-prob of each token, and entropy, under softmax(head(states) / temperature), in fp32.
 
-    head: an nn.Linear [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (for
-    logging, no gradient). Under autocast the products run in its dtype.
+    head: an nn.Linear [V, H]; states [N, H]; targets [N] -> logprobs [N] (differentiable), entropy [N] (has a
+    gradient only with ``learn_entropy``). Under autocast the products run in its dtype. forbid_: None, or
+    what changes the logits first (``EarlyEnds.of``); a target must not be forbidden.
     """
     dtype, count, more = compute_dtype(head.weight), len(states), rows_to_add(len(states), head.weight)
     if more:
         states, targets = F.pad(states, (0, 0, 0, more)), F.pad(targets, (0, more))
     function = _TokenLogprobs if _gpu_kernels(states.device) is None else _GpuTokenLogprobs
-    logprobs, entropy = function.apply(states, head.weight, head.bias, targets, temperature, dtype)
+    inputs = states, head.weight, head.bias, targets, temperature, dtype, forbid_, learn_entropy
+    logprobs, entropy = function.apply(*inputs)
     return logprobs[:count], entropy[:count]
 
 
@@ -44,60 +48,73 @@ def _gpu_kernels(device):
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states, weight, bias, targets, temperature, dtype):
-        ctx.save_for_backward(states, weight, bias, targets)
-        ctx.temperature, ctx.dtype = temperature, dtype
+    def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_=None, learn_entropy=False):
+        ctx.temperature, ctx.dtype, ctx.forbid_ = temperature, dtype, forbid_
         logprobs = torch.empty(len(states), device=states.device)
         entropy = torch.empty_like(logprobs)
         keep = any(ctx.needs_input_grad) and len(states) * len(weight) <= MAX_KEPT
         ctx.kept = torch.empty(len(states), len(weight), device=states.device) if keep else None
-        for c, logits in _chunks_of_logits(states, weight, bias, dtype):
+        for c, logits in _chunks_of_logits(states, weight, bias, dtype, forbid_):
             p = ctx.kept[c] if keep else None
             logprobs[c], entropy[c] = _logprobs(logits, targets[c], temperature, p)
-        ctx.mark_non_differentiable(entropy)
+        _keep(ctx, entropy, learn_entropy, states, weight, bias, targets)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
-        states, weight, bias, targets = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy):
+        states, weight, bias, targets, *learned = ctx.saved_tensors
         grad = grad / ctx.temperature
+        if learned:
+            learned.append(grad_entropy / ctx.temperature)
         gradients = (
-            (c, _grad_logits(p, targets[c], grad[c], ctx.dtype))
+            (c, _grad_logits(p, targets[c], grad[c], ctx.dtype, *(x[c] for x in learned)))
             for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets)
         )
-        return *_grads_of_head(ctx, states, weight, bias, gradients), None, None, None
+        return *_grads_of_head(ctx, states, weight, bias, gradients), *NOT_TRAINED
 
 
 class _GpuTokenLogprobs(torch.autograd.Function):
     """The same with a GPU's kernels. kept: the logits, if they are one chunk and have a gradient"""
 
     @staticmethod
-    def forward(ctx, states, weight, bias, targets, temperature, dtype):
-        ctx.temperature, ctx.dtype, ctx.kept = temperature, dtype, None
+    def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_=None, learn_entropy=False):
+        ctx.temperature, ctx.dtype, ctx.forbid_, ctx.kept = temperature, dtype, forbid_, None
         kernels, targets = _gpu_kernels(states.device), targets.contiguous()
         results = [torch.empty(len(states), device=states.device) for _ in range(3)]
-        for c, logits in _chunks_of_logits(states, weight, bias, dtype):
+        for c, logits in _chunks_of_logits(states, weight, bias, dtype, forbid_):
             kernels.token_logprobs(logits, targets[c], temperature, *(x[c] for x in results))
             if len(logits) == len(states) and any(ctx.needs_input_grad):
                 ctx.kept = logits
         logprobs, entropy, total = results
-        ctx.save_for_backward(states, weight, bias, targets, total)
-        ctx.mark_non_differentiable(entropy)
+        _keep(ctx, entropy, learn_entropy, states, weight, bias, targets, total)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
-        states, weight, bias, targets, total = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy):
+        states, weight, bias, targets, total, *learned = ctx.saved_tensors
         kernels, grad = _gpu_kernels(states.device), grad.contiguous()
+        if learned:
+            learned.append(grad_entropy.contiguous())
+
+        def grad_logits(c, logits):
+            rows = (x[c] for x in (targets, total, grad))
+            return kernels.token_logprobs_backward(
+                logits, *rows, ctx.temperature, ctx.dtype, *(x[c] for x in learned)
+            )
+
         kept = [(slice(len(states)), ctx.kept)]
-        chunks = _chunks_of_logits(states, weight, bias, ctx.dtype) if ctx.kept is None else kept
-        gradients = (
-            (c, kernels.token_logprobs_backward(x, targets[c], total[c], grad[c], ctx.temperature, ctx.dtype))
-            for c, x in chunks
-        )
-        return *_grads_of_head(ctx, states, weight, bias, gradients), None, None, None
+        chunks = _chunks_of_logits(states, weight, bias, ctx.dtype, ctx.forbid_) if ctx.kept is None else kept
+        gradients = ((c, grad_logits(c, x)) for c, x in chunks)
+        return *_grads_of_head(ctx, states, weight, bias, gradients), *NOT_TRAINED
+
+
+def _keep(ctx, entropy, learn_entropy, *tensors):
+    """Keep these tensors for the backward pass, and the entropy where it has a gradient"""
+    ctx.save_for_backward(*tensors, *([entropy] if learn_entropy else []))
+    if not learn_entropy:
+        ctx.mark_non_differentiable(entropy)
 
 
 def _grads_of_head(ctx, states, weight, bias, gradients):
@@ -128,11 +145,17 @@ def _logprobs(logits, targets, temperature, p=None):
     return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1)
 
 
-def _grad_logits(p, targets, grad, dtype):
-    """-> grad (onehot - p) [n, V] in ``dtype``; p may be overwritten"""
-    if (kernels := kernels_for(p, grad, result=dtype)) is not None:
-        return kernels.token_logprobs_backward(p, targets, grad, dtype)
-    return p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None]).to(dtype)
+def _grad_logits(p, targets, grad, dtype, *learned):
+    """-> grad (onehot - p) [n, V] in ``dtype``; p may be overwritten. learned: entropy H [n] and its gradient
+    h [n], for - h p (log p + H) beside it, or nothing"""
+    if (kernels := kernels_for(p, grad, *learned, result=dtype)) is not None:
+        return kernels.token_logprobs_backward(p, targets, grad, dtype, *learned)
+    more = None
+    if learned:
+        entropy, grad_entropy = (x[:, None] for x in learned)
+        more = torch.special.entr(p).sub_(p * entropy).mul_(grad_entropy)
+    result = p.mul_(-grad[:, None]).scatter_add_(1, targets[:, None], grad[:, None])
+    return (result if more is None else result.add_(more)).to(dtype)
 
 
 def head_logits(states, weight, bias, dtype, memory=None):
@@ -173,13 +196,16 @@ def _chunks(states, weight):
     return [slice(start, min(start + size, len(states))) for start in range(0, len(states), size)]
 
 
-def _chunks_of_logits(states, weight, bias, dtype):
+def _chunks_of_logits(states, weight, bias, dtype, forbid_=None):
     """Yield (slice, its logits [n, V]). Use them before the next: fp32 logits may all share one memory."""
     chunks, table = _chunks(states, weight), weight.to(dtype)
     shared = states.is_cuda or (dtype == torch.float32 and bias is None)
     memory = torch.empty(chunks[0].stop, len(weight), device=states.device) if shared and chunks else None
     for c in chunks:
-        yield c, head_logits(states[c], table, bias, dtype, memory)
+        logits = head_logits(states[c], table, bias, dtype, memory)
+        if forbid_:
+            forbid_(logits, c)
+        yield c, logits
 
 
 def _chunks_of_probabilities(ctx, states, weight, bias, targets):
@@ -188,7 +214,7 @@ def _chunks_of_probabilities(ctx, states, weight, bias, targets):
         yield slice(len(states)), ctx.kept
         return
     memory = None
-    for c, logits in _chunks_of_logits(states, weight, bias, ctx.dtype):
+    for c, logits in _chunks_of_logits(states, weight, bias, ctx.dtype, ctx.forbid_):
         if memory is None:
             memory = torch.empty(logits.shape, device=logits.device)
         p = memory[: len(logits)]

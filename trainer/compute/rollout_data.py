@@ -36,8 +36,10 @@ class Rollout:
     sampler_logprobs: torch.Tensor  # [B, R] the sampler's own
     old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
     importance_weights: torch.Tensor | None = None  # [B, R] what the two make of a token's loss
+    counted: torch.Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
     ref_logprobs: torch.Tensor | None = None  # [B, R]
     scores: torch.Tensor | None = None  # [B] the rewards' sum
+    step_rewards: torch.Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
     values: torch.Tensor | None = None  # [B, R]
     rewards: torch.Tensor | None = None  # [B, R]
     advantages: torch.Tensor | None = None  # [B, R]

@@ -9,6 +9,7 @@ Sequences go through a model packed, without padding (packing.py). Logits are co
 token is predicted, and never for a whole batch at a time (logprobs.py).
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from trainer.compute.balance_loss import BalanceLoss
-from trainer.compute.batching import send, tokens_per_pass
+from trainer.compute.batching import pad_right, send, tokens_per_pass
+from trainer.compute.layout import Layout, ragged
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states, take_rows
@@ -56,16 +58,18 @@ def states_at(backbone, tokens, layout, **extra):
 
 
 class PolicyScorer(nn.Module):
-    """Computes the log-probs of given responses under a causal LM. dtype: of autocast; log-probs are fp32."""
+    """Computes the log-probs of given responses under a causal LM. dtype: of autocast; log-probs are fp32.
+    early_ends: of ``--min_gen_len``, or None; learn_entropy: whether entropies have a gradient."""
 
-    def __init__(self, model, dtype=torch.float32):
+    def __init__(self, model, dtype=torch.float32, early_ends=None, learn_entropy=False):
         super().__init__()
         self.model, self.dtype = model, dtype
+        self.early_ends, self.learn_entropy = early_ends, learn_entropy
         self.balance = BalanceLoss(model)
 
     def forward(self, tokens, layout, temperature):
-        """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R] (no gradient), balance
-        loss (weighted sum)."""
+        """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
+        sum)."""
         logprobs, entropy, balance = self.at(tokens, layout, temperature)
         return layout.spread(logprobs), layout.spread(entropy), balance
 
@@ -74,7 +78,10 @@ class PolicyScorer(nn.Module):
         with autocast(tokens.device, self.dtype):
             states, targets, output = states_at(self.model.base_model, tokens, layout, **self.balance.extra)
             head = self.model.get_output_embeddings()
-            logprobs, entropy = token_logprobs(head, states, targets, temperature)
+            of_responses = layout.shape is not None  # --min_gen_len is not for demonstrations
+            forbid_ = self.early_ends.of(layout, tokens.device) if self.early_ends and of_responses else None
+            more = forbid_, self.learn_entropy
+            logprobs, entropy = token_logprobs(head, states, targets, temperature, *more)
             return logprobs, entropy, self.balance(output, layout.on(tokens.device)["length"])
 
 
@@ -100,19 +107,19 @@ class ValueScorer(nn.Module):
 
 @torch.no_grad()
 def score_all(rollout, score, name="log-probs"):
-    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order. name: of
-    the progress bar."""
+    """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
+    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar."""
     places, parts, width = [], [], rollout.sampler_logprobs.shape[1]
 
     def fill(index):
         part = score(rollout.rows(index))
-        parts.append(F.pad(part, (0, width - part.shape[1])))
+        parts.append(F.pad(part, (0, width - part.shape[-1])))
         places.extend(index)
 
     device = rollout.tokens.device
     each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(device), fill, name)
-    result = torch.zeros_like(rollout.sampler_logprobs)
-    return result.index_copy_(0, send(torch.tensor(places), device), torch.cat(parts))
+    found = torch.cat(parts, -2)
+    return torch.zeros_like(found).index_copy_(-2, send(torch.tensor(places), device), found)
 
 
 def score_policy(rollout, scorer, temperature):
@@ -120,6 +127,28 @@ def score_policy(rollout, scorer, temperature):
     return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
 
 
+def score_entropy_too(rollout, scorer, temperature):
+    """The same -> log-probs [B, R], the policy's entropies before each token [B, R]."""
+
+    def score(rows):
+        logprobs, entropy, _ = scorer(*rows.sequences, temperature)
+        return torch.stack((logprobs, entropy))
+
+    return score_all(rollout, score).unbind()
+
+
 def score_values(rollout, scorer):
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
     return score_all(rollout, lambda rows: scorer(*rows.sequences), "values")
+
+
+def score_learned(items, scorer):
+    """Demonstrations -> (log-probs of their N learned tokens [N], differentiable, balance loss), at
+    temperature 1. items: of ``SFTDataset``, (token ids, mask); the first token is never learned: nothing
+    predicts it."""
+    tokens, _ = pad_right([ids for ids, _ in items], scorer.model.device)
+    learned = [np.flatnonzero([0, *mask[1:]]) for _, mask in items]
+    row, _ = ragged([len(positions) for positions in learned])
+    layout = Layout([len(ids) for ids, _ in items], (row, np.concatenate(learned)))
+    logprobs, _, balance = scorer.at(tokens, layout)
+    return logprobs, balance

@@ -15,7 +15,8 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 - generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
   sequences, in few shapes; the size of the KV cache (``cache_room``); logits in fp32 (``_logits``); the
   kernel that samples and stores (``_sample_and_store``);
-- generation/done_flags.py: which sequences have finished, copied without waiting;
+- generation/done_flags.py: which sequences have finished, copied without waiting; generation/stop_checks.py:
+  tokens that are searched for stop strings, copied in the same way;
 - generation/experts.py: a mixture of experts without shapes that depend on data;
 - generation/rotary_table.py, sampler_copy.py (``JoinedLinear``), kv_cache.py (``by_position``);
 - compute/cuda: the Triton kernels; compute/flash.py: attention of packed rows;

@@ -11,12 +11,15 @@ Where a response ends (``Engine._sample_and_store``): at its first EOS, which is
 from the tokenizer and the generation config (model/compatibility.py). The EOS is a response token, and
 ``finished`` is True. A response without an EOS is cut at ``max_gen_len`` tokens, and ``finished`` is False;
 rewards/reward.py takes ``--missing_eos_penalty`` off its score. It is trained on like every other response.
+With ``--stop`` the token that completes a stop string ends it as well (stops.py), and ``finished`` is True.
+With ``--min_gen_len`` no EOS can be drawn before (compute/early_ends.py).
 """
 
 import torch
 
 from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
+from trainer.compute.early_ends import early_ends
 from trainer.compute.free_memory import free_memory
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
@@ -29,6 +32,7 @@ from trainer.generation.results import as_rollout
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import uniform
+from trainer.generation.stop_checks import StopChecks
 
 SLOTS = 256  # at most this many sequences decode together
 # At most this much memory for their keys and values; if it is too little, fewer slots. On a GPU it is a share
@@ -69,16 +73,18 @@ class Sampler:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def sample(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
+    def sample(self, prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len=0, stops=None):
         """One response a prompt -> ``Rollout`` with its first five fields, in the order of the prompts.
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
-        response; max_gen_len: in tokens; temperature 0 is greedy. When memory runs out, sampling starts again
-        with half the keys and values, so half the slots, and gives the same tokens. InputError if a single
-        sequence does not fit, or if the model gives NaN (a large model in fp16).
+        response; min_gen_len, max_gen_len: in tokens; temperature 0 is greedy; stops: ``StopStrings`` or
+        None. When memory runs out, sampling starts again with half the keys and values, so half the slots,
+        and gives the same tokens. InputError if a single sequence does not fit, or if the model gives NaN (a
+        large model in fp16).
         """
+        call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
         with torch.inference_mode():
-            while not attempt(self._run, prompt_ids, keys, eos_ids, max_gen_len, temperature)[0]:
+            while not attempt(self._run, *call)[0]:
                 slots, width = self.tried
                 self.release()  # before anything is built again, so that no two caches fill the memory
                 if slots == 1:
@@ -88,12 +94,12 @@ class Sampler:
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
 
-    def _run(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
+    def _run(self, prompt_ids, keys, eos_ids, max_gen_len, *how):
         needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
         has = self.engine.sizes if self.engine else self.sizes
         if self.engine is None or any(a < b for a, b in zip(has, needs, strict=True)):
             self._build(*map(max, has, needs))
-        self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, temperature)
+        self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, *how)
         with phase("sampling", len(prompt_ids), "responses") as bar:
             while self.engine.waiting or self.engine.live:
                 self.engine.admit()
@@ -155,20 +161,21 @@ class Engine:
         self.state = [self.row, self.token, self.position, self.count, self.done]
         self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
 
-    def start(self, prompt_ids, keys, eos_ids, max_gen_len, temperature):
-        """Begin a call: all prompts wait, the longest first, so that prompts of similar length are prefilled
-        together."""
+    def start(self, prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len=0, stops=None):
+        """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together."""
         self.prompt_ids, self.temperature = prompt_ids, temperature
-        if tuple(eos_ids) not in self.ends:
-            self.ends[tuple(eos_ids)] = send(torch.tensor(eos_ids), self.device)
-        self.eos = self.ends[tuple(eos_ids)]
-        self.key = (temperature, tuple(eos_ids))  # what a captured step depends on, besides its shape
+        ends = tuple(eos_ids), min_gen_len
+        if ends not in self.ends:  # kept, because captured steps read their tensors
+            self.ends[ends] = send(torch.tensor(eos_ids), self.device), early_ends(min_gen_len, eos_ids)
+        self.eos, self.early_ends = self.ends[ends]
+        self.key = (temperature, *ends)  # what a captured step depends on, besides its shape
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
         self.limit.fill_(max_gen_len)
         self.noise[: len(keys), :max_gen_len] = uniform(send(keys, self.device), max_gen_len)
         self.response_len.zero_()
         self.finished.zero_()
         self.lengths = []
+        self.stops = StopChecks(stops, min_gen_len, self, STEPS_PER_CHECK + 1) if stops else None
         self._clear_slots(0)
         self.flags.send(0)
 
@@ -255,6 +262,8 @@ class Engine:
         at an EOS, or at max_gen_len tokens, which leaves ``finished`` False."""
         row, count, done = self.row[slots], self.count[slots], self.done[slots]
         logits = self._logits(states)
+        if self.early_ends:
+            self.early_ends.forbid_(logits, count)
         if (fused := getattr(kernels_for(logits), "sample_and_store", None)) is not None:  # a GPU's kernels
             state = row, self.token[slots], count, done
             fused(logits, self.temperature, self.noise, self.eos, self.limit, state, self.results)
@@ -277,6 +286,8 @@ class Engine:
 
     def compact(self):
         """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
+        if self.stops:
+            self.stops.check()
         done = self.flags.receive(self.live)
         stay = [slot for slot, ended in enumerate(done) if not ended]
         if (self.live - len(stay)) * COMPACT_AT >= self.live:
@@ -300,16 +311,10 @@ class Engine:
 
     def rollout(self):
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        return as_rollout(self.prompt_ids, *(x[: len(self.prompt_ids)] for x in self.results))
+        results = [x[: len(self.prompt_ids)] for x in self.results]
+        return as_rollout(self.prompt_ids, *(self.stops.finish(*results) if self.stops else results))
 
 
 def _bucket(n, least, most):
     """The smallest of least, 2 least, 4 least, … that is not below n; never more than ``most``."""
     return min(most, least << max(0, -(-n // least) - 1).bit_length())
-
-
-def response_texts(rollout, tokenizer):
-    """The responses as B texts, without the EOS that ended them and without other special tokens."""
-    ids = rollout.responses()
-    ids = [r[:-1] if ended else r for r, ended in zip(ids, rollout.finished.tolist(), strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

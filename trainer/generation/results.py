@@ -1,4 +1,4 @@
-"""The results of sampling as a ``Rollout``: each response directly behind its prompt."""
+"""The results of sampling: as a ``Rollout``, each response directly behind its prompt, and as texts."""
 
 import torch
 import torch.nn.functional as F
@@ -26,3 +26,13 @@ def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
     lengths = [len(prompt) for prompt in prompt_ids], counts
     kept = response_len.clone(), finished.clone()  # the engine's own tensors change in its next call
     return Rollout(sequences, prompt_len, *kept, logprobs, host_lengths=lengths)
+
+
+def response_texts(rollout, tokenizer, stops=None):
+    """The responses as B texts, without the EOS or the stop string that ended them and without other special
+    tokens. stops: the ``StopStrings`` that they were sampled with, or None."""
+    ids, finished = rollout.responses(), rollout.finished.tolist()
+    if stops:
+        return [stops.cut(r) if ended else stops.decode(r) for r, ended in zip(ids, finished, strict=True)]
+    ids = [r[:-1] if ended else r for r, ended in zip(ids, finished, strict=True)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

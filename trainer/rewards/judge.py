@@ -31,7 +31,7 @@ class Judge:
         more = [f"judge_{part}" for part in parts] if len(parts) > 1 else []
         self.names = ["judge", *more] if parts else []
 
-    def raw_scores(self, prompts, responses, answers, finished, records=None):
+    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None):
         """Score B responses -> ``RawScores``. Arguments and errors as of ``Reward.raw_scores``."""
         with named_as_evaluation():
             return self._reward.raw_scores(prompts, responses, answers, finished, records)

@@ -33,13 +33,31 @@ class RawScores:
     parts: dict = field(default_factory=dict)  # {name of the part: scores [B]}
     with_answer: list = field(default_factory=list)  # indices of the responses that have an answer block
     answer_only: dict = field(default_factory=dict)  # {part: [len(with_answer)]}: scores of that block
+    # Of each response its (character offset or None, score), where the user's function gave steps. The part
+    # "function" is their sum. [] without a function.
+    steps: list = field(default_factory=list)
+
+    def replaced(self, rows, new):
+        """-> the same for all responses but those of ``rows`` (list), which get what ``new`` says of them."""
+        where, parts = torch.tensor(rows), {}
+        for name, scores in self.parts.items():
+            parts[name] = scores.index_copy(0, where, new.parts[name])
+        gone = set(rows)
+        kept = [place for place, row in enumerate(self.with_answer) if row not in gone]
+        pairs = [(self.with_answer[place], place) for place in kept]
+        pairs += [(rows[row], len(self.with_answer) + place) for place, row in enumerate(new.with_answer)]
+        order = torch.tensor([place for _, place in sorted(pairs)], dtype=torch.int64)
+        both = {name: torch.cat([x, new.answer_only[name]])[order] for name, x in self.answer_only.items()}
+        steps = dict(enumerate(self.steps)) | dict(zip(rows, new.steps, strict=False))
+        return RawScores(parts, sorted(row for row, _ in pairs), both, list(steps.values()))
 
 
 class Reward:
     """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum.
 
     models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``;
-    timeout: seconds that the function may take, 0 for no limit.
+    timeout: seconds that the function may take, 0 for no limit; overlong: None, or the arguments of
+    ``rules.overlong_penalty`` after the length.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
@@ -58,10 +76,12 @@ class Reward:
         repetition_penalty=0.0,
         length_reward=0.0,
         timeout=0.0,
+        overlong=None,
     ):
         self.models, self.function, self.server, self.timeout = models or {}, function, server, timeout
         self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
         self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
+        self.overlong = overlong
         # Only these parts are normalised: the user chooses the scale of every other part.
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
@@ -79,19 +99,21 @@ class Reward:
             "repetition": self.repetition_penalty,
             "length_reward": self.length_reward,
             "missing_eos": self.missing_eos_penalty,
+            "overlong": self.overlong,
         }
         parts = [name for name, there in given.items() if there]
         raw = [f"{name}_raw" for name in parts if name in self.normalized]
-        return [*parts, "score", *raw, *(["score_raw"] if raw else [])]
+        return [*parts, *(["score"] if parts else []), *raw, *(["score_raw"] if raw else [])]
 
-    def __call__(self, prompts, responses, answers, finished, records=None):
-        return self.combine(self.raw_scores(prompts, responses, answers, finished, records))
+    def __call__(self, prompts, responses, answers, finished, records=None, lengths=None):
+        return self.combine(self.raw_scores(prompts, responses, answers, finished, records, lengths))
 
-    def raw_scores(self, prompts, responses, answers, finished, records=None):
+    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None):
         """Score B responses -> ``RawScores``.
 
         prompts: text or messages; responses: texts; answers: texts or None; finished: bools, False for a
-        response that was cut at --max_gen_len; records: the dicts of the data file, for the user's function.
+        response that was cut at --max_gen_len; records: the dicts of the data file, for the user's function;
+        lengths: in tokens, which only ``overlong`` needs.
         Raises InputError if a reward fails: it raises an exception, takes too long, or gives a score that is
         NaN or infinite.
         """
@@ -106,7 +128,7 @@ class Reward:
         self.judging_seconds = time.perf_counter() - start
         if self.function:
             batch = prompts, responses, answers, records or [{}] * len(responses)
-            scores = call_reward_function(self.function, *batch, self.timeout)
+            scores, raw.steps = call_reward_function(self.function, *batch, self.timeout)
             parts["function"] = finite("--reward_fn", scores, responses)
         if self.server:
             parts["server"] = finite("--reward_url", self.server(prompts, responses, answers), responses)
@@ -114,10 +136,13 @@ class Reward:
             penalties = [rules.repetition_penalty(r, self.repetition_penalty) for r in responses]
             parts["repetition"] = -torch.tensor(penalties)
         if self.length_reward:
-            lengths = [rules.length_reward(r, self.length_reward) for r in responses]
-            parts["length_reward"] = torch.tensor(lengths)
+            sizes = [rules.length_reward(r, self.length_reward) for r in responses]
+            parts["length_reward"] = torch.tensor(sizes)
         if self.missing_eos_penalty:
             parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(finished)).float()
+        if self.overlong:
+            penalties = [rules.overlong_penalty(length, *self.overlong) for length in lengths]
+            parts["overlong"] = -torch.tensor(penalties)
         return raw
 
     def _score_with_model(self, name, model, prompts, responses, raw):
@@ -130,7 +155,7 @@ class Reward:
         raw.parts[name], raw.answer_only[name] = scores.split([len(responses), len(raw.with_answer)])
 
     def combine(self, raw, world=None):
-        """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts.
+        """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts; {} without any.
 
         With ``--normalize_reward`` the result also has "<part>_raw" of each normalised part, and "score_raw":
         the sum with raw scores times their weights in the place of normalised and clipped ones. Its scale
@@ -152,6 +177,8 @@ class Reward:
             elif stats is not None:
                 scores = clip_scores(scores, stats)
             parts[name] = scores
+        if not parts:
+            return {}
         parts["score"] = torch.stack(list(parts.values())).sum(0)
         if not (raws := {name: x for name, x in raw.parts.items() if name in self.normalized}):
             return parts
@@ -215,4 +242,7 @@ def load_reward(args, device, dtype, tokenizer, *datasets):
         repetition_penalty=args.repetition_penalty,
         length_reward=args.length_reward,
         timeout=args.reward_timeout,
+        overlong=(args.max_gen_len, args.overlong_buffer, args.overlong_penalty)
+        if args.overlong_buffer and args.overlong_penalty
+        else None,
     )

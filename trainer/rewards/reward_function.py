@@ -4,7 +4,7 @@ Nothing in this program has to be changed for it. The function gets a batch and 
 response:
 
     def score(prompts, responses, answers):     # B prompts (text or messages), texts, answers (text or None)
-        return [...]                            # B finite numbers
+        return [...]                            # B finite numbers, or lists of steps (returned_scores.py)
 
 These three are passed by position, so they may have other names. What the function asks for beyond them is
 passed by name, one value for each response:
@@ -35,6 +35,7 @@ import torch
 from dataset.keys import keys_found
 from errors import InputError
 from progress_bar import phase
+from trainer.rewards.returned_scores import as_scores
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 RECORDS = "records"  # the parameter that gets whole records
@@ -120,16 +121,17 @@ def fields(function, records):
 
 
 def call_reward_function(function, prompts, responses, answers, records, seconds):
-    """Call the user's function on B responses -> scores [B], fp32. seconds: time limit, 0 for none.
+    """Call the user's function on B responses -> scores [B], fp32, and for each response the rewards of its
+    steps, a list of (character offset or None, score), empty without steps. seconds: time limit, 0 for none.
 
     Raises InputError if the function raises an exception (the message names file and line), takes longer, or
-    returns anything else than B numbers.
+    returns anything else than B numbers or lists of steps.
     """
     try:
         # Copies, so that the function may change its arguments.
         *batch, more = copy.deepcopy((prompts, responses, answers, fields(function, records)))
         with phase("reward function"), time_limit(seconds):
-            scores = as_numbers(function(*batch, **more), len(responses))
+            scores, steps = as_scores(function(*batch, **more), responses)
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -143,31 +145,4 @@ def call_reward_function(function, prompts, responses, answers, records, seconds
         raise InputError(
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
-    return torch.tensor(scores)
-
-
-def as_numbers(returned, count):
-    """What the function returned -> ``count`` floats. Raises InputError that says what is wrong with it."""
-    remedy = f"return a list of {count} numbers, one for each response"
-    if returned is None:
-        raise InputError(f"--reward_fn: returned nothing; end it with return: {remedy}")
-    shape = getattr(returned, "shape", None)
-    if isinstance(shape, tuple) and len(shape) != 1:
-        raise InputError(f"--reward_fn: returned the shape {list(shape)} and not [{count}]; {remedy}")
-    if isinstance(returned, str | bytes | dict | set) or not hasattr(type(returned), "__iter__"):
-        raise InputError(f"--reward_fn: returned {_shown(returned)}; {remedy}")
-    scores = list(returned)
-    if len(scores) != count:
-        raise InputError(f"--reward_fn: returned {len(scores)} scores for {count} responses; return one each")
-    return [_number(score, i + 1) for i, score in enumerate(scores)]
-
-
-def _number(score, place):
-    try:
-        return float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"--reward_fn: score {place} is {_shown(score)} and no number; correct it") from None
-
-
-def _shown(value):
-    return f"{' '.join(repr(value).split())[:60]} ({type(value).__name__})"
+    return torch.tensor(scores, dtype=torch.float32), steps

@@ -1,6 +1,8 @@
-"""Rewards that are rules about a response's text: MiniMind's think / answer format, repetition and length.
+"""Rewards that are rules about a response: MiniMind's think / answer format, repetition and length; how close
+it came to --max_gen_len.
 
-Source: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025. ``Reward`` in
+Sources: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025; DAPO, Yu et al.
+2025 (arXiv:2503.14476), eq. 13, for the last one. ``Reward`` in
 reward.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
 """
 
@@ -43,6 +45,12 @@ def repetition_penalty(response, largest):
 def length_reward(response, size):
     """``size`` for a response of 20 to 800 characters, else minus ``size``. MiniMind's ``size`` is 0.5."""
     return size if LENGTHS[0] <= len(response.strip()) <= LENGTHS[1] else -size
+
+
+def overlong_penalty(length, longest, buffer, largest):
+    """What a response of ``length`` tokens loses: 0 up to longest - buffer tokens, ``largest`` at ``longest``
+    (--max_gen_len), and in between it grows in a straight line."""
+    return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
 def is_correct(response, answer, reasoning):

@@ -31,8 +31,8 @@ def _signals(seconds):
         raise TimeUp
 
     old = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # a very short time is up before the next line
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -4,10 +4,12 @@ actor.safetensors critic.safetensors        PPO: weights, fp32; with --lora_r on
 old_actor.safetensors                       PPO with --update_old_actor_freq above 1; else it is the actor
 actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
 replay.safetensors                          PPO with --replay_batches: those batches
+ema.safetensors                             PPO with --ema_beta: the average of the actor's weights
 model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
 best.pth                                    PPO: the weights of the best evaluation so far (best.py), if any
 state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
-                                            of --normalize_reward, step and value of the best evaluation
+                                            of --normalize_reward, step and value of the best evaluation,
+                                            the weight of the KL
 config.json                                 flags, versions, fingerprints, as in the run folder
 SHA256SUMS                                  checksums of all these files, for ``sha256sum -c SHA256SUMS``
 

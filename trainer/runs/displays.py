@@ -6,7 +6,7 @@ plots.py draws, summary.py makes the summary, and report.py the report.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.runs.panels import PAIRS_PANELS, PARTS, PPO_DETAILS, PPO_PANELS, RATINGS_PANELS, SFT_PANELS
 
@@ -29,6 +29,7 @@ class Display:
     group: str = "train"
     lower_is_better: bool = False  # of ``best``
     samples: tuple = ()  # names of the files of rows that the run writes besides metrics.jsonl (samples.py)
+    tested: str = ""  # what an evaluation consists of, where that is not ``unit``
     mark: Callable = lambda metrics: ""  # metrics of a step -> words at the beginning of its line
 
 
@@ -89,7 +90,7 @@ def mark_ppo(metrics):
 def describe_ppo(metrics):
     """An evaluation's metrics -> ``accuracy 0.51 (greedy 0.83) | format …``, '' if there are none."""
     texts = []
-    for name in ("accuracy", "judge", "format_rate", "score", "length"):
+    for name in ("chosen_share", "kl", "accuracy", "judge", "format_rate", "score", "length"):
         if f"eval/{name}" in metrics:
             text = f"{name} {metrics[f'eval/{name}']:.3f}"
             if f"eval/{name}_greedy" in metrics:
@@ -101,7 +102,8 @@ def describe_ppo(metrics):
 PPO = Display(
     title="ppo",
     folder="run",
-    unit="prompts",
+    unit="responses",
+    tested="prompts",
     line=PPO_LINE,
     bar=("score", "kl", "len", "samples"),
     log_interval=5,
@@ -122,6 +124,29 @@ PPO = Display(
     samples=("samples.jsonl", "eval_samples.jsonl", "histograms.jsonl"),
     mark=mark_ppo,
 )
+
+OFFLINE = replace(
+    PPO,
+    unit="logged answers",
+    line=(
+        ("policy/loss", "loss {:.4f}"),
+        ("policy/approx_kl", "kl {:.4f}"),
+        ("rollout/length", "len {:.1f}"),
+        *PPO_LINE[4:],
+    ),
+    bar=("loss", "kl", "len", "samples"),
+    tested="pairs",
+    best="chosen_share",
+    followed=(("policy/approx_kl", ""), ("policy/clip_fraction", ""), ("policy/ratio", "")),
+)
+
+
+def offline(pairs, best):
+    """The display of offline PPO. pairs: whether pairs are held out; best: else this metric is compared,
+    "eval/…" or "", which the answers to held-out prompts have."""
+    if pairs or not best:
+        return OFFLINE
+    return replace(OFFLINE, tested="prompts", best=best.removeprefix("eval/"))
 
 
 # ---------------------------------------------------------------------------------- stages 1 and 2

@@ -17,7 +17,7 @@ sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. heartbeat.py noti
 
 Models are not sharded over GPUs. To shard them, change: sums, norms and comparisons (here, optimizer_step.py,
 fingerprints.py, ``not_finite`` in model/compatibility.py); the building of models (``build_run`` in
-train_ppo.py, ``PpoRun`` in ppo_models.py, supervised.py, rewards/reward_models.py, model/loading.py,
+build_run.py, ``PpoRun`` in ppo_models.py, supervised.py, rewards/reward_models.py, model/loading.py,
 ``frozen_copy`` in model/lora.py, model/critic.py); the forward passes that
 read weights directly (compute/scoring.py, logprobs.py, fused_layers.py); the copies of weights (``learn`` and
 ``prepare_frozen`` in train_ppo.py, generation/sampler_copy.py); and saving (checkpoints.py, model/saving.py).

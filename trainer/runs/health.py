@@ -44,6 +44,8 @@ class Health:
     def add(self, record):
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         rows = ROWS if record["step"] else ()
+        if rows and self._past.flag("offline_data_path"):  # scores, lengths and ratio are not the policy's
+            rows = (*health_critic.ROWS, health_reward.held_out_falls)
         if not self._begun and self._past.flag("script", SCRIPT) == SCRIPT:
             rows = (*health_start.ROWS, *rows)
         self._begun, new = True, []

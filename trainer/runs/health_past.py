@@ -152,16 +152,17 @@ class Past:
 
     @property
     def quality(self):
-        """The best witness of the evaluations: "eval/accuracy", else "eval/judge", else the score; "" without
-        evaluations. An accuracy that has always been 0 is no witness: its answers may have another form."""
-        names = ("eval/accuracy", "eval/judge", "eval/score_raw", "eval/score")
+        """The best witness of the evaluations: "eval/accuracy", else "eval/judge", else what held-out pairs
+        say, else the score; "" without evaluations. An accuracy that has always been 0 is no witness: its
+        answers may have another form."""
+        names = ("eval/accuracy", "eval/judge", "eval/chosen_share", "eval/score_raw", "eval/score")
         seen = (name for name in names if name in self._first)
         return next((name for name in seen if name != "eval/accuracy" or self._best[name][1]), "")
 
     @property
     def independent(self):
         """Is the best witness one that is never rewarded?"""
-        return self.quality in ("eval/accuracy", "eval/judge")
+        return self.quality in ("eval/accuracy", "eval/judge", "eval/chosen_share")
 
     def evaluations(self, name):
         """(first, best, last) evaluations of a metric, each (step, value); None if there are no two."""
@@ -172,12 +173,13 @@ class Past:
     def least_difference(self, name):
         """The least difference of two evaluations of a metric that is called a rise or a fall: two standard
         errors of a difference. Of a judge without a known spread: a seventh of its value."""
-        count = self.facts.get("held_out") or HELD_OUT
+        pairs = "_pairs" if name == "eval/chosen_share" else ""
+        count = self.facts.get(f"held_out{pairs}") or HELD_OUT
         best = self._best[name][1]
         if name == "eval/accuracy":
             spread = math.sqrt(max(best * (1 - best), 0.01))
-        elif name == "eval/judge" and "eval/judge_std" in self._first:
-            spread = max(self._first["eval/judge_std"][1], self._last["eval/judge_std"][1])
+        elif (std := f"{name}_std") in self._first:
+            spread = max(self._first[std][1], self._last[std][1])
         elif name == "eval/judge":
             return max(abs(best), abs(self._first[name][1])) / 7
         else:
@@ -235,7 +237,10 @@ class Past:
         return f"--{name} {value}" if isinstance(value, int) else f"--{name} {value:.2g}"
 
     def times(self, name, factor, default):
-        """As ``raised``, to the run's value times ``factor``; ``default`` where it is 0 or not known."""
+        """As ``raised``, to the run's value times ``factor``; ``default`` where it is 0 or not known. Where
+        --kl_target moves --kl_coef, the target divided by ``factor`` instead."""
+        if name == "kl_coef" and (target := self.flag("kl_target", 0)):
+            return f"--kl_target {target / factor:.2g}"
         value = self.flag(name, 0)
         return self.raised(name, float(value * factor if value else default))
 

@@ -131,6 +131,7 @@ def policy_is_stuck(past):
     if past.most("reward/score_std") == 0:  # scores_alike says why
         return None
     kl_heavy = past.flag("kl_coef", 0) > 0.5 * (past.now("reward/score_std", 1) or 1.0)
+    kl_heavy = kl_heavy and not past.flag("kl_target", 0)  # which lowers it by itself
     rate_is, other_rate = past.other_rate()
     causes = (rate_is, "all answers get the same score", "--grad_clip is too small")
     return Finding(

@@ -158,9 +158,8 @@ def answers_alike(past):
     start, now = past.start("rollout/distinct", 1), past.now("rollout/distinct")
     if start is None or now is None or past.improved():
         return None
-    least = ALIKE * min(
-        start, past.facts.get("distinct_prompts", 1.0)
-    )  # equal prompts may get equal responses
+    prompts = past.facts.get("distinct_prompts", 1.0) / (past.flag("num_generations", 1) or 1)
+    least = ALIKE * min(start, prompts)  # equal prompts may get equal responses
     if not now < min(least, start - CLEARLY):
         return None
     not_better = ", and the evaluations do not rise" if past.improved() is False else ""

@@ -21,6 +21,7 @@ BY_LENGTH = 0.6  # correlation of score and length
 SAME = 1e-4  # standard deviation of the scores
 SCORED = 500  # responses: of fewer, a reward that is seldom earned can be earned by none
 AT_LIMIT = 0.2  # share of responses
+ALIKE = 0.8  # share of prompts
 FLAT = 1.0  # standard errors of a rise
 SHARE_OF_FORM = 0.8  # of the score's gain
 SMALLEST_PRICE = 2e-4  # of a nat, in standard deviations of the score
@@ -61,6 +62,28 @@ def scores_alike(past):
         ),
         "call the reward on two different answers yourself; see docs/rewards.md",
         JUDGEMENT,
+    )
+
+
+def groups_alike(past):
+    """Most prompts' answers all score the same, where answers are compared."""
+    since = past.lasting("rollout/equal_groups", lambda x: x > ALIKE, 5)
+    if since is None or past.flag("advantage", "gae") not in ("rloo", "group"):
+        return None
+    finer = "a finer reward, or prompts that are neither too easy nor too hard"
+    again = past.flag("filter_groups", 0)
+    return Finding(
+        LOOK,
+        since,
+        "the answers to most prompts all score the same: there is nothing to compare",
+        f"rollout/equal_groups {past.now('rollout/equal_groups', 1):.2f} of the prompts",
+        (
+            "a reward of few values, as 0 and 1",
+            "prompts that are all too easy or all too hard",
+            "few answers",
+        ),
+        finer if again else f"--filter_groups 2, or {finer}",
+        "Yu et al. 2025, arXiv:2503.14476",
     )
 
 
@@ -188,6 +211,8 @@ def form_gains_judge_loses(past):
 def kl_weighs_nothing(past):
     """The KL's price is nothing beside the size of the scores."""
     price, spread = past.flag("kl_coef", 0), past.start("reward/score_std", 2)
+    if past.flag("kl_target", 0):  # which moves the price
+        return None
     if not price or not spread or not price / spread < SMALLEST_PRICE or past.steps > 4:
         return None
     return Finding(
@@ -207,6 +232,7 @@ def kl_weighs_nothing(past):
 
 ROWS = (
     scores_alike,
+    groups_alike,
     scores_at_limit,
     score_follows_length,
     held_out_falls,

@@ -105,14 +105,18 @@ def records_dropped(past):
     dropped, read = past.facts.get("dropped", 0), past.facts.get("read", 0)
     if not read or dropped / read <= DROPPED:
         return None
+    what, name, default = "prompts", "max_seq_len", 256
+    otherwise = "shorter prompts, or a smaller --max_gen_len"
+    if past.facts.get("long_answers", 0) > dropped / 2:  # of --offline_data_path
+        what, name, default = "logged answers", "max_gen_len", 64
+        otherwise = "shorter answers, or a smaller --max_seq_len"
     return Finding(
         WRONG if dropped / read > NEARLY_ALL else LOOK,
         0,
-        "many prompts are longer than --max_seq_len and are left out",
+        f"many {what} are longer than --{name} and are left out",
         f"{dropped} of {read} ({dropped / read:.0%})",
-        ("--max_seq_len is too small for this data",),
-        past.larger("max_seq_len", 4, 256)
-        or "shorter prompts, or a smaller --max_gen_len: together they fill the model's positions",
+        (f"--{name} is too small for this data",),
+        past.larger(name, 4, default) or f"{otherwise}: together they fill the model's positions",
         JUDGEMENT,
     )
 
@@ -210,13 +214,16 @@ def few_prompts(past):
     if not prompts or samples / prompts <= OFTEN:
         return None
     end = "max_steps" if total == past.flag("max_steps") else "epochs"  # what ends the run
+    what, numbers, path = "prompts for so many samples", "samples of each", "prompts in --data_path"
+    if past.flag("offline_data_path"):
+        what, numbers, path = "answers for so many passes", "passes", "answers in --offline_data_path"
     return Finding(
         LOOK,
         0,
-        "few prompts for so many samples: the policy may learn them by heart",
-        f"{counted(prompts, 'prompt')}, {samples / prompts:.0f} samples of each",
+        f"few {what}: the policy may learn them by heart",
+        f"{counted(prompts, path.split()[0][:-1])}, {samples / prompts:.0f} {numbers}",
         ("a small file", "many --epochs"),
-        f"more prompts in --data_path, or --{end} {max(1, past.flag(end, 1) // 10)}",
+        f"more {path}, or --{end} {max(1, past.flag(end, 1) // 10)}",
         JUDGEMENT,
     )
 

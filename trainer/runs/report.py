@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from atomic_files import write_whole, writing
 from errors import first_line
-from trainer.runs.displays import PPO
+from trainer.runs.health import SCRIPT
 from trainer.runs.health_past import REPORT
 from trainer.runs.report_plots import Drawing
 from trainer.runs.samples import prompt_text
@@ -98,7 +98,7 @@ class Report:
             "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
             "words": in_words(run, records),
             "findings": numbered,
-            "watched": run.display is PPO,
+            "watched": run.script == SCRIPT,
             "tables": [cells(table) for table in tables(run, records)],
             "plots": [plot for plot in plots if plot],
             "heat": [plot for plot in heat if plot],
@@ -210,7 +210,7 @@ def cards(answers):
         shown.append(
             {
                 **answer,
-                "score": answer["parts"]["score"],
+                "score": answer["parts"].get("score"),
                 "parts": parts,
                 "pieces": pieces,
                 "new": new,

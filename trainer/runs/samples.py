@@ -26,7 +26,7 @@ AT_LIMIT = 2.999  # a reward model's part is clipped to ±3 times its weight
 def rows_of_step(run, batch, rollout):
     """What is kept of a step -> {file: rows}. All processes must call it.
 
-    batch: ``Batch`` of train_ppo.py; rollout: the filled one, whose last rows are those of the batch.
+    batch: ``Batch`` (trainer/batch.py); rollout: the filled one, whose last rows are those of the batch.
     """
     count = len(batch.prompts)
     kl = torch.where(rollout.mask, rollout.old_logprobs - rollout.ref_logprobs, 0.0).sum(1)[-count:].tolist()
@@ -54,6 +54,10 @@ def rows_of_step(run, batch, rollout):
     }
     for row in kept:
         del row["limit"]
+        if run.args.offline_data_path:  # nothing was sampled: what is here is no KL
+            row["kl"] = None
+    if run.args.offline_data_path:
+        counted["kl"] = None
     return {"samples.jsonl": kept, "histograms.jsonl": [counted]}
 
 

@@ -5,15 +5,19 @@ steps, and which step the saved weights have. It is written when a run ends, als
 
 How the verdict tells a change from chance: s is how much the metric varies from one training step to the next
 (``spread_of_steps``). A mean of k steps then has the standard error s / sqrt(k). An evaluation of n records
-has s sqrt(b / n), b being the records of a step. Twice the standard error of the difference is the least
-difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious there.
+has s sqrt(b / n), b being the records of a step; where no step has the metric, d / sqrt(n), d being its
+standard deviation over the records (``spread_of_records``). Twice the standard error of the difference is the
+least difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious
+there.
 """
 
 import math
 
-from trainer.runs.displays import PARTS, PPO, compared_name, metric_names, only_critic
-from trainer.runs.health import as_markdown
+from trainer.runs.displays import PARTS, compared_name, metric_names, only_critic
+from trainer.runs.health import SCRIPT, as_markdown
 from trainer.runs.health_past import spread_of_steps
+
+SHARES = ("accuracy", "chosen_share", "chosen_preferred", "finished", "format_rate")  # each record: 0 to 1
 
 
 def summarise(run, records, saved_step, findings=(), state="ended"):
@@ -31,7 +35,7 @@ def summarise(run, records, saved_step, findings=(), state="ended"):
     words = [*in_words(run, records), *([f"The run was {state}."] if "--strict_health" in state else [])]
     parts = [
         "\n".join(f"- {line}" for line in words),
-        as_markdown(findings) if run.display is PPO else "",
+        as_markdown(findings) if run.script == SCRIPT else "",
         *tables(run, records),
         f"Files: {saved}{run.about_best()}. The curves are in curves.png, every step is in metrics.jsonl.",
     ]
@@ -40,7 +44,7 @@ def summarise(run, records, saved_step, findings=(), state="ended"):
 
 def in_words(run, records):
     """What came of a run -> sentences. records: all lines of metrics.jsonl."""
-    size, held_out = run.args.batch_size * run.world.size, len(run.held_out or ())
+    size, held_out = run.args.batch_size * run.world.size, len(run.held_out_pairs or run.held_out or ())
     words = verdict(records, run.display, size, held_out, run.best_metric)
     return words + about_the_steps([r for r in records if r["step"]], run.total_steps)
 
@@ -75,12 +79,16 @@ def verdict(records, display, batch_size, held_out, best_by=""):
     if len(found) >= 2:
         before, after = found[0][1], found[-1][1]
         least = 2 * spread * math.sqrt(2 * batch_size / max(held_out, 1))
-        where = f"on {held_out} held-out {display.unit}"
+        if not numbers:  # no step has it
+            least = 2 * spread_of_records(records, short) * math.sqrt(2 / max(held_out, 1))
+        where = f"on {held_out} held-out {display.tested or display.unit}"
     elif numbers:
         count = share_of_steps(len(numbers))
         before, after = mean(numbers[:count]), mean(numbers[-count:])
         least = 2 * spread * math.sqrt(2 / count)
         where = f"in training ({of_steps('first', count)} and {of_steps('last', count)} of {len(numbers)})"
+    elif steps:
+        return [f"Nothing was evaluated that says whether the run helped (eval/{short})."]
     else:
         return ["No step was trained."]
     sign = -1 if display.lower_is_better else 1
@@ -103,6 +111,19 @@ def verdict(records, display, batch_size, held_out, best_by=""):
             before, after = found[0][1], found[-1][1]
             words.append(f"The {name}, which is never rewarded: {before:.3f} before, {after:.3f} after.")
     return words
+
+
+def spread_of_records(records, name):
+    """The standard deviation over the records of an evaluation: eval/<name>_std, the larger one of the first
+    and the last evaluation. Where it is not logged, the most that a share with this mean can have; NaN for
+    what is no share."""
+    logged = [x for _, x in values_of(records, f"eval/{name}_std")]
+    if logged:
+        return max(logged[0], logged[-1])
+    if name.removesuffix("_greedy") not in SHARES:
+        return math.nan
+    means = [x for _, x in values_of(records, f"eval/{name}")]
+    return math.sqrt(max(x * (1 - x) for x in (means[0], means[-1])))
 
 
 def best_evaluation(records, name, sign):
@@ -135,7 +156,7 @@ def compare(name, before, after, least, where, sign):
     sign: -1 if lower is better, else 1."""
     values = f"from {before:.3f} to {after:.3f} {where}"
     if math.isnan(least):
-        return f"The {name} went {values}: too few steps to tell this from chance."
+        return f"The {name} went {values}: too few steps, or no known spread, to tell this from chance."
     if not abs(after - before) > least:
         return f"The {name} did not clearly change: {values}; up to {least:.2g} can be chance."
     words = " Lower is better." if sign < 0 else ""

@@ -193,10 +193,12 @@ def token_logprobs(logits, targets, temperature, probabilities=None):
     return logprobs, entropy
 
 
-def token_logprobs_backward(probabilities, targets, grad, dtype):
-    """-> grad (onehot(targets) - probabilities) [n, V] in ``dtype``; grad [n]"""
+def token_logprobs_backward(probabilities, targets, grad, dtype, entropy=None, grad_entropy=None):
+    """-> grad (onehot(targets) - probabilities) [n, V] in ``dtype``; grad [n]. With ``entropy`` [n] and
+    ``grad_entropy`` [n]: less grad_entropy probabilities (log probabilities + entropy)"""
     out = torch.empty_like(probabilities, dtype=dtype)
-    _call("token_logprobs_backward", tuple(out.shape), (probabilities, targets, grad, out))
+    tensors = (probabilities, targets, grad, entropy, grad_entropy, out)
+    _call("token_logprobs_backward", tuple(out.shape), tensors)
     return out
 
 

@@ -33,16 +33,28 @@ void token_logprobs(n_t bf16, n_t threads, n_t rows, n_t size, float temperature
     }
 }
 
-/* The gradient of the logits: g (onehot - p), where grad holds g, that of the log-prob over temperature */
+/* The gradient of the logits: g (onehot - p), where grad holds g, that of the log-prob over temperature. If
+ * entropy is not NULL: less h p (log p + H), where it holds H and grad_entropy h, that of H over temperature */
 void token_logprobs_backward(n_t bf16, n_t threads, n_t rows, n_t size, const void *probabilities,
-                             const void *targets, const void *grad, void *grad_logits) {
+                             const void *targets, const void *grad, const void *entropy,
+                             const void *grad_entropy, void *grad_logits) {
     ROWS for (n_t row = 0; row < rows; row++) {
         n_t base = row * size, target = ((const n_t *)targets)[row];
         float g = ((const float *)grad)[row], own = ((const float *)probabilities)[base + target];
-        EACH(i, size)
-        store(grad_logits, is_bf16(bf16, 3), base + i, size - i,
-              -g * load(probabilities, 0, base + i, size - i));
-        store(grad_logits, is_bf16(bf16, 3), base + target, 1, all(g * (1 - own)));
+        if (!entropy) {
+            EACH(i, size)
+            store(grad_logits, is_bf16(bf16, 5), base + i, size - i,
+                  -g * load(probabilities, 0, base + i, size - i));
+            store(grad_logits, is_bf16(bf16, 5), base + target, 1, all(g * (1 - own)));
+            continue;
+        }
+        float spread = ((const float *)entropy)[row], h = ((const float *)grad_entropy)[row];
+#define PULL(p) (h * (p) * (log_of(p) + spread))
+        EACH(i, size) {
+            vec p = load(probabilities, 0, base + i, size - i);
+            store(grad_logits, is_bf16(bf16, 5), base + i, size - i, -g * p - PULL(p));
+        }
+        store(grad_logits, is_bf16(bf16, 5), base + target, 1, g * (1 - own) - PULL(all(own)));
     }
 }
 

@@ -118,6 +118,17 @@ INLINE vec e_to(vec x) {
     return p * (vec)(((bits)shifted + 127) << 23);
 }
 
+/* ln x with a relative error of 3e-7 for normal numbers above 0; for 0 and smaller ones it is finite. x = 2^n m
+ * with m between the roots of 1/2 and 2, and ln m = 2 artanh((m - 1) / (m + 1)), a series. */
+INLINE vec log_of(vec x) {
+    ints u = (ints)x - 0x3F3504F3; /* the bits of the root of 1/2 */
+    vec n = __builtin_convertvector(u >> 23, vec), m = (vec)((u & 0x007FFFFF) + 0x3F3504F3);
+    vec s = (m - 1.0f) / (m + 1.0f), q = s * s;
+    vec p = q * (1 / 9.0f) + 1 / 7.0f;
+    p = p * q + 1 / 5.0f, p = p * q + 1 / 3.0f, p = p * q + 1.0f;
+    return n * 0.693359375f + (2.0f * s * p - n * 2.12194440e-4f);
+}
+
 /* 1 / x for 1 <= x < 2^120: a guess from the exponent, then Newton's method; a division is slower */
 INLINE vec inverse(vec x) {
     vec y = (vec)(0x7EF311C3 - (bits)x);

@@ -31,7 +31,8 @@ def check(device="cuda"):
     rotate(half.view(2, 1, 2, 16), *[half[:, :16].reshape(2, 1, 1, 16)] * 2)
     silu_mul_backward(half, half, silu_mul(half, half))
     token_logprobs(x, ids, 1.0, *(torch.empty_like(each) for _ in range(3)))
-    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype)
+    for learned in ((), (each, each)):
+        token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, *learned)
     sample_tokens(x, 1.0, each.double().abs() / 4)
     done, kept = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.int64, device=device)
     results = kept, kept.float(), ids.clone(), done.clone()
@@ -141,13 +142,17 @@ def token_logprobs(logits, targets, temperature, logprobs, entropy, total):
     launch(tokens.token_logprobs, (n,), *tensors, size, 1 / temperature, BLOCK=block, num_warps=warps(block))
 
 
-def token_logprobs_backward(logits, targets, total, grad, temperature, dtype):
+def token_logprobs_backward(
+    logits, targets, total, grad, temperature, dtype, entropy=None, grad_entropy=None
+):
     """-> grad (onehot(targets) - p) / temperature [n, V] in ``dtype``: the gradient of the logits, which may
     be overwritten. p: their probabilities; total [n]: as written by ``token_logprobs``; grad [n]: that of the
-    log-probs."""
+    log-probs. With ``entropy`` [n] and ``grad_entropy`` [n]: less grad_entropy p (log p + entropy) /
+    temperature."""
     size, out = logits.shape[1], logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    grid, tensors = (len(logits), triton.cdiv(size, BLOCK)), (logits, targets, total, grad, out)
-    launch(tokens.token_logprobs_backward, grid, *tensors, size, 1 / temperature, BLOCK=BLOCK)
+    grid, tensors = (len(logits), triton.cdiv(size, BLOCK)), (logits, targets, total, grad)
+    more, flags = (entropy, grad_entropy, out), {"ENTROPY": entropy is not None, "BLOCK": BLOCK}
+    launch(tokens.token_logprobs_backward, grid, *tensors, *more, size, 1 / temperature, **flags)
     return out
 
 

@@ -46,14 +46,23 @@ def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLO
 
 
 @triton.jit
-def token_logprobs_backward(logits, targets, log_sum, grad, out, size, scale, BLOCK: tl.constexpr):
-    """out = grad scale (onehot(target) - e^(z - log_sum)) [rows, size]: the gradient of the logits.
+def token_logprobs_backward(
+    logits, targets, log_sum, grad, entropy, grad_entropy, out, size, scale,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = grad scale (onehot(target) - p) [rows, size], p = e^(z - log_sum): the gradient of the logits.
 
-    grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Grid: (rows, blocks)
+    grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. ENTROPY: less grad_entropy scale
+    p (log p + entropy), with entropy [rows] and its gradient. Grid: (rows, blocks)
     """
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     z = tl.load(logits + row * size + column, inside, other=0).to(tl.float32) * scale
-    p = tl.exp(z - tl.load(log_sum + row))
+    log_p = z - tl.load(log_sum + row)
+    p = tl.exp(log_p)
     own = (column == tl.load(targets + row)).to(tl.float32)
-    tl.store(out + row * size + column, tl.load(grad + row) * scale * (own - p), inside)
+    slope = tl.load(grad + row) * scale * (own - p)
+    if ENTROPY:  # where p is 0 its logarithm may be -inf
+        pull = p * (tl.where(p == 0, 0, log_p) + tl.load(entropy + row))
+        slope -= tl.load(grad_entropy + row) * scale * pull
+    tl.store(out + row * size + column, slope, inside)

@@ -1,0 +1,265 @@
+"""Stop strings: a response ends with the first token whose text completes one, however tokens cut it."""
+
+import random
+
+import pytest
+import torch
+from recorded_graphs import RecordedGraphs, without_kernels
+from tiny import (
+    flags,
+    read_jsonl,
+    run_files,
+    tiny_llama,
+    word_tokenizer,
+)
+from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.endings import load_endings
+from trainer.generation import engine
+from trainer.generation.engine import Sampler, sample
+from trainer.generation.experts import use_all_experts
+from trainer.generation.results import response_texts
+from trainer.generation.sampler_copy import SamplerCopy
+from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.stop_checks import StopChecks
+from trainer.generation.stops import HALF, StopScan, StopStrings
+
+CASES = [
+    ["ab"],
+    ["\n\n"],
+    ["你"],
+    ["b\na", "a你b"],
+    ["ab ab", "ba ", "b", "cc"],
+    [" a b a"],
+    ["a你b", "bb\n"],
+]
+
+
+def end_by_hand(strings, tokenizer, ids, least=0):
+    """The least number of tokens whose text, decoded anew, has a stop string with news at its end."""
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        places = range(len(before.rstrip(HALF)) + 1, len(text) + 1)
+        if count >= least and any(text[:end].endswith(stop) for stop in strings for end in places):
+            return count
+        before = text
+    return None
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_scan_finds_what_decoding_every_prefix_finds(kind):
+    """Whatever pieces the tokens come in; a quarter of the responses has a least length too."""
+    tokenizer, generator, found = TOKENIZERS[kind](), random.Random(0), 0
+    for strings in CASES:
+        wanted = StopStrings(strings, tokenizer)
+        for number in range(60):
+            ids = ids_of(tokenizer, generator, 24)
+            least = generator.randint(2, 12) if kind != "byte fallback" and number % 4 == 0 else 0
+            end = end_by_hand(strings, tokenizer, ids, least)
+            found += end is not None
+            for size in (1, 3, 24):
+                scan = StopScan(wanted, least)
+                for count in range(size, 25, size):
+                    assert scan.look(ids[:count]) == (end is not None and end <= count)
+                assert scan.end == end, (strings, ids, size, least)
+            assert end is None or wanted.may_complete(torch.tensor(ids[end - 1])), "it is no suspect"
+    assert found > 40
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_text_ends_before_the_stop_string(kind):
+    tokenizer, generator, cut = TOKENIZERS[kind](), random.Random(1), 0
+    for strings in CASES:
+        wanted = StopStrings(strings, tokenizer)
+        for _ in range(40):
+            ids = ids_of(tokenizer, generator, 20)
+            if end := end_by_hand(strings, tokenizer, ids):
+                text = wanted.decode(ids[:end])
+                first = min(text.find(stop) for stop in strings if stop in text)
+                assert wanted.cut(ids[:end]) == text[:first]
+                cut += 1
+    assert cut > 20
+
+
+def test_by_hand():
+    tokenizer = byte_level()
+    ids = tokenizer.get_vocab()
+    new_line = ids["Ċ"]
+    wanted = StopStrings(["\n\n"], tokenizer)
+    suspects = wanted.may_complete(torch.arange(len(ids) + 9)).nonzero()[:, 0].tolist()
+    assert {tokenizer.decode([i]) for i in suspects} == {"\n", "\n\n", "\na"}
+    scan, tokens = StopScan(wanted), [ids["a"], ids["bĊ"], ids["Ċa"], ids["c"]]
+    assert [scan.look(tokens[:2]), scan.look(tokens), scan.end] == [False, True, 3]
+    assert wanted.cut(tokens[:3]) == "ab"
+    ignored, tokens = StopScan(wanted, least=4), [*tokens[:3], ids["b"], new_line, new_line]
+    assert [ignored.look(tokens[:3]), ignored.look(tokens), ignored.end] == [False, True, 6]
+    assert wanted.cut(tokens) == "ab\n\nab"
+    assert wanted.cut([ids["a"], ids["</s>"]]) == "a"
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
+WORDS = list("abcdefghij")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(12, layers=2, spread=3.0)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return StopStrings(["c d", "b", "g g"], word_tokenizer(WORDS))
+
+
+def keys(rows=range(24)):
+    return noise_keys(7, 3, rows)
+
+
+@pytest.fixture(scope="module")
+def cut(model, wanted):
+    """The responses without stop strings, each cut where one is complete -> [(ids, finished)]"""
+    plain = sample(model, PROMPTS, keys(), [0], 10, 1.0)
+    found = []
+    for ids, finished in zip(plain.responses(), plain.finished.tolist(), strict=True):
+        end = end_by_hand(wanted.texts, wanted.tokenizer, ids)
+        found.append((ids[:end], finished or end is not None))
+    whole = plain.responses()
+    assert 3 < sum(ids != r for (ids, _), r in zip(found, whole, strict=True)) < 20
+    assert 0 < sum(not finished for _, finished in found) < 20
+    return found
+
+
+def check(rollout, cut):
+    assert rollout.responses() == [ids for ids, _ in cut]
+    assert rollout.finished.tolist() == [finished for _, finished in cut]
+    assert rollout.sampler_logprobs.shape == rollout.mask.shape
+    assert (rollout.sampler_logprobs * ~rollout.mask == 0).all()
+
+
+@pytest.mark.parametrize("slots", [1, 5, 256])
+def test_a_response_is_cut_and_nothing_else_changes(model, wanted, cut, slots):
+    sampler = Sampler(model, slots=slots)
+    rollout = sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted)
+    check(rollout, cut)
+    again = sampler.sample(PROMPTS, keys(), [0], 10, 1.0)
+    assert again.responses() == sample(model, PROMPTS, keys(), [0], 10, 1.0).responses()
+    alone = sampler.sample(PROMPTS[5:6], keys([5]), [0], 10, 1.0, stops=wanted)
+    check(alone, cut[5:6])
+
+
+def test_without_suspects_it_is_the_same_and_takes_longer(model, wanted, cut, monkeypatch):
+    """Suspects only save time: of decoding steps, here, and of looks."""
+    steps = []
+    decode = engine.Engine._decode
+    monkeypatch.setattr(engine.Engine, "_decode", lambda self, *s: (steps.append(s[0]), decode(self, *s)))
+    fewest = None
+    for suspects in (wanted.suspects, torch.zeros(2, dtype=torch.bool)):
+        monkeypatch.setattr(wanted, "suspects", suspects)
+        steps.clear()
+        check(sample_with(model, wanted, slots=4), cut)
+        fewest = fewest or sum(steps)
+    assert fewest < 0.9 * sum(steps)
+
+
+def sample_with(model, wanted, **how):
+    return Sampler(model, **how).sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted)
+
+
+@pytest.mark.parametrize("slots", [7, 64])
+def test_captured_steps_and_late_checks_give_the_same(model, wanted, cut, monkeypatch, slots):
+    """The branches of a GPU: four steps between two checks, and tokens that are read a check later."""
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: use_all_experts(copy.model))
+    monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
+    sampler = Sampler(model, slots=slots)
+    found, check_now = [], StopChecks.check
+    monkeypatch.setattr(
+        StopChecks, "check", lambda self: (check_now(self), found.append(self.stopped.any().item()))
+    )
+    for _ in range(2):
+        check(sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted), cut)
+    assert any(found)  # they are noticed while sampling, not only at the end
+    assert sampler.graphs.captured
+
+
+def test_a_least_length_ignores_stop_strings_before(model, wanted):
+    plain = sample_with(model, wanted)
+    rollout = Sampler(model).sample(PROMPTS, keys(), [0], 10, 1.0, 6, wanted)
+    longer = Sampler(model).sample(PROMPTS, keys(), [0], 10, 1.0, 6)
+    assert plain.response_len.min() < 6 <= rollout.response_len.min()
+    for ids, whole in zip(rollout.responses(), longer.responses(), strict=True):
+        assert ids == whole[: end_by_hand(wanted.texts, wanted.tokenizer, whole, 6)]
+
+
+def test_texts_end_before_what_ended_them(model, wanted):
+    tokenizer = wanted.tokenizer
+    rollout = sample_with(model, wanted)
+    texts = response_texts(rollout, tokenizer, wanted)
+    for ids, text in zip(rollout.responses(), texts, strict=True):
+        whole = tokenizer.decode([i for i in ids if i])
+        assert whole.startswith(text)
+        assert not any(stop in text for stop in wanted.texts)
+        ends_so = (whole[len(text) :].startswith(stop) for stop in wanted.texts)
+        assert whole == text or any(ends_so)
+    assert any(not text for text in texts)
+
+
+# ---------------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_learns_from_the_stop_string_and_its_reward_does_not_see_it(tmp_path):
+    """Responses that a stop string ends are finished; evaluation has the same ends."""
+    files = run_files(tmp_path, count=16)
+    files["eval_data_path"] = files["data_path"]
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 12, "max_steps": 2, "dtype": "float32"}
+    sizes |= {"critic_warmup_steps": 0, "replay_batches": 1}
+    argv = flags(**files, **sizes, device="cpu", out_dir=tmp_path, run_name="r")
+    train_ppo.main([*argv, "--stop", "a", "c", "--stop_token_ids", "5"])
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    rows = [
+        row for name in ("samples", "eval_samples") for row in read_jsonl(tmp_path / "r" / f"{name}.jsonl")
+    ]
+    assert not any({"a", "c", "d"} & set(row["response"].split()) for row in rows)
+    ended = [row for row in rows if row["finished"]]
+    assert len(ended) > len(rows) / 3
+    assert all(row["parts"]["missing_eos"] == 0 for row in ended)
+    assert all(row["length"] == len(row["response"].split()) + 1 for row in ended if row["response"])
+
+
+def endings(*argv, tokenizer=None):
+    tokenizer = tokenizer or word_tokenizer(WORDS)
+    args = train_ppo.parse_args(["--reasoning", "0", *argv])
+    return load_endings(args, tokenizer, tiny_llama(len(tokenizer)))
+
+
+def test_flags_to_ends():
+    tokenizer = word_tokenizer(WORDS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    found = endings("--stop", "a\\n", "<|end|>", "b\\tb", "--stop_token_ids", "3", tokenizer=tokenizer)
+    assert found.stops.texts == ["a\n", "b\tb"]
+    assert found.eos == [0, 3, tokenizer.convert_tokens_to_ids("<|end|>")]
+    assert endings() == ([0], None, None)
+    assert endings("--min_gen_len", "3", "--stop_token_ids", "4").early.ids == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--stop", ""], "--stop '': must be a text"),
+        (["--stop", "a\ufffd"], "must be a text, without U\\+FFFD"),
+        (["--stop", "b", "a</s>"], "--stop 'a</s>': texts have no special token as </s>; name that alone"),
+        (["--stop_token_ids", "3", "12"], "--stop_token_ids 12: the tokenizer has no such id"),
+        (["--stop_token_ids", "x"], "argument --stop_token_ids: invalid int value: 'x'"),
+        (["--reasoning", "1", "--stop", "</answer>"], "--stop '</answer>': the text ends before it, and"),
+    ],
+)
+def test_a_stop_that_cannot_be_one_is_a_line(argv, line):
+    with pytest.raises(InputError, match=line):
+        endings(*argv)

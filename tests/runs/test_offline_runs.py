@@ -1,0 +1,93 @@
+"""Whole runs of offline PPO: several processes, resuming, adapters, half precision."""
+
+import pytest
+from test_processes import furthest, launch_two
+from tiny import finish, flags, read_jsonl, same_run, train, write_jsonl
+from tiny import run_files as policy_files
+
+from errors import InputError
+from trainer import train_ppo
+
+RUN = {"max_gen_len": 8, "max_steps": 4, "epochs": 9, "ppo_epochs": 2, "seed": 1, "save_interval": 2}
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1}
+RUN |= {"accumulation_steps": 2, "run_name": "r", "device": "cpu", "dtype": "float32"}
+RUN |= {"log_interval": 1000, "eval_interval": 2, "lr_schedule": "constant"}
+ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
+
+
+def pair(n):
+    words = {"chosen": "a " * (1 + n % 5), "rejected": "b " * (1 + n % 3)}
+    return {"prompt": f"c {'d' if n % 2 else 'e'}", **words}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return {
+        "model": policy_files(folder)["model"],
+        "offline_data_path": write_jsonl(folder / "pairs.jsonl", map(pair, range(50))),
+        "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(7))),
+        "ptx_data_path": write_jsonl(folder / "texts.jsonl", [{"text": "a b c"}, {"text": "d d"}]),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    train_ppo.main(flags(**files, **RUN, **ONE, out_dir=out))
+    return out / "r"
+
+
+def test_two_processes_equal_one(files, one, tmp_path):
+    for process in launch_two([*flags(**files, **RUN, **TWO, out_dir=tmp_path), "--ddp"]):
+        finish(process)
+    assert furthest(one, tmp_path / "r", 4) < 1e-5
+    lines = (read_jsonl(folder / "metrics.jsonl") for folder in (one, tmp_path / "r"))
+    for a, b in zip(*lines, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {x for x in a if x.startswith("perf/")}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-4), (a["step"], name)
+    assert a["eval/chosen_preferred"] > 0.5 and "policy/ptx_loss" in a
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(files, one, tmp_path):
+    options = {**files, **RUN, **ONE, "out_dir": tmp_path}
+    train_ppo.main([*flags(**options, keep_checkpoints=9), "--max_steps", "2"])
+    with pytest.raises(InputError, match=r"offline_data_path .* does not hold what the run began with"):
+        other = write_jsonl(tmp_path / "other.jsonl", map(pair, range(1, 51)))
+        train_ppo.main(flags(**options | {"offline_data_path": other}, resume="auto"))
+    train_ppo.main(flags(**options, resume="auto"))
+    same_run(one, tmp_path / "r", 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lora_r": 4, "gradient_checkpointing": 1}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
+)
+def test_it_works_with(options, files, tmp_path, capsys):
+    train(**files, **ONE, max_gen_len=8, max_steps=3, **options, out_dir=tmp_path, run_name="r")
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert lines[-1]["eval/chosen_share"] > lines[0]["eval/chosen_share"]
+    text = (tmp_path / "r" / "summary.md").read_text()
+    assert "The chosen_share" in text and "on 7 held-out pairs" in text
+    assert "can be chance" in text or "rose" in text
+    assert "score" not in text.split("Health")[0]
+    said = capsys.readouterr().out
+    assert "the scores of" in said and "answers  100, 7 prompts held out" in said  # 50 pairs
+    assert "3 steps of 16 logged answers in minibatches of 8" in said
+    assert (tmp_path / "r" / "report.html").is_file()
+
+
+def test_without_pairs_the_answers_to_held_out_prompts_are_compared(files, tmp_path):
+    held_out = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "c", "answer": "a"}] * 6)
+    more = {"eval_data_path": held_out, "max_gen_len": 8, "max_steps": 2, "run_name": "r"}
+    train(**files | ONE | more, out_dir=tmp_path)
+    text = (tmp_path / "r" / "summary.md").read_text()
+    assert "The accuracy " in text and "on 6 held-out prompts" in text
+    assert "Nothing was evaluated" not in text
+
+
+def test_a_run_without_evaluation_says_that_nothing_was_compared(files, tmp_path):
+    left = {name: path for name, path in files.items() if name != "eval_data_path"}
+    train(**left, **ONE, max_gen_len=8, max_steps=2, out_dir=tmp_path, run_name="r")
+    text = (tmp_path / "r" / "summary.md").read_text()
+    assert "Nothing was evaluated that says whether the run helped" in text

@@ -1,0 +1,178 @@
+"""Runs with several answers a prompt and without a critic: processes, resuming, answers sampled again."""
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from test_processes import ALONE, launch_two
+from tiny import WORDS, finish, flags, load_weights, read_jsonl, run_files, same_run, write_jsonl
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.build_run import build_run
+from trainer.filter_groups import rows_of_equal_groups, scores_to_compare
+from trainer.generation.results import response_texts
+from trainer.inputs import load_inputs
+from trainer.rewards.reward import RawScores, Reward
+
+# Many answers to a prompt score the same.
+FEW_SCORES = """def score(prompts, responses, answers):
+    return [float({"a", "c"} <= set(r.split())) for r in responses]
+"""
+RUN = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "replay_batches": 1, "ppo_epochs": 2}
+RUN |= {"max_gen_len": 6, "max_steps": 4, "epochs": 99, "seed": 1, "learning_rate": 1e-3, "kl_in": "reward"}
+RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "save_interval": 2, "eval_interval": 2}
+RUN |= {"update_old_actor_freq": 2, "log_interval": 1000, "missing_eos_penalty": 0, "temperature": 0.8}
+ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (32, 16))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    found = run_files(folder)
+    del found["reward_model"]
+    (folder / "few.py").write_text(FEW_SCORES)
+    held_out = [{"prompt": f"{a} b", "answer": "a"} for a in WORDS[:5]]
+    held_out = write_jsonl(folder / "eval.jsonl", held_out)
+    return found | {"reward_fn": f"{folder / 'few.py'}:score", "eval_data_path": held_out}
+
+
+def argv_of(files, out_dir, **more):
+    return flags(**{**files, **RUN, **ONE, "out_dir": out_dir, **more})
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    train_ppo.main(argv_of(files, out))
+    return out / "r"
+
+
+def test_there_is_no_critic(whole):
+    names = {path.name for path in (whole / "checkpoints" / "step_4").iterdir()}
+    assert "actor.safetensors" in names
+    assert not any("critic" in name for name in names)
+    lines = read_jsonl(whole / "metrics.jsonl")
+    assert not any(name.startswith("value/") for line in lines for name in line)
+    assert "policy/loss" in lines[1]  # the actor trains from the first step on
+    assert lines[1]["rollout/sampled_again"] > 0
+    assert lines[1]["rollout/equal_groups"] < 0.8
+    assert {"eval/pass@2", "eval/pass@4"} <= lines[0].keys()
+    facts = json.loads((whole / "config.json").read_text())["facts"]
+    assert list(facts["suited"]) == ["learning_rate"]
+
+
+def test_two_processes_equal_one(files, whole, tmp_path):
+    for process in launch_two([*argv_of(files, tmp_path, **TWO), "--ddp"]):
+        finish(process)
+    one, two = (load_weights(folder, 4) for folder in (whole, tmp_path / "r"))
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-5
+    left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "r"))
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if not name.startswith(("perf/", "policy/")):
+                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), name
+
+
+def test_a_resumed_run_is_the_same(files, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "r")
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step_4")
+    train_ppo.main([*argv_of(files, tmp_path), "--resume", "auto"])
+    same_run(whole, tmp_path / "r", step=4)
+
+
+def test_a_resumed_run_has_the_same_estimator(files, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "r")
+    with pytest.raises(InputError, match="--advantage was 'rloo' and is now 'group'; set it back"):
+        train_ppo.main([*argv_of(files, tmp_path, advantage="group", kl_in="loss"), "--resume", "auto"])
+
+
+def test_rows_of_equal_groups():
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.0, 0.0])
+    assert rows_of_equal_groups(scores, 2) == [0, 1, 4, 5, 6, 7]
+    assert rows_of_equal_groups(scores, 4) == []
+
+
+def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised():
+    """Without a mean and standard deviation the clip would make 5 and 9 equal."""
+    reward, raw = (
+        Reward(reasoning=False, normalize=True),
+        RawScores({"server": torch.tensor([5.0, 9.0, 5.0])}),
+    )
+    assert scores_to_compare(reward, raw).tolist() == [5, 9, 5]
+    learned = reward.combine(raw, ALONE)["score"]
+    assert scores_to_compare(reward, raw).equal(learned)
+    plain = Reward(reasoning=False, function=len)
+    assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
+
+
+def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):
+    """All answers score the same: they are sampled three times, 0.2 s each. The reward takes next to none."""
+    (tmp_path / "same.py").write_text(
+        "def score(prompts, responses, answers):\n    return [1] * len(prompts)\n"
+    )
+    given = {**files, **RUN, **ONE, "reward_fn": f"{tmp_path / 'same.py'}:score", "out_dir": tmp_path}
+    args = train_ppo.parse_args(flags(**given))
+    actor, tokenizer, prompts, *more = load_inputs(args)
+    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, *more)
+
+    def slow(*given):
+        time.sleep(0.2)
+        return type(run).respond(run, *given)
+
+    monkeypatch.setattr(run, "respond", slow)
+    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(8)]]), list(range(32)))
+    assert batch.again == 64
+    assert batch.seconds["rollout"] > 0.6
+    assert 0 <= batch.seconds["reward"] < 0.2
+
+
+class Coarse:
+    """A reward model that finds nothing in most answers"""
+
+    def __init__(self, judge):
+        self.judge, self.model = judge, judge.model
+
+    def __call__(self, conversations):
+        return (self.judge(conversations) > 0.3).float()
+
+
+@pytest.mark.parametrize("model", [False, True], ids=["function", "reward model"])
+def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path, model):
+    """All others keep their answers; what is kept of the new ones is what a fresh score of them is."""
+    more = {"reward_model": run_files(tmp_path)["reward_model"], "reasoning": 1} if model else {}
+    batches, positions = {}, list(range(32))
+    for times in (0, 1, 9):
+        given = {**files, **RUN, **ONE, **more, "filter_groups": times, "out_dir": tmp_path / "out"}
+        args = train_ppo.parse_args(flags(**given))
+        actor, tokenizer, prompts, held_out, notes = load_inputs(args)
+        run = build_run(
+            args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out, notes
+        )
+        if model:
+            judge, weight = run.reward.models["model"]
+            run.reward.models["model"] = Coarse(judge), weight
+        batches[times] = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(8)]]), positions)
+        batch = batches[times]
+        assert response_texts(batch.rollout, tokenizer) == batch.texts
+        fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        assert fresh.parts.keys() == batch.raw.parts.keys()
+        assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
+        assert fresh.with_answer == batch.raw.with_answer
+        assert all(x.equal(batch.raw.answer_only[name]) for name, x in fresh.answer_only.items())
+    again = rows_of_equal_groups(batches[0].scores["score"], 4)
+    assert 0 < len(again) < 32
+    assert batches[1].again == len(again)
+    left = len(rows_of_equal_groups(batches[1].scores["score"], 4))
+    assert 0 < left < len(again) or model
+    assert batches[9].again >= len(again) + left
+    for times in (1, 9):
+        assert len(rows_of_equal_groups(batches[times].scores["score"], 4)) <= left
+        for row, (one, other) in enumerate(
+            zip(*(batches[n].rollout.responses() for n in (0, times)), strict=True)
+        ):
+            assert row in again or one == other
+            assert batches[times].texts[row] == batches[0].texts[row] or row in again

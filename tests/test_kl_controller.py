@@ -1,0 +1,133 @@
+"""--kl_target: the weight of the KL follows the KL of each batch."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_invariants import files, make_run
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.kl_controller import KlController
+from trainer.runs.health_past import Past
+from trainer.runs.optimizer_step import Learner
+
+assert files  # the fixture
+
+
+def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
+    args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
+    learner = Learner(None, None, None, peak=1.0, total_steps=400)
+    return KlController(args, learner, 8, responses)
+
+
+def follow(it, kls, batch=1, sum_over_processes=lambda x: x):
+    """A batch of responses with these KLs, each in two tokens of which one is padding -> the weight."""
+    kls = torch.tensor(kls)
+    mask = torch.tensor([[True, True, False]] * len(kls))
+    old = torch.stack([kls / 4, 3 * kls / 4, torch.full_like(kls, 1e9)], 1)
+    rollout = SimpleNamespace(old_logprobs=old, ref_logprobs=torch.zeros(len(kls), 3), mask=mask)
+    it.follow(batch, rollout, min(4, len(kls)), sum_over_processes)
+    return it.coef
+
+
+def test_the_weight_by_hand():
+    """KL 2.2 of responses is a tenth above the target 2: 0.1 * (1 + 0.1 * 4 / 40)."""
+    assert follow(controller(), [2.0, 2.4, 2.2, 2.2]) == pytest.approx(0.1 * 1.01)
+    assert follow(controller(), [1.6, 2.0, 1.8, 1.8]) == pytest.approx(0.1 * 0.99)
+    it = controller()
+    assert [follow(it, [9.0] * 4), follow(it, [9.0] * 4)] == pytest.approx([0.1 * 1.02, 0.1 * 1.02**2])
+    assert follow(controller(), [-3.0] * 4) == pytest.approx(0.1 * 0.98)
+
+
+def test_only_the_new_responses_count():
+    """Replayed ones stand before them."""
+    assert follow(controller(), [50.0, 50.0, 2.2, 2.2, 2.2, 2.2]) == pytest.approx(0.1 * 1.01)
+
+
+def test_all_processes_responses_count():
+    """The other one has four responses with a KL of 1.8 in all: together 1.1 a response."""
+
+    def add(total):
+        return total + torch.tensor([1.8, 4.0])
+
+    assert follow(controller(target=1.0, horizon=80), [1.75] * 4, 1, add) == pytest.approx(0.1 * 1.01)
+
+
+def test_it_begins_with_the_first_batch_that_the_actor_has_learned_before():
+    it = controller()
+    it.learner.first_step = 8  # critic warm-up in batch 0
+    assert [follow(it, [0.0] * 4, batch) for batch in range(3)] == pytest.approx([0.1, 0.1, 0.1 * 0.98])
+
+
+def test_each_old_actor_counts_once():
+    """Three batches each: batches 0 to 2 are samples of the start, their KL is 0 whatever the weight."""
+    it = controller(every=3)
+    it.learner.first_step = 8
+    found = [follow(it, [9.0] * 4 if batch > 2 else [0.0] * 4, batch) for batch in range(7)]
+    assert found == pytest.approx([0.1] * 3 + [0.1 * 1.02] * 3 + [0.1 * 1.02**2])
+
+
+def test_without_a_target_nothing_moves():
+    it = controller(target=0.0)
+    assert follow(it, [9.0] * 4) == 0.1
+    assert it.metrics() == {}
+    assert controller().metrics() == {"kl/coef": 0.1}
+
+
+def test_a_kl_that_is_no_number_changes_nothing():
+    for kl in (math.nan, math.inf):
+        assert follow(controller(), [kl] * 4) == 0.1
+
+
+def test_the_horizon_is_four_batches_where_none_is_given():
+    assert follow(controller(horizon=None), [9.0] * 4) == pytest.approx(0.1 * (1 + 0.2 / 4))
+
+
+def test_what_a_checkpoint_keeps_restores_it():
+    one, other = controller(), controller()
+    follow(one, [9.0] * 4)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.coef == one.coef
+    other.load_state_dict({})  # of an older version
+    assert other.coef == one.coef
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kl_target": 1, "kl_coef": 0}, "--kl_target 1: needs a --kl_coef above 0"),
+        ({"kl_horizon": 100}, "--kl_horizon 100: is of use with --kl_target only"),
+        ({"kl_target": 1, "kl_horizon": 15}, "--kl_horizon 15: a batch has 16 responses"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(files, values, words):
+    with pytest.raises(InputError, match=words):
+        make_run(files, **values)
+
+
+def test_remedies_name_the_target_where_there_is_one():
+    past = Past({"kl_coef": 0.02, "kl_target": 6.0})
+    assert past.times("kl_coef", 3, 0.05) == "--kl_target 2"
+    assert past.times("repetition_penalty", 3, 0.05) == "--repetition_penalty 0.05"
+
+
+def test_the_loss_and_the_rewards_take_the_weight_of_now(files):
+    """A run whose weight was moved to 0.7 has the gradients and rewards of one with --kl_coef 0.7."""
+    for kl_in in ("loss", "reward"):
+        found = []
+        for coef, target in ((0.7, 0.0), (0.1, 1.0)):
+            run, prompts = make_run(files, kl_in=kl_in, kl_coef=coef, kl_target=target)
+            run.kl.coef = 0.7
+            for p, q in zip(run.actor.parameters(), run.ref.parameters(), strict=True):
+                p.data.add_(0.05 * torch.sin(1e3 * q))  # away from the reference
+            batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+            metrics, _ = train_ppo.learn(run, 0, batch)
+            found.append([metrics["policy/advantage_std"], metrics["policy/grad_norm"], *weights_of(run)])
+        assert found[0] == found[1]
+
+
+def weights_of(run):
+    return torch.cat([p.detach().flatten() for p in run.actor.parameters()]).tolist()

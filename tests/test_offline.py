@@ -1,0 +1,177 @@
+"""Offline PPO: logged answers are learned from as if the reference had written them (trainer/offline.py)."""
+
+import pytest
+import torch
+from test_invariants import ALONE
+from tiny import WORDS, flags, run_files, write_jsonl
+
+from errors import InputError
+from trainer import train_ppo
+from trainer.build_run import build_run
+from trainer.evaluation import evaluate_actor
+from trainer.inputs import load_inputs
+from trainer.offline import evaluate_pairs, sequence_kl
+from trainer.runs.metrics import Metrics
+
+SIZES = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0, "epochs": 9}
+SIZES |= {"dtype": "float32", "max_steps": 4}
+
+
+def pair(n):
+    """The chosen answer begins with an a and has no b, the rejected one the other way round."""
+    words = [w for w in WORDS if w not in "ab"]
+    rest = " ".join(words[(n + i) % 6] for i in range(1 + n % 4))
+    return {"prompt": f"{words[n % 6]} {words[n // 6 % 6]}", "chosen": f"a {rest}", "rejected": f"b {rest}"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return {
+        "model": run_files(folder)["model"],
+        "offline_data_path": write_jsonl(folder / "pairs.jsonl", map(pair, range(60))),
+        "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(60, 81))),
+    }
+
+
+def make_run(files, **values):
+    args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
+    actor, tokenizer, prompts, held_out, notes = load_inputs(args)
+    return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out, notes)
+
+
+def one_batch(run, step=0):
+    size = run.args.batch_size
+    items = [run.prompts[(step * size + i) % len(run.prompts)] for i in range(size)]
+    return train_ppo.collect(run, step, iter([items]), list(range(size))), items
+
+
+def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(files):
+    run = make_run(files)
+    batch, items = one_batch(run)
+    with torch.no_grad():  # the actor has moved: it is not the author
+        for p in run.actor.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    metrics = Metrics()
+    rollout = train_ppo.fill_rollout(run, 0, batch, metrics)
+    assert rollout.responses() == [item.response_ids for item in items]
+    assert rollout.finished.all() and batch.texts == [item.response for item in items]
+    mask = rollout.mask
+    for row, item in enumerate(items):
+        ids = torch.tensor([item.prompt_ids + item.response_ids])
+        with torch.no_grad():
+            log_p = torch.log_softmax(run.ref(ids).logits[0], -1)
+        start = len(item.prompt_ids)
+        wanted = [log_p[t - 1, ids[0, t]] for t in range(start, ids.shape[1])]
+        assert torch.allclose(rollout.old_logprobs[row][mask[row]], torch.stack(wanted), atol=1e-5)
+    assert rollout.importance_weights[mask].eq(1).all()
+    last = rollout.response_len - 1
+    assert rollout.rewards.gather(1, last[:, None])[:, 0].tolist() == [item.score for item in items]
+    assert rollout.rewards.abs().sum() == len(items)
+    measured = metrics.means(ALONE)
+    assert not [name for name in measured if name.startswith(("kl/", "rollout/"))]  # of samples only
+    ratio = train_ppo.backward(run, rollout, mask.sum(), "actor", 4096).means(ALONE)["policy/ratio"]
+    assert abs(ratio - 1) > 1e-3
+
+
+def test_without_an_evaluation_there_is_no_sampler(files):
+    run = make_run(files, eval_data_path="")
+    assert run.sampler is None and not run.reward.names and run.held_out_pairs is None and not run.best.metric
+    parts = {name for phase in run.plan.phases for name in run.plan.parts(phase)}
+    assert "sampler" not in parts and not run.plan.cache
+    metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
+    assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
+    assert all(row["kl"] is None for row in rows["samples.jsonl"])
+    assert rows["histograms.jsonl"][0]["kl"] is None
+    assert evaluate_actor(run, metrics, rows) == (metrics, rows)
+    assert make_run(files).sampler is not None
+
+
+def plain_logprobs(model, item):
+    ids = torch.tensor([item.prompt_ids + item.response_ids])
+    log_p = torch.log_softmax(model(ids).logits[0], -1)
+    return torch.stack([log_p[t - 1, ids[0, t]] for t in range(len(item.prompt_ids), ids.shape[1])])
+
+
+@torch.no_grad()
+def test_what_an_evaluation_says_of_pairs_by_hand(files):
+    run = make_run(files)
+    start = evaluate_pairs(run)
+    assert start["eval/chosen_preferred"] == 0.5
+    for p in run.actor.parameters():
+        p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    preferred, shares = 0.0, []
+    for both in run.held_out_pairs:
+        now, ref = ([plain_logprobs(model, item) for item in both] for model in (run.actor, run.ref))
+        chosen, rejected = (x.mean().exp() for x in now)
+        shares.append(chosen / (chosen + rejected))
+        moved = [(x - y).sum() for x, y in zip(now, ref, strict=True)]
+        preferred += (moved[0] > moved[1]).float() / 21
+    found = evaluate_pairs(run)
+    shares = torch.stack(shares).double()
+    assert found["eval/chosen_share"] == pytest.approx(shares.mean().item(), rel=1e-4)
+    assert found["eval/chosen_share_std"] == pytest.approx(shares.std(correction=0).item(), rel=1e-3)
+    assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
+    batch, items = one_batch(run)
+    wanted = [(plain_logprobs(run.actor, x) - plain_logprobs(run.ref, x)).sum().item() for x in items]
+    assert sequence_kl(run, batch.rollout).tolist() == pytest.approx(wanted, abs=1e-4)
+
+
+def test_held_out_pairs_are_preferred_after_training_and_the_policy_stays_near(files):
+    run = make_run(files, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
+    before, _ = evaluate_actor(run, {}, {})
+    for step in range(12):
+        train_ppo.learn(run, step, one_batch(run, step)[0])
+    after, _ = evaluate_actor(run, {}, {})
+    assert run.best.metric == "eval/chosen_share"
+    assert after["eval/chosen_share"] > before["eval/chosen_share"] + 0.1
+    assert after["eval/chosen_preferred"] > 0.9
+    assert before["eval/kl"] == pytest.approx(0, abs=1e-4) and 0.01 < after["eval/kl"] < 3
+    assert "eval/score" not in after and "eval/kl_greedy" not in after
+
+
+def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
+    judge = "def score(prompts, responses, answers):\n    return [1.0] * len(responses)"
+    (tmp_path / "judge.py").write_text(judge)
+    path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "c", "answer": "a"}] * 3)
+    run = make_run(files, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
+    metrics, _ = evaluate_actor(run, {}, {})
+    assert run.held_out_pairs is None and run.best.metric == "eval/accuracy"
+    assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
+    plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
+    assert plain.best.metric == ""
+    with pytest.raises(InputError, match="--best_metric score: is not evaluated in this run"):
+        make_run(files, best_metric="score")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_fn": "x.py:f"}, "leave out --reward_fn: the logged answers have their scores"),
+        ({"reward_model": "x"}, "leave out --reward_model: the logged answers have their scores"),
+        ({"reward_url": "http://x"}, "leave out --reward_url: the logged answers have their scores"),
+        ({"normalize_reward": 1}, "leave out --normalize_reward: scores are taken as they are"),
+        ({"length_reward": 1}, "leave out --length_reward: scores are taken as they are"),
+        ({"repetition_penalty": 1}, "leave out --repetition_penalty: scores are taken as they are"),
+        ({"overlong_buffer": 4}, "leave out --overlong_buffer: scores are taken as they are"),
+        ({"overlong_penalty": 2}, "leave out --overlong_penalty: scores are taken as they are"),
+        ({"kl_horizon": 100}, "leave out --kl_horizon: the KL is that of samples"),
+        ({"advantage": "rloo"}, "--advantage rloo: compares .* not in groups; use gae or reinforce"),
+        ({"advantage": "group", "num_generations": 2}, "--advantage group: .* use gae or reinforce"),
+        ({"num_generations": 2}, "leave out --num_generations: logged answers are not in groups"),
+        ({"filter_groups": 2}, "leave out --filter_groups: nothing is sampled"),
+        ({"data_path": "x"}, "leave out --data_path: the logged answers have their prompts"),
+        ({"replay_batches": 2}, "leave out --replay_batches: logged answers do not get older"),
+        ({"update_old_actor_freq": 2}, "leave out --update_old_actor_freq: there is no old actor"),
+        ({"kl_in": "reward"}, "--kl_in reward: needs samples of the policy"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(options, message, files):
+    with pytest.raises(InputError, match=message):
+        train_ppo.parse_args(flags(**files, **options))
+
+
+def test_the_demo_takes_logged_answers_and_no_reward_model():
+    args = train_ppo.parse_args(["--offline_data_path", "pairs.jsonl"])
+    assert args.model and args.eval_data_path and not (args.reward_model or args.data_path)
+    assert args.reasoning == 1 and args.missing_eos_penalty == 0

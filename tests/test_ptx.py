@@ -1,0 +1,207 @@
+"""PTX: the loss of demonstrations in the actor's steps (trainer/ptx.py)."""
+
+import pytest
+import torch
+from test_invariants import ALONE, files, make_run
+from tiny import WORDS, flags, read_jsonl, run_files, train, write_jsonl
+
+from dataset.data_order import global_batch
+from errors import InputError
+from trainer import train_ppo
+from trainer.compute.loss_scale import LossScale
+from trainer.memory_plan import Sizes, memory_plan
+from trainer.ptx import Ptx
+from trainer.runs.distributed import World
+from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import Step, forget_gradients
+
+assert files  # the fixture
+
+
+def demonstrations(count=40):
+    """Conversations, one in four with two answers, and plain texts"""
+    found = []
+    for n in range(count):
+        words = [WORDS[(3 * n + i) % 8] for i in range(2 + n % 5)]
+        turns = [{"role": "user", "content": words[0]}, {"role": "assistant", "content": " ".join(words)}]
+        found.append({"text": " ".join(words)} if n % 3 == 0 else {"messages": turns * (1 + (n % 4 == 0))})
+    return found
+
+
+@pytest.fixture(scope="module")
+def ptx_path(tmp_path_factory):
+    return write_jsonl(tmp_path_factory.mktemp("ptx") / "demonstrations.jsonl", demonstrations())
+
+
+def nll(model, items):
+    """Minus the mean log-prob of the learned tokens, in plain torch, one record at a time"""
+    found = []
+    for ids, mask in items:
+        log_p = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        found += [-log_p[t - 1, ids[t]] for t in range(1, len(ids)) if mask[t]]
+    return torch.stack(found).mean()
+
+
+def minibatch_of(run, prompts, step=0):
+    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    rollout = train_ppo.fill_rollout(run, step, batch, Metrics())
+    return rollout.rows(range(8))
+
+
+def actor_gradient(run, minibatch, number, budget):
+    forget_gradients(run)
+    count = minibatch.response_len.sum()
+    sums = train_ppo.backward(run, minibatch, count, "actor", budget, number=number)
+    return {name: p.grad.clone() for name, p in run.actor.named_parameters() if p.requires_grad}, sums
+
+
+@pytest.mark.parametrize("budget", [4096, 16])
+def test_the_gradient_is_the_policys_plus_the_coefficient_times_the_mean_nlls(files, ptx_path, budget):
+    run, prompts = make_run(files, ptx_data_path=ptx_path, ptx_coef=0.3, ppo_epochs=2, temperature=0.7)
+    minibatch, number = minibatch_of(run, prompts), 3
+    mixed, sums = actor_gradient(run, minibatch, number, budget)
+    items = [run.ptx.data[i] for i in global_batch(40, run.args.seed, number, 8)]
+    assert items == run.ptx.items[number]
+    loss = nll(run.actor, items)
+    assert sums.means(ALONE)["policy/ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    forget_gradients(run)
+    (0.3 * loss).backward()
+    alone = {name: p.grad.clone() for name, p in run.actor.named_parameters()}
+    ptx, run.ptx = run.ptx, None
+    policy, _ = actor_gradient(run, minibatch, number, budget)
+    for name, grad in mixed.items():
+        assert torch.allclose(grad, policy[name] + alone[name], atol=1e-6), name
+    run.ptx = ptx
+
+
+def test_in_fp16_both_losses_have_the_same_scale(files, ptx_path):
+    run, prompts = make_run(files, ptx_data_path=ptx_path)
+    minibatch = minibatch_of(run, prompts)
+    plain, _ = actor_gradient(run, minibatch, 0, 4096)
+    run.loss_scale = LossScale(torch.float16)
+    scaled, _ = actor_gradient(run, minibatch, 0, 4096)
+    for name, grad in scaled.items():
+        assert torch.allclose(grad / run.loss_scale.value, plain[name], atol=1e-6), name
+
+
+def test_the_critic_learns_no_demonstrations(files, ptx_path):
+    found = {}
+    for path in ("", ptx_path):
+        run, prompts = make_run(files, ptx_data_path=path)
+        minibatch, metrics = minibatch_of(run, prompts), Metrics()
+        train_ppo.train_model(run, "critic", minibatch, minibatch.response_len.sum(), 0, metrics)
+        found[path] = run.critic.state_dict()
+    assert all(x.equal(found[""][name]) for name, x in found[ptx_path].items())
+
+
+def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):
+    run, _ = make_run(files, ptx_data_path=ptx_path, ppo_epochs=2)
+    alone, both = run.ptx, []
+    alone.read(1)
+    assert list(alone.items) == [4, 5, 6, 7]  # the numbers of batch 1's optimizer steps
+    counts = []
+
+    class Two(World):
+        def gather(self, item):
+            counts.append(item)
+            return [item] if not isinstance(item, list) else [item, [100] * len(item)]
+
+    for rank in (0, 1):
+        part = Ptx(alone.data, 0.1, (alone.seed, 4, 8), Two(rank, 2, torch.device("cpu")))
+        part.read(1)
+        both.append(part.items)
+        assert part.learned == {n: c + 100 for n, c in zip(part.items, counts[-1], strict=True)}
+    for number, items in alone.items.items():
+        assert sorted(map(str, items)) == sorted(map(str, both[0][number] + both[1][number]))
+        assert alone.learned[number] == sum(sum(mask[1:]) for _, mask in items)
+    first = {str(x) for x in alone.items[4]}
+    assert first != {str(x) for x in alone.items[5]}
+    alone.read(0)
+    alone.read(1)
+    assert {str(x) for x in alone.items[4]} == first
+
+
+def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, monkeypatch):
+    run, prompts = make_run(files, ptx_data_path=ptx_path, ptx_coef=0.3)
+    minibatch = minibatch_of(run, prompts)
+    wanted, _ = actor_gradient(run, minibatch, 0, 4096)
+    forget_gradients(run)
+    stepped, failed, backward = {}, [], Ptx.backward
+
+    def full_once(self, run, number, budget):
+        metrics = backward(self, run, number, budget)
+        if not failed:
+            failed.append(budget)
+            raise torch.OutOfMemoryError("out of memory")
+        return metrics
+
+    def step(run, learner, loss, number):
+        stepped.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
+        return Step(loss, 1.0)
+
+    monkeypatch.setattr(Ptx, "backward", full_once)
+    monkeypatch.setattr(train_ppo, "step_if_finite", step)
+    metrics = Metrics()
+    train_ppo.train_model(run, "actor", minibatch, minibatch.response_len.sum(), 0, metrics)
+    assert failed and run.progress.token_budget < failed[0]
+    for name, grad in stepped.items():
+        assert torch.allclose(grad, wanted[name], atol=1e-6), name
+    learned = run.ptx.learned[0]
+    assert metrics._totals["policy/ptx_loss"][1] == learned  # counted once
+
+
+def test_demonstrations_keep_their_likelihood(tmp_path):
+    """Two runs with a reward that asks for something else: held-out demonstrations stay likelier with PTX."""
+    found, losses = run_files(tmp_path), {}
+    path = write_jsonl(tmp_path / "demonstrations.jsonl", demonstrations(64))
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", demonstrations(90)[70:])
+    more = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
+    more |= {"learning_rate": 2e-3, "critic_warmup_steps": 0, "kl_coef": 0}
+    for name, options in {"without": {}, "with": {"ptx_data_path": path, "ptx_coef": 1.0}}.items():
+        train(**found, **more, **options, out_dir=tmp_path / name, run_name="r")
+        run, _ = make_run(found, ptx_data_path=held_out, model=tmp_path / name / "ppo_actor_32.pth")
+        losses[name] = nll(run.actor, [run.ptx.data[i] for i in range(len(run.ptx.data))]).item()
+    start = nll(make_run(found)[0].actor, [run.ptx.data[i] for i in range(20)]).item()
+    assert losses["with"] < 0.85 * min(start, losses["without"])
+
+
+def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
+    found = run_files(tmp_path) | {"out_dir": tmp_path, "run_name": "r", "lr_schedule": "constant"}
+    options = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 1}
+    train(**found, **options, ptx_data_path=ptx_path, max_steps=2)
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert ["policy/ptx_loss" in line for line in lines] == ["policy/loss" in line for line in lines]
+    assert sum("policy/ptx_loss" in line for line in lines) == 1
+    found |= {"max_steps": 3, "resume": "auto", **options}
+    with pytest.raises(InputError, match=r"--ptx_coef was 0.1 and is now None"):
+        train(**found)
+    other = write_jsonl(tmp_path / "other.jsonl", demonstrations(39))
+    with pytest.raises(InputError, match=r"--ptx_data_path .*other.jsonl does not hold what the run began"):
+        train(**found, ptx_data_path=other)
+
+
+def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
+    with pytest.raises(InputError, match=r"^--ptx_coef 0.5: name the demonstrations with --ptx_data_path$"):
+        train_ppo.parse_args(flags(**files, ptx_coef=0.5))
+    too_long = [{"text": "a " * count} for count in (250, 300)]
+    long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *too_long])
+    run, _ = make_run(files, ptx_data_path=long, max_seq_len=30)
+    assert run.args.ptx_coef == 0.1
+    wanted = "long.jsonl: 6 (2 longer than --max_seq_len + --max_gen_len dropped), weight 0.1 (--ptx_coef)"
+    assert run.about().count("\nptx      ") == 1 and wanted in run.about()
+    with pytest.raises(InputError, match=r"a record has 257 tokens, and .* has 256 positions"):
+        path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}])
+        make_run(files, ptx_data_path=path, max_seq_len=250)
+    with pytest.raises(InputError, match=r"no answer to learn from"):
+        make_run(files, ptx_data_path=files["data_path"])
+
+
+def test_longer_demonstrations_need_more_memory(files, ptx_path):
+    run, _ = make_run(files, ptx_data_path=ptx_path)
+    plans = []
+    for length in (0, 50, 500):
+        size = Sizes.of(run.actor, torch.float32)
+        sizes = {"actor": size, "critic": size, "rewards": [], "demonstration": length}
+        plan = memory_plan(run.args, sizes, torch.device("cpu"), torch.float32, budget=1 << 20)
+        plans.append(sum(plan.phases["update"].values()))
+    assert plans[0] <= plans[1] < plans[2]

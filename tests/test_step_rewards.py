@@ -1,0 +1,158 @@
+"""Rewards of steps inside a response: the token that completes a character gets them."""
+
+import random
+
+import pytest
+import torch
+from tiny import flags, load_weights, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
+from tiny_tokenizers import TOKENIZERS, ids_of
+
+from trainer import ppo, train_ppo
+from trainer.compute.rollout_data import Rollout
+from trainer.generation.results import response_texts
+from trainer.generation.stops import HALF
+from trainer.rewards.reward import Reward
+from trainer.step_rewards import step_rewards, token_places
+
+WORDS = list("abcdefgh")
+
+
+def rollout_of(responses, finished):
+    """Responses (lists of ids) behind prompts of one and two tokens."""
+    width = 2 + max(map(len, responses))
+    rows = [[9] * (1 + i % 2) + ids for i, ids in enumerate(responses)]
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    prompt_len = torch.tensor([1 + i % 2 for i in range(len(rows))])
+    lengths = torch.tensor([len(ids) for ids in responses])
+    return Rollout(
+        tokens, prompt_len, lengths, torch.tensor(finished), torch.zeros(len(rows), int(lengths.max()))
+    )
+
+
+def test_where_characters_land_by_hand():
+    tokenizer = word_tokenizer(["ab", "c", "你好"])
+    ids = [2, 4, 3, 0]  # ab 你好 c </s>
+    text = "ab 你好 c"
+    assert token_places(range(len(text)), text, ids, tokenizer) == [0, 0, 1, 1, 1, 2, 2]
+    assert token_places([None, len(text)], text, ids, tokenizer) == [3, 3]
+    assert token_places([0, 2], "ab 你", ids, tokenizer) == [0, 1]  # the text before a stop string
+
+
+def test_a_character_of_several_tokens_lands_on_the_last_of_them():
+    tokenizer = TOKENIZERS["byte level"]()
+    for names, places in ((["aä", "½łb"], [0, 1, 1]), (["a", "ä", "½", "ł", "b"], [0, 3, 4])):
+        ids = [tokenizer.get_vocab()[name] for name in names]
+        assert tokenizer.decode(ids) == "a你b"
+        assert token_places(range(3), "a你b", ids, tokenizer) == places
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_each_character_lands_on_the_first_token_after_which_it_stays(kind):
+    """Beside a search from the end, for texts of whole characters."""
+    tokenizer, generator, several = TOKENIZERS[kind](), random.Random(0), 0
+    for _ in range(80):
+        ids = ids_of(tokenizer, generator, 12)
+        texts = [tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(13)]
+        if HALF in texts[-1]:
+            continue
+        places = token_places(range(len(texts[-1])), texts[-1], ids, tokenizer)
+        for offset, place in enumerate(places):
+            here = texts[-1][: offset + 1]
+            assert texts[place + 1].startswith(here)
+            assert not texts[place].startswith(here)
+            several += HALF in texts[place]
+    assert several > 10 or kind == "words"
+
+
+def test_token_rewards_by_hand():
+    """Scores of 5 and -1, of which steps are 3 and 0; the rest lands on the last token."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    steps = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+    scores, lengths = torch.tensor([5.0, -1.0]), torch.tensor([3, 1])
+    assert ppo.token_rewards(scores, lengths, mask, steps=steps).tolist() == [[1, 2, 2], [-1, 0, 0]]
+    steps[0] = torch.tensor([0.0, 0.0, 7.0])  # at the end: beside the rest, 5 in all
+    assert ppo.token_rewards(scores, lengths, mask, steps=steps).tolist() == [[0, 0, 5], [-1, 0, 0]]
+    penalty = torch.full((2, 3), 0.5)
+    assert ppo.token_rewards(scores, lengths, mask, penalty, steps)[0].tolist() == [-0.5, -0.5, 4.5]
+    rewards = ppo.token_rewards(scores, lengths, mask, steps=torch.tensor([[1.0, 2.0, 0.0], [0.0] * 3]))
+    advantages, _ = ppo.gae(rewards, torch.zeros(2, 3), mask, 0.5, 1.0)
+    assert advantages[0].tolist() == [1 + 0.5 * (2 + 0.5 * 2), 2 + 0.5 * 2, 2]
+
+
+def test_from_what_a_function_returns_to_rewards_of_tokens():
+    """Pairs, a plain number and no pairs; two steps may share a token."""
+    tokenizer = word_tokenizer(WORDS)
+    ids = [[2, 3, 2, 0], [4, 5], [2, 2, 2]]
+    rollout = rollout_of(ids, [True, False, False])
+    texts = response_texts(rollout, tokenizer)
+    assert texts == ["a b a", "c d", "a a a"]
+    given = [[(0, 1.0), (2, 0.25), (1, 0.5), (5, 1.5), (None, 0.5)], 3, []]
+    reward = Reward(function=lambda *_: given, reasoning=False, missing_eos_penalty=0.5)
+    raw = reward.raw_scores(["p"] * 3, texts, [None] * 3, rollout.finished.tolist())
+    scores = reward.combine(raw)
+    assert scores["function"].tolist() == [3.75, 3.0, 0.0]
+    assert scores["score"].tolist() == [3.75, 2.5, -0.5]
+    steps = step_rewards(raw.steps, texts, rollout, tokenizer)
+    assert steps.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0] * 4, [0.0] * 4]
+    rewards = ppo.token_rewards(scores["score"], rollout.response_len, rollout.mask, steps=steps)
+    assert rewards.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0, 2.5, 0.0, 0.0], [0.0, 0.0, -0.5, 0.0]]
+    assert step_rewards([], texts, rollout, tokenizer) is None  # no reward function
+
+
+# ---------------------------------------------------------------------------------------------------- a run
+
+# Words number 0, 2 and 4 of six should be "a", the others "b": 1 for each that is right.
+STEPS = """
+def right(response):
+    return [(2 * i, 1.0) for i, word in enumerate(response.split()) if word == "ab"[i % 2]]
+
+def steps(prompts, responses, answers):
+    return [right(r) for r in responses]
+
+def whole(prompts, responses, answers):
+    return [float(len(right(r))) for r in responses]
+
+def at_the_end(prompts, responses, answers):
+    return [[(None, float(len(right(r))))] for r in responses]
+"""
+SIZES = {"batch_size": 32, "mini_batch_size": 16, "max_gen_len": 6, "max_steps": 16, "epochs": 99}
+SIZES |= {"learning_rate": 0.01, "critic_warmup_steps": 0, "kl_coef": 0, "missing_eos_penalty": 0}
+SIZES |= {"min_gen_len": 6, "device": "cpu", "dtype": "float32", "eval_interval": 0, "log_interval": 1000}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "steps.py").write_text(STEPS)
+    policy = save_policy_dir(folder / "policy", word_tokenizer(WORDS, chat=True))
+    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 3))} for n in range(64)]
+    return {"model": policy, "data_path": write_jsonl(folder / "prompts.jsonl", prompts), "folder": folder}
+
+
+def run(files, out, function, **more):
+    named = {"model": files["model"], "data_path": files["data_path"]}
+    named["reward_fn"] = f"{files['folder'] / 'steps.py'}:{function}"
+    train_ppo.main(flags(**{**named, **SIZES, "out_dir": out, "run_name": function, **more}))
+    return out / function
+
+
+def test_steps_teach_each_token_what_a_score_at_the_end_cannot(files, tmp_path):
+    """With --gamma 0 a reward reaches the token that it lands on and no other: the score at the end teaches
+    what the last word should be, and that is wrong for half of the words."""
+    share = {}
+    for function in ("steps", "whole"):
+        lines = read_jsonl(run(files, tmp_path, function, gamma=0.0, ppo_epochs=4) / "metrics.jsonl")
+        share[function] = lines[-1]["reward/function"] / 6
+    assert share["steps"] > 0.7 > 0.5 > share["whole"], share
+
+
+def test_a_step_at_the_end_is_a_score_bit_for_bit(files, tmp_path):
+    one, other = (run(files, tmp_path, name, max_steps=3) for name in ("whole", "at_the_end"))
+    one, other = (load_weights(folder, 3) for folder in (one, other))
+    assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_samples_show_the_sum(files, tmp_path):
+    for row in read_jsonl(run(files, tmp_path, "steps", max_steps=1) / "samples.jsonl"):
+        words = row["response"].split()
+        assert row["parts"]["function"] == sum(word == "ab"[i % 2] for i, word in enumerate(words))

@@ -1,0 +1,91 @@
+"""Build a PPO run: actor, old actor, reference, critic, reward models, sampler, optimizers.
+
+``main`` of train_ppo.py calls ``build_run`` once, with what ``load_inputs`` (inputs.py) has loaded.
+"""
+
+from model.critic import CriticModel
+from model.lora import add_adapters, frozen_copy, trained
+from trainer.best import choose_best
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.precision import check_range, set_precision
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.endings import load_endings
+from trainer.generation.engine import Sampler
+from trainer.inputs import choose_rates, count_steps, sampling_sizes
+from trainer.memory_check import check_memory
+from trainer.offline import held_out_pairs
+from trainer.ppo_models import PpoRun
+from trainer.ptx import load_ptx
+from trainer.rewards.judge import load_judge
+from trainer.rewards.reward import Reward, load_reward
+from trainer.rewards.reward_models import critic_start, modules_of
+from trainer.runs.adamw import make_optimizer
+from trainer.runs.optimizer_step import Learner
+
+
+def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, notes=()):
+    """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
+    policy, the critic as its backbone or as a reward model's (``critic_start``). A critic is built for
+    ``--advantage gae`` only. No model has dropout: the
+    training forward is the scoring forward. flags: {name: ``Flag``}, of ``flag_parser``."""
+    device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
+    keep_freed_memory()
+    check_range(actor, dtype, f"--model {args.model}: ")
+    reward = Reward(reasoning=False)  # logged answers come with their scores
+    if not args.offline_data_path:
+        reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
+    judge = load_judge(args, device, dtype, held_out)
+    actor.to(device).eval().requires_grad_(not args.lora_r)
+    start, weight = None, 1.0  # without a critic
+    if args.advantage == "gae":
+        start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
+    ptx, pairs = load_ptx(args, world, tokenizer, actor), held_out_pairs(args, tokenizer, actor)
+    sizes = sampling_sizes(args, prompts, held_out)
+    longest = ptx.data.longest if ptx else 0
+    plan, memory = check_memory(
+        args, actor, start, modules_of(reward, judge), device, dtype, sizes, demonstration=longest
+    )
+    notes = [*notes, choose_rates(args, actor, start), memory]
+    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval() if start else None
+    room = plan.cache if device.type == "cuda" else None  # None: what suits a CPU
+    sampler = Sampler(actor, dtype, plan.slots, room, sizes) if plan.slots else None  # nothing is sampled
+    for backbone in (actor.base_model, critic.backbone) if critic else (actor.base_model,):
+        prepare_training(backbone, args.gradient_checkpointing)
+    ref = frozen_copy(actor)  # before there are adapters: the reference has none
+    if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
+        add_adapters(actor.base_model, args.lora_r, args.seed)
+        if critic:
+            add_adapters(critic.backbone, args.lora_r, args.seed + 1)
+    # With 1 it is the actor, which samples and scores before it learns. A copy has the actor's adapters.
+    old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
+    endings = load_endings(args, tokenizer, actor)
+    total_steps = count_steps(args, len(prompts), world.size)
+    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
+    schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
+
+    def learner(model, scorer, peak):
+        optimizer = make_optimizer(trained(model), peak, args.moments_dtype, args.seed, weight_decay=0.0)
+        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule)
+
+    policy_scorer = PolicyScorer(actor, dtype, endings.early, args.entropy_coef > 0)
+    learners = {"actor": learner(actor, policy_scorer, args.learning_rate)}
+    if critic:  # it steps first
+        scorer = ValueScorer(critic, dtype)
+        learners = {"critic": learner(critic, scorer, args.critic_learning_rate), **learners}
+    inputs = args, flags, world, dtype, tokenizer, prompts, held_out
+    return PpoRun(
+        *inputs,
+        notes=[note for note in notes if note],
+        reward=reward,
+        judge=judge,
+        best=choose_best(args, held_out, reward, judge, pairs),
+        total_steps=total_steps,
+        learners=learners,
+        old_actor=old_actor,
+        ref=ref,
+        sampler=sampler,
+        plan=plan,
+        endings=endings,
+        ptx=ptx,
+        held_out_pairs=pairs,
+    )

@@ -1,0 +1,88 @@
+"""A moving average of the actor's weights (``--ema_beta``), which is evaluated and saved beside the actor.
+
+After each batch in which the actor trains, its weights w count in the average v:
+
+    v = b_n v + (1 - b_n) w,   b_n = beta (1 - beta^(n-1)) / (1 - beta^n) after the n-th such batch
+
+That is the mean of the weights after each batch, where one that is k batches older counts beta^k as much. The
+first batch's weights are all of the average; those before training never count (the bias correction of Adam,
+Kingma and Ba 2015, arXiv:1412.6980, section 3). With beta 0.99 about the last hundred batches count.
+
+The average is in fp32, of what trains only (with ``--lora_r`` the adapters), and always in the main memory:
+it costs a GPU no memory, but each batch a copy of the trained weights to the host. It is the same in all
+processes. Checkpoints keep it as ema.safetensors.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from trainer.best import remove_saved
+
+
+class Ema:
+    """The average of what a ``Learner`` trains. beta: 0 for none; per_batch: its optimizer steps in a batch.
+
+    ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
+    """
+
+    def __init__(self, learner, beta, per_batch):
+        self.learner, self.beta, self.per_batch, self.batches = learner, beta, per_batch, 0
+        found = learner.model.named_parameters() if beta else ()
+        self.trained = {name: p for name, p in found if p.requires_grad}
+        self.weights = {name: _on_host(p).clone() for name, p in self.trained.items()}
+
+    def follow(self, batch):
+        """Take in the weights after batch number ``batch`` was learned from, if the actor trained in it."""
+        if not self.beta or batch * self.per_batch < self.learner.first_step:
+            return
+        self.batches += 1
+        share = (1 - self.beta) / (1 - self.beta**self.batches)
+        for name, p in self.trained.items():
+            self.weights[name].lerp_(_on_host(p), share)
+
+    @contextmanager
+    def in_place(self):
+        """In this block the model has the averaged weights, and this object keeps those that train."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self):
+        """Exchange the two, one parameter at a time: there is never a third copy of all."""
+        for name, p in self.trained.items():
+            mine = self.weights[name].clone()
+            self.weights[name].copy_(p)
+            p.copy_(mine)
+
+    def tensors(self):
+        """{name: tensor}: what a checkpoint keeps."""
+        return {"batches": torch.tensor(self.batches), **self.weights}
+
+    def load_tensors(self, tensors):
+        """Take over what ``tensors`` returned. Raises KeyError or RuntimeError for that of another model."""
+        self.batches = int(tensors["batches"])
+        for name, x in self.weights.items():
+            x.copy_(tensors[name])
+
+
+def _on_host(p):
+    return p.detach().to("cpu", torch.float32)
+
+
+def ema_path(run):
+    """Where the averaged actor is written: beside the result."""
+    return run.pth_path.with_name(f"{run.pth_path.stem}_ema.pth")
+
+
+def save_ema(run):
+    """Write the averaged actor as a ``.pth`` and the folder beside it. Without an average that of an earlier
+    run goes, as its result does."""
+    if run.ema.batches:
+        with run.ema.in_place():
+            run.save_actor(ema_path(run))
+    else:
+        remove_saved(ema_path(run))

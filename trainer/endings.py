@@ -1,0 +1,52 @@
+"""Where the responses of a run end: EOS ids, ``--stop``, ``--stop_token_ids``, ``--min_gen_len``."""
+
+from typing import NamedTuple
+
+from errors import InputError
+from model.compatibility import eos_ids
+from trainer.compute.early_ends import EarlyEnds, early_ends
+from trainer.generation.stops import HALF, StopStrings
+from trainer.rewards.rules import TAGS
+
+
+class Endings(NamedTuple):
+    """What ends a response, besides --max_gen_len."""
+
+    eos: list  # the token ids that do
+    stops: StopStrings | None
+    early: EarlyEnds | None  # forbids these ids where a response is still too short
+
+
+def load_endings(args, tokenizer, policy):
+    """Flags -> ``Endings``. Raises InputError for a stop string that no text can have, for one that
+    --reasoning needs in the text, and for an id that the tokenizer does not have."""
+    eos, texts = set(eos_ids(tokenizer, policy)), []
+    known = set(tokenizer.get_vocab().values())
+    for i in args.stop_token_ids:
+        if i not in known:
+            raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
+        eos.add(i)
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for given in args.stop:
+        text = given.replace("\\n", "\n").replace("\\t", "\t")
+        if text in special:  # texts are without special tokens: its id ends a response
+            eos.add(special[text])
+        else:
+            check_stop(given, text, special, args.reasoning)
+            texts.append(text)
+    eos = sorted(eos)
+    return Endings(eos, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, eos))
+
+
+def check_stop(given, text, special, reasoning):
+    """Raise InputError for a stop string that cannot be one. given: as on the command line; special: texts of
+    the special tokens."""
+    if not text or HALF in text:
+        raise InputError(f"--stop {given!r}: must be a text, without U+FFFD; correct it or leave it out")
+    if held := [token for token in special if token in text]:
+        raise InputError(f"--stop {given!r}: texts have no special token as {held[0]}; name that alone")
+    if reasoning and any(tag in text or text in tag for tag in TAGS):
+        raise InputError(
+            f"--stop {given!r}: the text ends before it, and --reasoning 1 rewards {' '.join(TAGS)}; "
+            "choose another, or --reasoning 0"
+        )

@@ -1,0 +1,68 @@
+"""The weight of the KL to the reference: constant, or moved so that the KL stays at ``--kl_target``.
+
+With a target the weight begins at ``--kl_coef``. Each batch changes it before it is learned from:
+
+    error = clip(KL / target - 1, -0.2, 0.2)        KL: mean of kl/sequence over the batch's responses
+    coef  = coef * (1 + error * responses of the batch / --kl_horizon)
+
+This is the controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2). Their horizon is 10,000
+responses, in runs of millions. Here it is 4 batches by default: the weight changes by at most 5 % a batch.
+
+The weight does not move until a batch was sampled after the actor's first updates: before that the KL is 0
+whatever the weight is. With ``--update_old_actor_freq`` above 1 several batches are samples of one old actor:
+only the first of them counts, so each old actor counts once.
+"""
+
+import math
+
+import torch
+
+from errors import InputError
+
+LARGEST_ERROR = 0.2
+HORIZON = 4  # batches, where --kl_horizon is not given
+
+
+class KlController:
+    """Keeps ``coef``, the weight of the KL in reward units per nat. It is the same in all processes, and
+    checkpoints keep it (``state_dict``).
+
+    args: the flags; learner: the actor's ``Learner``; per_batch: its optimizer steps in a batch; responses:
+    of a batch of all processes. Raises InputError for a horizon shorter than a batch: the weight could become
+    negative.
+    """
+
+    def __init__(self, args, learner, per_batch, responses):
+        self.coef, self.target = args.kl_coef, args.kl_target
+        self.learner, self.per_batch, self.every = learner, per_batch, args.update_old_actor_freq
+        self.horizon = args.kl_horizon or HORIZON * responses
+        if self.target and self.horizon < responses:
+            raise InputError(
+                f"--kl_horizon {self.horizon}: a batch has {responses} responses; give at least that many"
+            )
+
+    def follow(self, batch, rollout, count, sum_over_processes):
+        """Take in batch number ``batch``: the last ``count`` rows of a ``Rollout`` with its log-probs under
+        old actor and reference. A KL that is not finite changes nothing."""
+        learned = batch * self.per_batch > self.learner.first_step
+        if not (self.target and learned and batch % self.every == 0):
+            return
+        old, ref, mask = (x[-count:] for x in (rollout.old_logprobs, rollout.ref_logprobs, rollout.mask))
+        k1 = torch.where(mask, old - ref, 0.0).double().sum()
+        total, responses = sum_over_processes(torch.stack([k1, torch.full_like(k1, count)])).tolist()
+        if math.isfinite(total):
+            error = total / responses / self.target - 1
+            error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            self.coef *= 1 + error * responses / self.horizon
+
+    def metrics(self):
+        """{name: number} of a step: the weight, where it can move."""
+        return {"kl/coef": self.coef} if self.target else {}
+
+    def state_dict(self):
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned; {} is of a checkpoint from before there was a target."""
+        self.coef = float(state.get("coef", self.coef))

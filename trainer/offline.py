@@ -1,0 +1,165 @@
+"""Offline PPO: logged answers take the place of sampled ones (--offline_data_path).
+
+    scores         those of the file: 1 and -1 for the two answers of a pair, or numbers of its own
+    ratio          actor / reference. Nobody knows which policy wrote the answers; the reference counts as it
+    KL             k2 of the logged tokens, in the loss: it is never negative, and 0 only where actor and
+                   reference agree. The mean of k1 is the KL only over the actor's own samples
+    all the rest   as ever: critic, GAE, whitening, clip
+
+It is the offline PPO of HALOs (Ethayarajh et al. 2024, arXiv:2402.01306). Nothing is sampled in training, so
+the policy never tries what is not in the file. And the ratio's denominator never moves: a token that has left
+the range of the clip learns no further in that direction.
+
+How far the policy is from the reference can only be measured on its own samples: an evaluation does
+(``sequence_kl``). It also says how held-out pairs fare (``evaluate_pairs``).
+"""
+
+import math
+import time
+
+import torch
+
+from dataset.data_order import next_batch
+from dataset.keys import Keys
+from dataset.logged_answers import LoggedPairs
+from dataset.record_files import open_records
+from errors import InputError
+from model.compatibility import eos_ids
+from trainer.batch import Batch
+from trainer.compute.batching import pad_right
+from trainer.compute.scoring import PolicyScorer, score_policy
+from trainer.generation.results import as_rollout
+from trainer.rewards.reward import RawScores
+from trainer.runs.metrics import Metrics
+
+NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
+    **dict.fromkeys(("reward_model", "reward_fn", "reward_url"), "the logged answers have their scores"),
+    **dict.fromkeys(
+        ("repetition_penalty", "length_reward", "normalize_reward", "overlong_buffer"),
+        "scores are taken as they are",
+    ),
+    "data_path": "the logged answers have their prompts",
+    **dict.fromkeys(("kl_target", "kl_horizon"), "the KL is that of samples, and there are none"),
+    "min_gen_len": "logged answers are as long as they are",
+    "filter_groups": "nothing is sampled, so nothing can be sampled again",
+    "replay_batches": "logged answers do not get older; read them again with --epochs",
+}
+PAIRS = 128  # held-out pairs that are scored together
+
+
+def check_offline(args):
+    """Refuse the flags that make no sense with --offline_data_path, and set those that do nothing then."""
+    if not args.offline_data_path:
+        return
+    for name, why in NOT_OFFLINE.items():
+        if getattr(args, name):
+            raise InputError(f"--offline_data_path: leave out --{name}: {why}")
+    if args.overlong_penalty != 1:
+        raise InputError("--offline_data_path: leave out --overlong_penalty: scores are taken as they are")
+    if args.update_old_actor_freq > 1:
+        raise InputError("--offline_data_path: leave out --update_old_actor_freq: there is no old actor")
+    if args.advantage in ("rloo", "group"):
+        raise InputError(
+            f"--advantage {args.advantage}: compares the answers to a prompt, and those of "
+            "--offline_data_path are not in groups; use gae or reinforce"
+        )
+    if args.num_generations > 1:
+        raise InputError("--offline_data_path: leave out --num_generations: logged answers are not in groups")
+    if args.kl_in == "reward":
+        raise InputError(
+            "--kl_in reward: needs samples of the policy, and --offline_data_path has none; use --kl_in loss"
+        )
+    if args.entropy_top != 1:
+        raise InputError("--offline_data_path: leave out --entropy_top: it asks for the entropy of samples")
+    args.missing_eos_penalty = 0.0
+
+
+def load_logged(kind, path, args, tokenizer, actor):
+    """``LoggedAnswers`` or ``LoggedPairs`` (kind) of a file, as long as the flags allow."""
+    limits = args.max_seq_len, args.max_gen_len, eos_ids(tokenizer, actor)
+    return kind(path, tokenizer, *limits, args.system_prompt, Keys(args.prompt_key, args.answer_key))
+
+
+def held_out_pairs(args, tokenizer, actor):
+    """The ``LoggedPairs`` of --eval_data_path where offline PPO is to be evaluated on them, else None."""
+    if not (args.offline_data_path and args.eval_data_path):
+        return None
+    first = open_records(args.eval_data_path)[0]
+    if not {"chosen", "rejected"} <= first.keys():
+        return None
+    return load_logged(LoggedPairs, args.eval_data_path, args, tokenizer, actor)
+
+
+def logged_rollout(answers, device):
+    """Logged answers (list of ``LoggedAnswer``) -> ``Rollout`` with its first five fields. No sampler gave
+    them log-probs: these are 0 until ``take_reference`` is called."""
+    tokens, lengths = pad_right([answer.response_ids for answer in answers], device)
+    logprobs = torch.zeros(tokens.shape, device=device)
+    prompts = [answer.prompt_ids for answer in answers]
+    return as_rollout(prompts, tokens, logprobs, lengths, torch.ones_like(lengths, dtype=torch.bool))
+
+
+def collect_logged(run, batches):
+    """Take the next logged answers and their scores -> ``Batch``.
+
+    Raises InputError on all processes where one's file is wrong.
+    """
+    start = time.perf_counter()
+    with run.world.all_or_none():
+        answers = next_batch(batches)
+        rollout = logged_rollout(answers, run.world.device)
+    scores = {"score": torch.tensor([answer.score for answer in answers])}
+    seconds = {"rollout": time.perf_counter() - start, "reward": 0.0}
+    texts = [answer.response for answer in answers]
+    return Batch(answers, rollout, texts, RawScores(), scores, seconds)
+
+
+def take_reference(rollout):
+    """The reference counts as the policy that wrote the answers: the ratio is actor / reference, and all
+    importance weights are 1."""
+    rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
+
+
+def of_policy(run, rollout, model):
+    """Log-probs [B, R] of a rollout's tokens under a policy, at --temperature."""
+    with run.host.on_device(model):
+        return score_policy(rollout, PolicyScorer(model, run.dtype), run.args.temperature)
+
+
+def sequence_kl(run, rollout):
+    """k1 of each response [B], log actor - log reference over its tokens. Its mean over the actor's own
+    samples is the KL to the reference, in nats a response."""
+    difference = of_policy(run, rollout, run.actor) - of_policy(run, rollout, run.ref)
+    return torch.where(rollout.mask, difference, 0.0).sum(1).cpu()
+
+
+@torch.no_grad()
+def evaluate_pairs(run):
+    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}.
+
+    chosen_share      p(chosen) / (p(chosen) + p(rejected)), p of an answer being the geometric mean of the
+                      probabilities of its tokens
+    chosen_share_std  its standard deviation over the pairs
+    chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
+                      the rejected one; a half where they are equal, as before training
+    """
+    pairs, metrics = run.held_out_pairs, Metrics()
+    places = range(run.world.rank, len(pairs), run.world.size)
+    with run.world.all_or_none():
+        for first in range(0, len(places), PAIRS):
+            found = pairs.__getitems__(list(places[first : first + PAIRS]))
+            rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
+            actor = of_policy(run, rollout, run.actor)
+            moved = torch.where(rollout.mask, actor - of_policy(run, rollout, run.ref), 0.0).sum(1)
+            means = torch.where(rollout.mask, actor, 0.0).sum(1) / rollout.response_len
+            shares = torch.sigmoid(means[::2] - means[1::2]).double()
+            metrics.add("eval/chosen_share", shares.sum(), len(found))
+            metrics.add("eval/chosen_share_std", shares.square().sum(), len(found))
+            preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
+            metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
+        if not places:  # fewer pairs than processes
+            names = "eval/chosen_share", "eval/chosen_share_std", "eval/chosen_preferred"
+            metrics.add_all(dict.fromkeys(names, 0.0), 0)
+    means = metrics.means(run.world)
+    variance = means["eval/chosen_share_std"] - means["eval/chosen_share"] ** 2  # so far the mean square
+    return means | {"eval/chosen_share_std": math.sqrt(max(variance, 0.0))}

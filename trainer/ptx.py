@@ -1,0 +1,89 @@
+"""PTX: the loss of demonstrations, mixed into the actor's optimizer steps (--ptx_data_path, --ptx_coef).
+
+    the actor's loss of a minibatch += ptx_coef * (sum over learned tokens of -log p(token) / their number)
+
+It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2): what the policy knew before, and
+the reward does not ask for, is trained on as well, so that it is not forgotten. The loss is that of stage 1
+(train_sft.py): of what the assistant says, or of a whole text, at temperature 1, and with the balance loss of
+a mixture of experts.
+
+Each optimizer step of the actor has demonstrations of its own: --mini_batch_size records per process. Which
+ones follows from the seed and the number of the step alone, so nothing has to be saved, and the records are
+the same for any number of processes.
+"""
+
+from dataset.data_order import global_batch
+from dataset.lm_dataset import SFTDataset
+from errors import InputError
+from model.compatibility import check_ends, most_positions
+from trainer.compute.batching import micro_batches
+from trainer.compute.scoring import score_learned
+from trainer.runs.metrics import Metrics
+
+
+class Demonstrations(SFTDataset):
+    """The records of --ptx_data_path."""
+
+    limits = "--max_seq_len + --max_gen_len"
+
+
+class Ptx:
+    """The demonstrations of a run. data: ``Demonstrations``; coef: --ptx_coef; sizes: (--seed, optimizer
+    steps of a batch, sequences of a minibatch over all processes); world: of the run.
+
+    Of the batch that was read last: ``items``, {number of an optimizer step: [(token ids, mask), …]}, those
+    of this process; ``learned``, {number: learned tokens of all processes}.
+    """
+
+    def __init__(self, data, coef, sizes, world):
+        self.data, self.coef, self.world, self.items, self.learned = data, coef, world, {}, {}
+        self.seed, self.per_batch, self.size = sizes
+
+    def read(self, batch):
+        """Read the demonstrations of all optimizer steps of batch number ``batch``. All processes must call
+        it; all raise InputError where one meets a wrong record."""
+        steps = range(batch * self.per_batch, (batch + 1) * self.per_batch)
+        mine = slice(self.world.rank, None, self.world.size)
+        with self.world.all_or_none():
+            chosen = {n: global_batch(len(self.data), self.seed, n, self.size)[mine] for n in steps}
+            self.items = {n: self.data.__getitems__(places) for n, places in chosen.items()}
+        counts = [sum(sum(mask[1:]) for _, mask in self.items[n]) for n in steps]
+        totals = (max(sum(theirs), 1) for theirs in zip(*self.world.gather(counts), strict=True))
+        self.learned = dict(zip(steps, totals, strict=True))
+
+    def lengths(self, number):
+        """Tokens of each demonstration of optimizer step ``number``."""
+        return [len(ids) for ids, _ in self.items[number]]
+
+    def backward(self, run, number, token_budget):
+        """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
+        micro-batches of at most ``token_budget`` tokens -> Metrics."""
+        items, metrics, scorer = self.items[number], Metrics(), run.learners["actor"].scorer
+        for rows in micro_batches(self.lengths(number), token_budget):
+            logprobs, balance = score_learned([items[row] for row in rows], scorer)
+            loss = -logprobs.sum() / self.learned[number] + balance / self.size
+            run.loss_scale.scaled(self.coef * loss).backward()
+            metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
+        return metrics
+
+    def describe(self):
+        """A line on the demonstrations and their weight."""
+        return f"{self.data.path}: {self.data.describe()}, weight {self.coef:g} (--ptx_coef)"
+
+
+def load_ptx(args, world, tokenizer, actor):
+    """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. Raises InputError for a wrong file or
+    record, or for demonstrations that are longer than the model."""
+    if not args.ptx_data_path:
+        return None
+    data = Demonstrations(
+        args.ptx_data_path, tokenizer, args.max_seq_len + args.max_gen_len, args.system_prompt
+    )
+    if data.longest > (limit := most_positions(actor.config)):
+        raise InputError(
+            f"--ptx_data_path {args.ptx_data_path}: a record has {data.longest} tokens, and {args.model} has "
+            f"{limit} positions; lower --max_seq_len or --max_gen_len, whose sum is the longest that is kept"
+        )
+    check_ends(data[0], tokenizer, actor)
+    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
+    return Ptx(data, args.ptx_coef, (args.seed, per_batch, args.mini_batch_size * world.size), world)
