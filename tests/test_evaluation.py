@@ -8,10 +8,10 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from trainer import evaluation, train_ppo
 from trainer.build_run import build_run
-from trainer.evaluation import EVAL_STEP, evaluate, share_of
+from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.sampling_noise import noise_keys, uniform
 from trainer.inputs import load_inputs
-from trainer.runs.distributed import World
+from trainer.runs.distributed import World, share_of
 
 ALONE = World(0, 1, torch.device("cpu"))
 RIGHT = "<think>\nx\n</think>\n<answer>\n{}\n</answer>"

@@ -40,8 +40,8 @@ class Mutation(NamedTuple):
 
 TRAIN_PPO = [
     (
-        "entropy = take_reference(rollout)",
-        "entropy = rollout.old_logprobs = rollout.sampler_logprobs",
+        "            take_reference(rollout)\n",
+        "            rollout.old_logprobs = rollout.sampler_logprobs\n",
         "logged answers have no old log-probs",
     ),
     (

@@ -26,8 +26,8 @@ from trainer.runs.optimizer_step import Learner
 def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, notes=()):
     """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
     policy, the critic as its backbone or as a reward model's (``critic_start``). A critic is built for
-    ``--advantage gae`` only. No model has dropout: the
-    training forward is the scoring forward. flags: {name: ``Flag``}, of ``flag_parser``."""
+    ``--advantage gae`` only. No model has dropout: the training forward is the scoring forward. flags: {name:
+    ``Flag``}, of ``flag_parser``."""
     device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
     keep_freed_memory()
     check_range(actor, dtype, f"--model {args.model}: ")
@@ -39,7 +39,8 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     start, weight = None, 1.0  # without a critic
     if args.advantage == "gae":
         start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
-    ptx, pairs = load_ptx(args, world, tokenizer, actor), held_out_pairs(args, tokenizer, actor)
+    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)  # optimizer steps
+    ptx, pairs = load_ptx(args, world, tokenizer, actor, per_batch), held_out_pairs(args, tokenizer, actor)
     sizes = sampling_sizes(args, prompts, held_out)
     longest = ptx.data.longest if ptx else 0
     plan, memory = check_memory(
@@ -60,7 +61,6 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
     endings = load_endings(args, tokenizer, actor)
     total_steps = count_steps(args, len(prompts), world.size)
-    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
     schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
 
     def learner(model, scorer, peak):

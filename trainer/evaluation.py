@@ -16,18 +16,12 @@ from progress_bar import phase
 from trainer.generation.sampling_noise import noise_keys
 from trainer.offline import evaluate_pairs, sequence_kl
 from trainer.rewards.rules import is_correct
-from trainer.runs.metrics import Metrics
+from trainer.runs.distributed import share_of
+from trainer.runs.metrics import Metrics, mean_square_to_std
 from trainer.runs.samples import SHOWN, answer_rows, rows_of_evaluation
 
 BATCH = 256  # responses sampled at a time
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
-
-
-def share_of(items, world):
-    """This process' share of a dataset's items, as a list."""
-    if len(items) < world.size:  # too few to share: every process takes all, which gives the same means
-        return [items[i] for i in range(len(items))]
-    return [items[i] for i in range(world.rank, len(items), world.size)]
 
 
 def has_answers(prompts):
@@ -85,9 +79,7 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
                 metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(texts))
                 bar.done += len(texts)
     means = metrics.means(world)
-    if "eval/judge_std" in means:  # so far the mean square
-        variance = means["eval/judge_std"] - means["eval/judge"] ** 2
-        means["eval/judge_std"] = math.sqrt(variance) if variance > 0 else 0.0
+    mean_square_to_std(means, "eval/judge")
     return means, rows_of_evaluation(shown, world)
 
 

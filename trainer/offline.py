@@ -14,7 +14,6 @@ How far the policy is from the reference can only be measured on its own samples
 (``sequence_kl``). It also says how held-out pairs fare (``evaluate_pairs``).
 """
 
-import math
 import time
 
 import torch
@@ -30,7 +29,8 @@ from trainer.compute.batching import pad_right
 from trainer.compute.scoring import PolicyScorer, score_policy
 from trainer.generation.results import as_rollout
 from trainer.rewards.reward import RawScores
-from trainer.runs.metrics import Metrics
+from trainer.runs.distributed import share_of
+from trainer.runs.metrics import Metrics, mean_square_to_std
 
 NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
     **dict.fromkeys(("reward_model", "reward_fn", "reward_url"), "the logged answers have their scores"),
@@ -144,10 +144,10 @@ def evaluate_pairs(run):
                       the rejected one; a half where they are equal, as before training
     """
     pairs, metrics = run.held_out_pairs, Metrics()
-    places = range(run.world.rank, len(pairs), run.world.size)
+    places = share_of(range(len(pairs)), run.world)
     with run.world.all_or_none():
         for first in range(0, len(places), PAIRS):
-            found = pairs.__getitems__(list(places[first : first + PAIRS]))
+            found = pairs.__getitems__(places[first : first + PAIRS])
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
             actor = of_policy(run, rollout, run.actor)
             moved = torch.where(rollout.mask, actor - of_policy(run, rollout, run.ref), 0.0).sum(1)
@@ -157,9 +157,6 @@ def evaluate_pairs(run):
             metrics.add("eval/chosen_share_std", shares.square().sum(), len(found))
             preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
             metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
-        if not places:  # fewer pairs than processes
-            names = "eval/chosen_share", "eval/chosen_share_std", "eval/chosen_preferred"
-            metrics.add_all(dict.fromkeys(names, 0.0), 0)
     means = metrics.means(run.world)
-    variance = means["eval/chosen_share_std"] - means["eval/chosen_share"] ** 2  # so far the mean square
-    return means | {"eval/chosen_share_std": math.sqrt(max(variance, 0.0))}
+    mean_square_to_std(means, "eval/chosen_share")
+    return means

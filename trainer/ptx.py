@@ -71,9 +71,9 @@ class Ptx:
         return f"{self.data.path}: {self.data.describe()}, weight {self.coef:g} (--ptx_coef)"
 
 
-def load_ptx(args, world, tokenizer, actor):
-    """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. Raises InputError for a wrong file or
-    record, or for demonstrations that are longer than the model."""
+def load_ptx(args, world, tokenizer, actor, per_batch):
+    """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. per_batch: optimizer steps of a batch.
+    Raises InputError for a wrong file or record, or for demonstrations that are longer than the model."""
     if not args.ptx_data_path:
         return None
     data = Demonstrations(
@@ -85,5 +85,4 @@ def load_ptx(args, world, tokenizer, actor):
             f"{limit} positions; lower --max_seq_len or --max_gen_len, whose sum is the longest that is kept"
         )
     check_ends(data[0], tokenizer, actor)
-    per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
     return Ptx(data, args.ptx_coef, (args.seed, per_batch, args.mini_batch_size * world.size), world)

@@ -19,12 +19,13 @@ from errors import InputError
 from model.compatibility import check_tokenizer, eos_ids, most_positions
 from model.loading import load_policy, load_tokenizer, tokenizer_source
 from model.saving import save_directory
-from trainer.evaluation import BATCH, EVAL_STEP, share_of
+from trainer.evaluation import BATCH, EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import check_sampling
 from trainer.rewards.reward_models import load_reward_model
+from trainer.runs.distributed import share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.metrics import Metrics
 

@@ -24,10 +24,9 @@ from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import prepare_training
-from trainer.evaluation import share_of
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
-from trainer.runs.distributed import init_world
+from trainer.runs.distributed import init_world, share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.learning_rate import rate_note, suited_rate

@@ -222,7 +222,7 @@ def estimate_advantages(run, rollout):
 def fill_rollout(run, step, batch, metrics):
     """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
     log-probs, values, rewards, advantages, returns."""
-    args, new, penalty = run.args, batch.rollout, None
+    args, new, penalty, entropy = run.args, batch.rollout, None, None
     scorer = partial(PolicyScorer, dtype=run.dtype, early_ends=run.endings.early)
     old_actor, ref = (scorer(model) for model in (run.old_actor, run.ref))
     with run.host.on_device(run.old_actor, run.ref):
@@ -231,7 +231,7 @@ def fill_rollout(run, step, batch, metrics):
         new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
         rollout = run.replay.join(new)
         if args.offline_data_path:
-            entropy = take_reference(rollout)
+            take_reference(rollout)
         else:
             rollout.old_logprobs, entropy = score_entropy_too(rollout, old_actor, args.temperature)
     rollout.counted, least = choose_tokens(args.entropy_top, entropy, rollout.mask, run.world)

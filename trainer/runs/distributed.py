@@ -199,3 +199,10 @@ def init_world(device, require=False):
     store, rank, size = next(dist.rendezvous("env://"))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return World(rank, size, device, Heartbeat(store.clone(), rank, size))
+
+
+def share_of(items, world):
+    """This process' share of a dataset's items, as a list."""
+    if len(items) < world.size:  # too few to share: every process takes all, which gives the same means
+        return [items[i] for i in range(len(items))]
+    return [items[i] for i in range(world.rank, len(items), world.size)]

@@ -1,5 +1,7 @@
 """Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
 
+import math
+
 import torch
 
 from trainer.compute.batching import send
@@ -48,6 +50,14 @@ class Metrics:
         return {
             name: total / max(count, 1.0) for name, (total, count) in zip(self._totals, flat, strict=True)
         }
+
+
+def mean_square_to_std(means, name):
+    """Where ``means``, of ``Metrics.means``, has a mean square as "<name>_std" beside the mean ``name``, make
+    it the population standard deviation."""
+    if f"{name}_std" in means:
+        variance = means[f"{name}_std"] - means[name] ** 2
+        means[f"{name}_std"] = math.sqrt(variance) if variance > 0 else 0.0
 
 
 def _stack(numbers, device):
