@@ -49,6 +49,7 @@ def parse_args(argv=None):
     add("--system_prompt", type=str, help="system message; default: the one of its training; '': none")
     add("--history", default=0, at_least=0, help="turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", default=512, at_least=1, at_most=MANY, help="longest answer in tokens")
+    add("--stop", nargs="*", default=[], type=str, help="texts that end an answer; default: its training's")
     add("--temperature", default=0.0, at_least=0, help="0: always the likeliest token")
     add("--seed", default=42, at_least=0, at_most=2**63 - 1, help="seed of sampling; line n uses seed + n")
     add("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
@@ -70,6 +71,7 @@ from dataset.tokenization import encode, for_tokenizer, render
 from dataset.turns import add_system
 from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
+from trainer.endings import read_stops
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 
@@ -117,24 +119,29 @@ class AnswerStreamer(BaseStreamer):
     """Gets the tokens from ``generate`` and passes their text to ``show`` as soon as it is final.
 
     An incomplete character of several tokens decodes to U+FFFD. So U+FFFD at the end of the text is held
-    back. (transformers' TextStreamer holds back whole words, and loses spaces.) Clean-up of spaces is off,
-    because it would change text that has been shown.
+    back, and so is the beginning of a stop string: an answer ends before the first one. (transformers'
+    TextStreamer holds back whole words, and loses spaces.) Clean-up of spaces is off, because it would change
+    text that has been shown.
     """
 
-    def __init__(self, tokenizer, eos, show, stop):
+    def __init__(self, tokenizer, eos, show, stop, stops=()):
         self.decode, self.eos, self.show, self.stop = tokenizer.decode, eos, show, stop
+        self.stops = stops  # the stop strings
         self.ids = []  # the answer's ids, without the EOS
-        self.finished = False  # True if an EOS ended the answer
+        self.finished = False  # True if an EOS or a stop string ended the answer
         self.text, self.shown = "", 0
 
     def put(self, value):
         self.stop.obey()  # raised here: other code inside generate might catch it
-        if value.dim() == 2:  # the first call brings the prompt
+        if value.dim() == 2 or self.finished:  # the first call brings the prompt
             return
         self.finished = value.item() in self.eos
         self.ids += [] if self.finished else [value.item()]
         self.text = self.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        self._show_up_to(len(self.text.rstrip("\ufffd")))
+        if found := [start for text in self.stops if (start := self.text.find(text)) >= 0]:
+            self.text, self.finished = self.text[: min(found)], True
+        begun = [n for text in self.stops for n in range(len(text)) if self.text.endswith(text[:n])]
+        self._show_up_to(min(len(self.text.rstrip("\ufffd")), len(self.text) - max(begun, default=0)))
 
     def end(self):
         self._show_up_to(len(self.text))
@@ -142,6 +149,10 @@ class AnswerStreamer(BaseStreamer):
     def _show_up_to(self, length):
         self.show(self.text[self.shown : length])
         self.shown = max(self.shown, length)
+
+    def ended(self, input_ids, scores, **more):
+        """The ``StoppingCriteria`` of ``generate``. If it is asked before ``put``, one more token comes."""
+        return torch.tensor([self.finished], device=input_ids.device)
 
 
 class Speaker:
@@ -154,7 +165,10 @@ class Speaker:
         check_tokenizer(self.tokenizer, self.model)
         self.system_prompt = set_system_prompt(self.tokenizer, args.system_prompt)
         self.positions = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
-        self.eos = eos_ids(self.tokenizer, self.model)
+        texts, ids = read_stops(args.stop, self.tokenizer)
+        trained = self.model.generation_config.stop_strings or []  # a list, or one text
+        self.stops = texts or ([trained] if isinstance(trained, str) else trained)
+        self.eos = sorted({*eos_ids(self.tokenizer, self.model), *ids})
         settings = {"eos_token_id": self.eos, "pad_token_id": self.eos[0], "do_sample": args.temperature > 0}
         if args.temperature > 0:
             settings |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
@@ -186,8 +200,9 @@ class Speaker:
         config = GenerationConfig(max_new_tokens=min(max_gen_len, self.positions - len(ids)))
         tokens = torch.tensor([ids], device=self.model.device)
         with StopRequest() as stop:
-            mask, streamer = torch.ones_like(tokens), AnswerStreamer(self.tokenizer, self.eos, show, stop)
-            self.model.generate(tokens, attention_mask=mask, generation_config=config, streamer=streamer)
+            streamer = AnswerStreamer(self.tokenizer, self.eos, show, stop, self.stops)
+            more = {"attention_mask": torch.ones_like(tokens), "stopping_criteria": [streamer.ended]}
+            self.model.generate(tokens, generation_config=config, streamer=streamer, **more)
         return streamer
 
 
@@ -272,6 +287,8 @@ def main(argv=None):
     for speaker in speakers:
         if speaker.system_prompt:
             say(f"{speaker.name}: system message: {speaker.system_prompt[:200]}")
+        if speaker.stops:
+            say(f"{speaker.name}: answers end before {', '.join(map(repr, speaker.stops))}")
     if args.prompt is not None:
         ask(speakers, args.prompt, 0, args)
     elif not sys.stdin.isatty():

@@ -100,7 +100,7 @@ def write_directory(model, tokenizer, target, dtype, figures=""):
             tokenizer.save_pretrained(folder)
             for_older_readers(folder)
             reader = tokenizer_reader(folder, tokenizer)
-            text = card(model, tokenizer, target.name, reader, figures)
+            text = card(model, tokenizer, target.name, reader, figures, generation.stop_strings)
             (folder / "README.md").write_text(text, encoding="utf-8")
             for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
                 shutil.copymode(folder / "config.json", file)
@@ -128,8 +128,9 @@ def tokenizer_reader(folder, tokenizer):
     return "PreTrainedTokenizerFast"
 
 
-def card(model, tokenizer, name, reader, figures):
-    """The model card: facts about the model, how to use it, and the figures of its training."""
+def card(model, tokenizer, name, reader, figures, stops=None):
+    """The model card: facts about the model, how to use it, and the figures of its training. stops: the stop
+    strings of its training (``--stop``): to find them ``generate`` needs the tokenizer."""
     config = model.config
     facts = {
         "architecture": f"`{type(model).__name__}`",
@@ -150,6 +151,7 @@ def card(model, tokenizer, name, reader, figures):
             'tokenizer.apply_chat_template([{"role": "user", "content": "Your question"}],\n'
             '    add_generation_prompt=True, return_dict=True, return_tensors="pt")'
         )
+    more = ", tokenizer=tokenizer" if stops else ""
     trained = f"\n## Training\n\n{figures}\n" if figures else ""
     return f"""---
 library_name: transformers
@@ -170,7 +172,7 @@ from transformers import AutoModelForCausalLM, {reader}
 tokenizer = {reader}.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
 inputs = {ask}
-answer = model.generate(**inputs, do_sample=False, max_new_tokens=128)
+answer = model.generate(**inputs, do_sample=False, max_new_tokens=128{more})
 print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 

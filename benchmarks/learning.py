@@ -55,6 +55,34 @@ OURS = {
     "bf16": ("abcd", {"dtype": "bfloat16"}, None),
     "bf16, no importance weights": ("abcd", {"dtype": "bfloat16", "importance_cap": 0}, None),
 }
+RLOO, HALF = {"advantage": "rloo", "num_generations": 4}, {"learning_rate": 2.5e-4}
+GROUP = {"advantage": "group", "num_generations": 4, "kl_in": "loss"}
+OURS |= {  # docs/algorithms.md: what was tried without a critic, and other options
+    "RLOO, half the rate": ("b", RLOO | HALF, None),
+    "RLOO, twice the rate": ("b", RLOO | {"learning_rate": 1e-3}, None),
+    "RLOO, 2 answers": ("b", RLOO | {"num_generations": 2}, None),
+    "RLOO, 2 answers, half the rate": ("b", RLOO | HALF | {"num_generations": 2}, None),
+    "RLOO, 8 answers": ("b", RLOO | {"num_generations": 8}, None),
+    "RLOO, twice the KL's weight": ("b", RLOO | {"kl_coef": 0.04}, None),
+    "RLOO, half the rate, batches of 64": ("b", RLOO | HALF | {"batch_size": 64}, None),
+    "RLOO, half the rate, 2 PPO epochs": ("b", RLOO | HALF | {"ppo_epochs": 2}, None),
+    "RLOO, half the rate, 2 PPO epochs, replay": (
+        "b",
+        RLOO | HALF | {"ppo_epochs": 2, "replay_batches": 1},
+        None,
+    ),
+    "group, half the rate": ("b", GROUP | HALF, None),
+    "RLOO, half the rate, groups filtered": ("b", RLOO | HALF | {"filter_groups": 2}, None),
+    "group, half the rate, groups filtered": ("b", GROUP | HALF | {"filter_groups": 2}, None),
+    "KL target 0.5": ("b", {"kl_target": 0.5}, None),
+    "KL target 0.5, from 0.2": ("b", {"kl_target": 0.5, "kl_coef": 0.2}, None),
+    "KL target 0.5, shorter horizon": ("b", {"kl_target": 0.5, "kl_coef": 0.2, "kl_horizon": 256}, None),
+    "entropy 0.01": ("b", {"entropy_coef": 0.01}, None),
+    "entropy 0.05": ("b", {"entropy_coef": 0.05}, None),
+    "entropy top 0.2": ("b", {"entropy_top": 0.2}, None),
+    "demonstrations": ("b", {"ptx_data_path": "dataset/demo/sft.jsonl"}, None),
+    "average 0.9": ("b", {"ema_beta": 0.9}, None),
+}
 TRL = {"8 PPO epochs": ("a", {"ppo_epochs": 8}, None), "lambda 1": ("c", {"lam": 1}, None)}
 VARIANTS = {"ours": OURS, "trl": TRL}
 
@@ -118,9 +146,11 @@ def compare(folder, dreams, task, who, more, seeds):
 
 
 def ablate(folder, dreams, task, who, names, seeds):
-    """A trainer at its best rates with one decision changed at a time."""
+    """A trainer at its best rates, or those that the task names, with one decision changed at a time."""
     samples = TASKS[task].get("ablate", TASKS[task]["samples"]) if who == "ours" else TASKS[task]["samples"]
     rates, unchanged = best_rates(load(), task, who), {"": (task, {}, None)}
+    if who == "ours":
+        rates = TASKS[task].get("ablate_rates", rates)
     for name, (tasks, flags, patch) in (unchanged | VARIANTS[who]).items():
         if task in tasks and (not name or not names or name in names):
             for seed in range(min(seeds, TASKS[task]["seeds"])):

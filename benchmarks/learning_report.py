@@ -20,6 +20,40 @@ ESTIMATORS = {  # {variant: its flags}
     "group, 4 answers": "`--advantage group --num_generations 4`",
     "REINFORCE": "`--advantage reinforce`",
 }
+PLAIN_RLOO = "RLOO, 4 answers"
+WITHOUT_CRITIC = {  # {variant: its flags}, on task (b)
+    PLAIN_RLOO: "`--num_generations 4`",
+    "RLOO, half the rate": "`--num_generations 4 --learning_rate 2.5e-4`",
+    "RLOO, twice the rate": "`--num_generations 4 --learning_rate 1e-3`",
+    "RLOO, 2 answers": "`--num_generations 2`",
+    "RLOO, 2 answers, half the rate": "`--num_generations 2 --learning_rate 2.5e-4`",
+    "RLOO, 8 answers": "`--num_generations 8`",
+    "RLOO, twice the KL's weight": "`--num_generations 4 --kl_coef 0.04`",
+    "RLOO, half the rate, batches of 64": "`--num_generations 4 --learning_rate 2.5e-4 --batch_size 64`",
+    "RLOO, half the rate, 2 PPO epochs": "`--num_generations 4 --learning_rate 2.5e-4 --ppo_epochs 2`",
+    "RLOO, half the rate, 2 PPO epochs, replay": (
+        "`--num_generations 4 --learning_rate 2.5e-4 --ppo_epochs 2 --replay_batches 1`"
+    ),
+    "group, 4 answers": "`--num_generations 4`",
+    "group, half the rate": "`--num_generations 4 --learning_rate 2.5e-4`",
+    "RLOO, half the rate, groups filtered": "`--num_generations 4 --learning_rate 2.5e-4 --filter_groups 2`",
+    "group, half the rate, groups filtered": "`--num_generations 4 --learning_rate 2.5e-4 --filter_groups 2`",
+}
+OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on task (b)
+    "KL target 0.5": ("`--kl_target 0.5`", ""),
+    "KL target 0.5, from 0.2": ("`--kl_target 0.5 --kl_coef 0.2`", ""),
+    "KL target 0.5, shorter horizon": ("`--kl_target 0.5 --kl_coef 0.2 --kl_horizon 256`", ""),
+    "entropy 0.01": ("`--entropy_coef 0.01`", ""),
+    "entropy 0.05": ("`--entropy_coef 0.05`", ""),
+    "entropy top 0.2": ("`--entropy_top 0.2`", ""),
+    "demonstrations": ("`--ptx_data_path dataset/demo/sft.jsonl`", ""),
+    "average 0.9": ("`--ema_beta 0.9`: the actor", ""),
+    "RLOO, half the rate, groups filtered": (
+        "`--filter_groups 2`, with RLOO at half the rate",
+        "RLOO, half the rate",
+    ),
+}
+ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ESTIMATORS.keys()  # not in the table of learning.md
 NAMES = {"trl": "TRL", "ours": "here"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
@@ -134,7 +168,8 @@ def variants_table(runs):
     """A row for each changed decision, a column for each task: the end, and in brackets its difference to the
     mean of the same seeds and rates without the change, with the standard error of this difference."""
     runs = [r for r in runs if r["who"] == "ours"]
-    names, rows = list(dict.fromkeys(r["variant"] for r in runs if r["variant"])), []
+    names = [r["variant"] for r in runs if r["variant"] and r["variant"] not in ELSEWHERE]
+    names, rows = list(dict.fromkeys(names)), []
     tasks = [task for task in TASKS if any(r["task"] == task and r["variant"] for r in runs)]
     for name in names:
         row = {"changed": name}
@@ -170,6 +205,48 @@ def estimators_table(runs):
             seconds += [changed[x]["curve"]["seconds"][-1] / plain[x]["curve"]["seconds"][-1] for x in both]
         row["CPU time"] = f"{statistics.median(seconds):.2f}" if seconds else ""
         rows.append(row)
+    return table(rows)
+
+
+def beside(runs, name, other):
+    """A variant of task (b) and the one that it is compared with -> [(its run, the other's)] of each seed."""
+    rates = TASKS["b"]["ablate_rates"]
+    changed, plain = ({r["seed"]: r for r in pick(runs, "b", "ours", x, None, rates)} for x in (name, other))
+    return [(changed[seed], plain[seed]) for seed in sorted(changed.keys() & plain.keys())]
+
+
+def ends(pairs):
+    """Columns on pairs of runs: what the first ones end with, and how long they take beside the others."""
+    changed = [run["curve"] for run, _ in pairs]
+    sampled = [curve.get("sampled", curve["samples"])[-1] for curve in changed]
+    seconds = [run["curve"]["seconds"][-1] / other["curve"]["seconds"][-1] for run, other in pairs]
+    return {
+        "runs": len(pairs),
+        "accuracy": difference([(figure(run), figure(other)) for run, other in pairs]),
+        "KL": f"{statistics.mean(curve['kl'][-1] for curve in changed):.2f}",
+        "samples": f"{statistics.mean(sampled):,.0f}",
+        "CPU time": f"{statistics.median(seconds):.2f}",
+    }
+
+
+def without_critic_table(runs):
+    """A row for each setting that was tried without a critic, on task (b), beside PPO."""
+    found = {name: beside(runs, name, "") for name in WITHOUT_CRITIC}
+    rows = [{"": name, "flags": WITHOUT_CRITIC[name]} | ends(pairs) for name, pairs in found.items() if pairs]
+    return table(rows)
+
+
+def options_table(runs):
+    """A row for each option, on task (b), beside the run without it."""
+    rows = []
+    for name, (flags, other) in OPTIONS.items():
+        if pairs := beside(runs, name, other):
+            rows.append({"option": flags} | ends(pairs))
+        if pairs and "ema_accuracy" in pairs[0][0]["curve"]:
+            average = [(run["curve"]["ema_accuracy"][-1], figure(plain)) for run, plain in pairs]
+            kl = statistics.mean(run["curve"]["ema_kl"][-1] for run, _ in pairs)
+            changed = {"option": flags.replace("the actor", "the average"), "accuracy": difference(average)}
+            rows.append(rows[-1] | changed | {"KL": f"{kl:.2f}"})
     return table(rows)
 
 
@@ -215,19 +292,27 @@ def draw(runs, task, path):
     pyplot.close(shown)
 
 
-def write(runs):
-    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, made in (("main", main_table), ("judges", judges_table), ("variants", variants_table)):
+ON_ALGORITHMS = {
+    "estimators": estimators_table,
+    "without a critic": without_critic_table,
+    "options": options_table,
+}
+
+
+def write_tables(page, runs, tables):
+    """Replace the tables of a page: {name between its marks: function of the runs}."""
+    text = page.read_text(encoding="utf-8")
+    for name, made in tables.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
         text = between.sub(lambda _, m=marks, f=made: f"{m[0]}\n{f(runs)}\n{m[1]}", text)
-    PAGE.write_text(text, encoding="utf-8")
-    text = ALGORITHMS.read_text(encoding="utf-8")
-    marks = "<!-- estimators -->", "<!-- end of estimators -->"
-    between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
-    made = f"{marks[0]}\n{estimators_table(runs)}\n{marks[1]}"
-    ALGORITHMS.write_text(between.sub(lambda _: made, text), encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+
+
+def write(runs):
+    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
+    write_tables(PAGE, runs, {"main": main_table, "judges": judges_table, "variants": variants_table})
+    write_tables(ALGORITHMS, runs, ON_ALGORITHMS)
     for task in TASKS:
         if any(run["task"] == task for run in runs):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")

@@ -98,11 +98,15 @@ class Curve:
     def __init__(self):
         self.points, self.seconds, self.running_since = [], 0.0, None
 
-    def measure(self, judge, policy, samples):
-        """Stop the clock, measure, start it again."""
+    def measure(self, judge, policy, samples, ema=None):
+        """Stop the clock, measure, start it again. ema: an ``Ema`` of the policy, which is measured too."""
         now = time.process_time()
         self.seconds += now - (self.running_since or now)
-        found = {name: round(x, 4) for name, x in judge(policy).items()}
+        found = judge(policy)
+        if ema and ema.beta:
+            with ema.in_place():
+                found |= {f"ema_{name}": x for name, x in judge(policy).items()}
+        found = {name: round(x, 4) for name, x in found.items()}
         self.points.append({"samples": samples, "seconds": round(self.seconds, 2)} | found)
         self.running_since = time.process_time()
 
@@ -114,6 +118,8 @@ def flags_of(request, out):
     if request["who"] == "ours":
         flags |= task.get("ours", {}) | dict(zip(RATES, request["rates"], strict=True))
     flags |= {"seed": request["seed"], **request.get("flags", {})}
+    if "ptx_data_path" in flags:
+        flags["ptx_data_path"] = ROOT / flags["ptx_data_path"]
     if flags.get("advantage", "gae") != "gae":
         flags = {name: x for name, x in flags.items() if name not in OF_THE_CRITIC}
     steps = request["samples"] // flags["batch_size"]
@@ -136,14 +142,28 @@ def run_ours(request, out):
             reference = load_policy(run.args.model).eval()  # the run's own is rounded in bf16
             inputs = run.args, run.reward, run.tokenizer, run.prompts, run.held_out, reference
             kept["judge"] = Judge(request["task"], request["folder"], *inputs)
-        curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size)
+        curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size, run.ema)
         return metrics, rows
 
     train_ppo.evaluate_actor = evaluate
     if request.get("patch"):
         PATCHES[request["patch"]]()
     train_ppo.main(command_line(flags_of(request, out)))
+    if request.get("flags", {}).get("filter_groups"):
+        count_sampled(curve.points, Path(out) / "run" / "metrics.jsonl")
     return curve.points
+
+
+def count_sampled(points, metrics):
+    """Add to each point how many responses were sampled up to it, those of --filter_groups among them."""
+    again = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        again[record["step"]] = record.get("rollout/sampled_again", 0)
+    size = points[-1]["samples"] / max(again)
+    for point in points:
+        more = sum(share for step, share in again.items() if step * size <= point["samples"])
+        point["sampled"] = round(point["samples"] + size * more)
 
 
 def no_whitening():
@@ -151,7 +171,7 @@ def no_whitening():
 
     def centred(x, mask, sum_over_processes):
         mean, _ = ppo.mean_std(sum_over_processes(ppo.moments(x, mask)))
-        return torch.where(mask, x - mean, 0.0), 1.0
+        return torch.where(mask, x - mean, 0.0), 1.0, 1.0
 
     ppo.whiten = centred
 

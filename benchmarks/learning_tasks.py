@@ -33,7 +33,7 @@ POINTS = 8  # evaluations of a run, besides the one at its start
 HELD_OUT = {"c": 128, "d": 512}  # answers of an evaluation on dreams
 WORDS = "abcdefg"  # with EOS and the unknown word: nine tokens
 # "flags": what both trainers get; "rates": those of TRL, and pairs (actor, critic) of ours; "ours", "trl":
-# what only one gets; "more", "ablate": numbers of samples (--more, --variants)
+# what only one gets; "more", "ablate": numbers of samples (--more, --variants); "ablate_rates": of --variants
 TASKS = {
     "a": {
         "title": "three tokens, exact gap",
@@ -62,6 +62,7 @@ TASKS = {
         "rates": {"trl": [2.5e-4, 5e-4, 1e-3], "ours": [(2.5e-4, 5e-4), (5e-4, 5e-4), (1e-3, 5e-4)]},
         "seeds": 3,
         "more": 2_944,
+        "ablate_rates": [5e-4, 5e-4],  # the program's own: best of three seeds, if not with the first
         "trl": {"num_ppo_epochs": 2},
     },
     "c": {

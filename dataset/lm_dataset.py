@@ -72,10 +72,10 @@ class RecordDataset(Dataset):
         self.longest = max(length for _, length in fitting) if self.whole else max_length
         self.fingerprint = digest.hexdigest()[:12]
         self.note = ""
-        if self._tools:
+        if (count := self._tools)["records"]:
             self.note = (
-                f"{path}: tools are ignored: {self._tools['records']} of {len(lengths)} records have them; "
-                f"{self._tools['turns']} turns that call one or hold its result are left out"
+                f"{path}: tools are ignored: {count['records']} of {count['read']} records have them; "
+                f"{count['turns']} turns that call one or hold its result are left out"
             )
 
     def make(self, indices):
@@ -138,8 +138,8 @@ class RecordDataset(Dataset):
                 record = self.records[i]
                 rows.append(form(record, self.keys))
                 turns = tool_turns(record, self.keys)
-            if turns or record.get("tools"):
-                self._tools.update(records=1, turns=turns)
+            has_tools = bool(turns or record.get("tools"))
+            self._tools.update(read=1, records=has_tools, turns=turns)
             self.columns |= dict.fromkeys(record)
         return rows
 

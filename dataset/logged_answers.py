@@ -73,8 +73,9 @@ class LoggedAnswers(RecordDataset):
     def make(self, indices):
         if not self.pairs:
             return self.answers(indices, self.read(indices, _rated))
-        sides = [self.read([i], _sides)[0][i % 2] for i in indices]
-        return self.answers(indices, sides)
+        numbers = dict.fromkeys(i // 2 for i in indices)  # a record is read once, not once for each side
+        sides = dict(zip(numbers, self.read([2 * n for n in numbers], _sides), strict=True))
+        return self.answers(indices, [sides[i // 2][i % 2] for i in indices])
 
     def answers(self, indices, rows):
         """Rows (record, prompt, response, score) of these record numbers -> list of ``LoggedAnswer``."""

@@ -314,6 +314,12 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(name
     assert "choose one of model, score, length, finished, or one of them with _greedy" in str(error.value)
 
 
+def test_the_average_of_the_actor_decides_nothing():
+    line = "--best_metric ema/score: compares the actor, .* and not its average; choose score$"
+    with pytest.raises(InputError, match=line):
+        chosen("ema/score")
+
+
 def test_what_has_no_greedy_twin_is_known_by_its_exact_name():
     """pass@k: k = 2, 4 … up to --num_generations, as evaluate in evaluation.py logs them."""
     for name in ("pass@2", "pass@4", "accuracy_greedy"):

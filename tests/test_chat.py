@@ -19,9 +19,11 @@ from dataset.prompt_template import set_system_prompt
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
-from trainer.generation.engine import sample
+from trainer.endings import Endings, keep_endings
+from trainer.generation.engine import Sampler, sample
 from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.stops import StopStrings
 from trainer.runs.interrupts import StopRequest
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
@@ -386,6 +388,80 @@ def test_no_template_no_history(tmp_path, monkeypatch, capsys):
 def test_broken_characters_in_a_prompt(tmp_path, monkeypatch, capsys):
     one = speaker(save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS)))
     assert converse([one], ["w1 \udcff"], monkeypatch) == 0  # as a terminal passes on a stray byte
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def test_an_answer_ends_before_the_stop_strings_of_training(tmp_path, capsys):
+    """They are saved beside the weights. The trainer's sampler ends its answers at the same token."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = talker(tokenizer)
+    model.lm_head.weight.data[0] = 0  # no EOS
+    path = tmp_path / "ppo_actor_32.pth"
+    save_policy(model, tokenizer, path)
+    whole = trainers_answer(path, [user("w1")])
+    word = whole.split()[6]
+    stop = f" {word[:2]}"  # w and a digit: the stop string can end inside of a word
+    stops = StopStrings([stop], tokenizer)
+    keep_endings(Endings([0], stops, None), model)
+    save_policy(model, tokenizer, path)
+    one = speaker(path)
+    ids, model = one.encode("w1", 12), load_policy(path)
+    rollout = Sampler(model, model.dtype, 2).sample([ids], noise_keys(0, 0, [0]), [0], 12, 0.0, 0, stops)
+    pieces = []
+    answer = one.answer(ids, 12, pieces.append)
+    assert answer.finished and answer.ids == rollout.responses()[0]
+    assert (
+        "".join(pieces) == answer.text == response_texts(rollout, tokenizer, stops)[0] == whole.split(stop)[0]
+    )
+    assert 0 < len(answer.text) < len(whole)
+    chat.main(["--model", str(path), "--prompt", "w1", "--max_gen_len", "12", "--device", "cpu"])
+    said = capsys.readouterr()
+    assert said.out.rstrip("\n") == answer.text.rstrip("\n") and f"answers end before {stop!r}" in said.err
+
+
+def test_transformers_ends_there_too_if_it_has_the_tokenizer(tmp_path, monkeypatch):
+    tokenizer, asked = byte_tokenizer(), torch.tensor([[40, 41]])
+    model = talker(tokenizer)
+    whole = model.generate(asked, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
+    ascii_ids = [i for i in whole if tokenizer.decode([i]).isalnum()]
+    keep_endings(Endings([0], StopStrings([tokenizer.decode(ascii_ids[2:3])], tokenizer), None), model)
+    save_policy(model, tokenizer, tmp_path / "a.pth")
+    model = load_policy(tmp_path / "a.pth")
+    ended = model.generate(asked, tokenizer=tokenizer, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
+    assert ended == whole[: whole.index(ascii_ids[2]) + 1] and len(ended) < 40
+    came, put = [], chat.AnswerStreamer.put
+    monkeypatch.setattr(
+        chat.AnswerStreamer, "put", lambda self, value: came.append(value) or put(self, value)
+    )
+    assert speaker(tmp_path / "a.pth").answer([40, 41], 40, len).ids == ended
+    assert len(came) <= 1 + len(ended) + 1  # the prompt; one more, where generate asks before it shows
+
+
+def test_stop_strings_and_special_tokens_can_be_given(out):
+    path = out / "ppo_actor_32.pth"
+    whole = trainers_answer(path, [user("w1")])
+    words = whole.split()
+    for given in ([words[2]], [words[2], words[3]], [f"{words[1]} {words[2]}"]):
+        one = speaker(path, stop=given)
+        answer = one.answer(one.encode("w1", 12), 12, len)
+        assert answer.finished and answer.text == whole[: min(whole.find(text) for text in given)]
+    assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == [0]
+    with pytest.raises(InputError, match="--stop ''"):
+        speaker(path, stop=[""])
+
+
+def test_what_may_begin_a_stop_string_is_shown_late():
+    tokenizer, pieces = byte_tokenizer(), []
+    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest(), ["\nYou:", "END"])
+    for token in tokenizer("a\nYo E EN\nYou: x")["input_ids"]:  # generate may bring more tokens
+        stream.put(torch.tensor([token]))
+        assert "a\nYo E EN".startswith("".join(pieces))
+        assert stream.finished == stream.ended(torch.tensor([[1]]), None).item()
+    assert stream.finished
+    stream.end()
+    assert "".join(pieces) == stream.text == "a\nYo E EN"
 
 
 # ---------------------------------------------------------------- sampling and streaming

@@ -1,10 +1,19 @@
 """Stop strings, a least length, the penalty of length and step rewards together, in runs that are resumed and
 in two processes."""
 
-import shutil
+import json
 
 import pytest
-from tiny import finish, flags, launch_torchrun, load_weights, read_jsonl, run_files, same_run, without_time
+from same_runs import (
+    CRITIC,
+    EXACT,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from tiny import flags, read_jsonl, run_files, train
 
 from trainer import train_ppo
 
@@ -13,10 +22,9 @@ def score(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c in "be"] for r in responses]
     return [[(i, 0.5) for i in mine] if len(r) % 4 else 0.1 * len(r) for r, mine in zip(responses, places)]
 """
-RUN = {"max_gen_len": 8, "min_gen_len": 3, "overlong_buffer": 3, "overlong_penalty": 0.5, "max_steps": 4}
-RUN |= {"replay_batches": 1, "update_old_actor_freq": 2, "critic_warmup_steps": 1, "epochs": 9}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "device": "cpu", "dtype": "float32"}
-RUN |= {"run_name": "r", "log_interval": 1000, "save_interval": 2, "eval_interval": 4, "critic_init": "actor"}
+RUN = EXACT | CRITIC | {"max_steps": 4, "eval_interval": 4, "critic_init": "actor", "max_gen_len": 8}
+RUN |= {"min_gen_len": 3, "overlong_buffer": 3, "overlong_penalty": 0.5}
+RUN |= {"replay_batches": 1, "update_old_actor_freq": 2}
 ENDS = ["--stop", "b ", "d", "--stop_token_ids", "9"]
 SAME = {"reward/score", "reward/function", "reward/overlong", "rollout/length", "rollout/finished", "kl/k1"}
 SAME |= {"policy/entropy", "policy/first_ratio", "eval/score", "eval/length", "value/return"}
@@ -30,9 +38,8 @@ def files(tmp_path_factory):
     return found | {"reward_fn": f"{folder / 'steps.py'}:score", "eval_data_path": found["data_path"]}
 
 
-def argv_of(files, out, batch_size=16, **more):
-    sizes = {"batch_size": batch_size, "mini_batch_size": batch_size // 2, "out_dir": out}
-    return [*flags(**files, **RUN, **sizes, **more), *ENDS]
+def argv_of(files, out, responses=16):
+    return [*flags(**files, **RUN, **sizes(responses), out_dir=out), *ENDS]
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +59,20 @@ def test_every_ending_occurs(whole):
 
 
 def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, tmp_path):
-    run = shutil.copytree(whole, tmp_path / "r")
-    shutil.rmtree(run / "checkpoints" / "step_4")
-    train_ppo.main([*argv_of(files, tmp_path), "--resume", "auto"])
-    same_run(whole, run, step=4)
+    resumed_is_the_same(whole, argv_of(files, tmp_path), tmp_path, last=4)
 
 
 def test_two_processes_equal_one(whole, files, tmp_path):
-    finish(launch_torchrun(2, [*argv_of(files, tmp_path, batch_size=8), "--ddp"]))
-    for name in ("actor", "critic"):
-        one, two = (load_weights(folder, 4, name) for folder in (whole, tmp_path / "r"))
-        assert max((one[key] - two[key]).abs().max().item() for key in one) < 2e-5
-    lines = [without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (whole, tmp_path / "r")]
-    for here, there in zip(*lines, strict=True):
-        for name in SAME & here.keys():
-            assert there[name] == pytest.approx(here[name], rel=1e-4, abs=1e-5), name
+    run_in_two_processes(argv_of(files, tmp_path, responses=8))
+    same_weights(whole, tmp_path / "r", 4, ("actor", "critic"), most=2e-5)
+    same_metrics(whole, tmp_path / "r", SAME, rel=1e-4, abs=1e-5)
+
+
+def test_the_result_knows_what_ends_its_answers(whole, files, tmp_path):
+    """generation_config.json has the endings of this run, and none of an earlier one."""
+    ends = json.loads((whole.parent / "ppo_actor_32" / "generation_config.json").read_text())
+    assert (ends["stop_strings"], ends["eos_token_id"]) == (["b ", "d"], [0, 9])
+    again = {**files, "model": whole.parent / "ppo_actor_32.pth", "max_gen_len": 4, "max_steps": 1}
+    train(**again, batch_size=4, critic_init="actor", out_dir=tmp_path)
+    ends = json.loads((tmp_path / "ppo_actor_32" / "generation_config.json").read_text())
+    assert "stop_strings" not in ends and ends["eos_token_id"] == [0, 9]

@@ -8,6 +8,7 @@ from test_invariants import ALONE, files, filled_rollout, make_run
 
 from errors import InputError
 from trainer import ppo, train_ppo
+from trainer.compute import scoring
 from trainer.compute.scoring import PolicyScorer, score_entropy_too, score_policy
 from trainer.entropy_top import choose_tokens
 
@@ -89,7 +90,7 @@ def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
     run, prompts = make_run(files, entropy_top=0.3)
     rollout, metrics = filled_rollout(run, prompts)
     scorer = PolicyScorer(run.old_actor, run.dtype)
-    logprobs, entropy = score_entropy_too(rollout, scorer, 1.0)
+    logprobs, entropy = score_entropy_too(rollout, scorer, 1.0, True)
     assert logprobs.equal(score_policy(rollout, scorer, 1.0))
     assert rollout.old_logprobs.equal(logprobs)
     with torch.no_grad():
@@ -101,3 +102,16 @@ def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
     least = metrics.means(ALONE)["policy/entropy_threshold"]
     assert rollout.counted.equal((entropy >= least - 1e-7) & rollout.mask)
     assert 0.2 < rollout.counted.sum() / rollout.mask.sum() < 0.4
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_entropies_are_brought_only_where_they_are_asked_for(files, monkeypatch, share):
+    run, prompts = make_run(files, entropy_top=share)
+    brought, count = [], scoring.score_all
+    monkeypatch.setattr(scoring, "score_all", lambda *args: brought.append(count(*args)) or brought[-1])
+    rollout, _ = filled_rollout(run, prompts)
+    _, scored, *_ = brought  # of the reference, of the old actor
+    assert scored.shape == (2 if share < 1 else 1, *rollout.mask.shape)
+    scorer = PolicyScorer(run.old_actor, run.dtype)
+    logprobs, entropy = score_entropy_too(rollout, scorer, 1.0, False)
+    assert entropy is None and logprobs.equal(rollout.old_logprobs)

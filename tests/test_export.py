@@ -154,6 +154,17 @@ def test_the_code_of_the_model_card_works(demo, tmp_path):
     assert "<answer>" in in_a_fresh_process(code.replace("Your question", "What is 2 plus 3?"), tmp_path)
 
 
+def test_with_stop_strings_it_works_too(tmp_path):
+    """The demo's policy as a run with --stop 'answer' leaves it."""
+    model, tokenizer = load_policy(ROOT / "model/demo/policy"), load_tokenizer(ROOT / "model/demo/policy")
+    model.generation_config.stop_strings = ["answer"]
+    save_policy(model, tokenizer, tmp_path / "stops.pth")
+    run(tmp_path / "stops.pth", tmp_path / "exported")
+    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "exported" / "README.md").read_text(), re.S)
+    said = in_a_fresh_process(code.replace("Your question", "What is 2 plus 3?"), tmp_path)
+    assert said.count("answer") == 1 and "</answer>" not in said
+
+
 # ---------------------------------------------------------------- what is in the directory
 
 

@@ -1,6 +1,7 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, --reasoning, .pth."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 from tiny import tiny_llama, word_tokenizer, write_jsonl
@@ -17,6 +18,10 @@ def parsed(*argv):
     return train_ppo.flag_parser().parse_args(argv)
 
 
+def completed(*argv):
+    return train_ppo.parse_args(argv)
+
+
 @pytest.mark.parametrize(
     ("given", "batch", "mini"),
     [
@@ -31,7 +36,7 @@ def parsed(*argv):
     ],
 )
 def test_sizes_follow_each_other(given, batch, mini):
-    args = complete_flags(parsed(*given))
+    args = completed(*given)
     assert (args.batch_size, args.mini_batch_size) == (batch, mini)
 
 
@@ -49,7 +54,7 @@ def test_sizes_follow_each_other(given, batch, mini):
     ],
 )
 def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
-    args = complete_flags(parsed("--num_generations", str(answers), *given))
+    args = completed("--num_generations", str(answers), *given)
     assert (args.batch_size, args.mini_batch_size) == (batch, mini)
     assert count_steps(args, 10 * batch, 1) == 10 * answers  # prompts are what epochs count
 
@@ -78,27 +83,48 @@ def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
 )
 def test_flags_that_do_not_go_with_an_estimator_are_refused(given, line):
     with pytest.raises(InputError, match=line):
-        complete_flags(parsed(*given))
+        completed(*given)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "argv"),
+    [
+        ("vf_coef", 0.7, ["--advantage", "reinforce"]),
+        ("critic_lam", 0.9, ["--advantage", "rloo", "--num_generations", "2"]),
+        ("lam", 0.8, ["--advantage", "group", "--num_generations", "2"]),
+        ("overlong_penalty", 2.0, []),
+        ("overlong_penalty", 2.0, ["--offline_data_path", "x"]),
+    ],
+)
+def test_who_edits_a_default_is_not_told_to_leave_out_a_flag_never_given(name, default, argv):
+    parser, old = train_ppo.flag_parser(), train_ppo.flag_parser().flags[name].default
+    parser.set_defaults(**{name: default})
+    parser.flags[name] = replace(parser.flags[name], default=default)
+    args = complete_flags(parser.parse_args(argv), parser.flags)
+    assert getattr(args, name) == (1.0 if name == "lam" else default)  # without a critic there is no lambda
+    value = str(0.5 if old is None else old)
+    with pytest.raises(InputError, match=f"--{name}"):
+        complete_flags(parser.parse_args([*argv, f"--{name}", value]), parser.flags)
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="--mini_batch_size 3: must divide --batch_size 8"):
-        complete_flags(parsed("--batch_size", "8", "--mini_batch_size", "3"))
+        completed("--batch_size", "8", "--mini_batch_size", "3")
     with pytest.raises(InputError, match="--mini_batch_size 1048577: must be at most 1048576"):
         parsed("--mini_batch_size", "1048577")  # without an end, --batch_size would be as large
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)])
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(steps, warmup):
-    args = complete_flags(parsed("--max_steps", str(steps)))
+    args = completed("--max_steps", str(steps))
     assert count_steps(args, 10**6, 1) == steps
     assert args.critic_warmup_steps == warmup
 
 
 @pytest.mark.parametrize(("tokens", "lam"), [(1, 0.95), (64, 0.95), (65, 1.0), (512, 1.0)])
 def test_lambda_is_chosen_by_the_length_of_the_answers(tokens, lam):
-    assert complete_flags(parsed("--max_gen_len", str(tokens))).lam == lam
-    assert complete_flags(parsed("--max_gen_len", str(tokens), "--lam", "0")).lam == 0
+    assert completed("--max_gen_len", str(tokens)).lam == lam
+    assert completed("--max_gen_len", str(tokens), "--lam", "0").lam == 0
 
 
 @pytest.mark.parametrize("steps", [4, 46])
@@ -109,7 +135,7 @@ def test_with_a_constant_rate_warmup_does_not_depend_on_the_length(steps):
 
 
 def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
-    args = complete_flags(parsed("--max_steps", "3", "--critic_warmup_steps", "2"))
+    args = completed("--max_steps", "3", "--critic_warmup_steps", "2")
     assert count_steps(args, 10**6, 1) == 3
     assert args.critic_warmup_steps == 2
     args.critic_warmup_steps = 3
@@ -151,14 +177,14 @@ def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
     ],
 )
 def test_the_held_out_prompts_of_the_demo_belong_to_its_prompts(given, held_out):
-    args = complete_flags(parsed(*given))
+    args = completed(*given)
     assert args.eval_data_path == held_out
     assert args.data_path == ("mine.jsonl" if "--data_path" in given else str(DEMO["data_path"]))
     assert args.model == str(DEMO["model"])
 
 
 def test_the_demo_is_rewarded_for_its_format():
-    assert complete_flags(parsed()).reasoning == 1
+    assert completed().reasoning == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +201,7 @@ def test_which_pth_hidden_size_names(tmp_path, there, given, name, reasoning):
         (tmp_path / f"{stem}_64.pth").touch()
     more = [] if given is None else ["--reasoning", str(given)]
     argv = ["--hidden_size", "64", "--out_dir", str(tmp_path), "--data_path", "x", "--reward_url", "http://x"]
-    args = complete_flags(parsed(*argv, *more))
+    args = completed(*argv, *more)
     assert args.model == str(tmp_path / f"{name}_64.pth")
     assert args.reasoning == reasoning
 

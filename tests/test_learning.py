@@ -3,11 +3,12 @@
 import importlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import ROOT, tiny_llama, word_tokenizer
+from tiny import ROOT, tiny_llama, word_tokenizer, write_jsonl
 
 from trainer.rewards.reward import Reward
 
@@ -119,6 +120,43 @@ def test_tables_have_the_median_the_samples_to_the_peers_end_and_differences_by_
     assert report.until(runs[:3], 0.99) == "not reached"
 
 
+def of_the_demo(variant, seed, accuracy, seconds, **more):
+    curve = {
+        "samples": [0, 5888],
+        "seconds": [0, seconds],
+        "accuracy": [0.5, accuracy],
+        "kl": [0, 0.7],
+    } | more
+    facts = {"task": "b", "who": "ours", "variant": variant, "rates": [5e-4, 5e-4], "seed": seed}
+    return facts | {"samples": 5888, "curve": curve}
+
+
+def test_what_an_option_costs_and_gives_by_hand(benchmark):
+    """Each beside the same seeds without it. What was sampled again counts. The average has its own row."""
+    report = benchmark("learning_report")
+    runs = [of_the_demo("", seed, 0.9 + seed / 100, 60) for seed in range(3)]
+    runs += [of_the_demo("RLOO, half the rate", 1, 0.90, 40)]
+    runs += [of_the_demo("RLOO, half the rate, groups filtered", 1, 0.92, 50, sampled=[0, 8000])]
+    average = {"ema_accuracy": [0.5, 0.93], "ema_kl": [0, 0.5]}
+    runs += [of_the_demo("average 0.9", seed, 0.91 + 2 * seed / 100, 66, **average) for seed in range(2)]
+    runs += [of_the_demo("entropy 0.01", 7, 0.1, 66)]  # there is no such seed without it
+    actor, mean, groups = report.options_table(runs).splitlines()[2:]
+    assert actor == "| `--ema_beta 0.9`: the actor | 2 | 0.920 (+0.015 ± 0.005) | 0.70 | 5,888 | 1.10 |"
+    assert mean == "| `--ema_beta 0.9`: the average | 2 | 0.930 (+0.025 ± 0.005) | 0.50 | 5,888 | 1.10 |"
+    assert groups.endswith("| 1 | 0.920 (+0.020) | 0.70 | 8,000 | 1.25 |")
+    row, _ = report.without_critic_table(runs).splitlines()[2:]
+    assert row.startswith(
+        "| RLOO, half the rate | `--num_generations 4 --learning_rate 2.5e-4` | 1 | 0.900 (-0.010)"
+    )
+
+
+def test_what_was_sampled_again_is_counted(benchmark, tmp_path):
+    points = [{"samples": n} for n in (0, 200, 300)]
+    lines = [{"step": 0}, *({"step": n, "rollout/sampled_again": n / 10} for n in (1, 2, 3))]
+    benchmark("learning_run").count_sampled(points, Path(write_jsonl(tmp_path / "metrics.jsonl", lines)))
+    assert [point["sampled"] for point in points] == [0, 230, 360]
+
+
 def test_the_best_rate_is_that_of_the_first_seeds_end(benchmark):
     report = benchmark("learning_report")
     runs = [a_run("trl", 0, [0, 0, end]) | {"rates": [rate]} for rate, end in ((1, 0.2), (2, 0.5), (3, 0.4))]
@@ -156,6 +194,12 @@ def test_the_page_shows_the_tables_of_its_results(benchmark):
     text = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
     for table in (report.main_table(runs), report.judges_table(runs), report.variants_table(runs)):
         assert table in text
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    assert all(table(runs) in text for table in report.ON_ALGORITHMS.values())
+    variants = benchmark("learning").OURS.keys()
+    assert report.WITHOUT_CRITIC.keys() | report.OPTIONS.keys() | report.ESTIMATORS.keys() <= variants | {
+        "GAE"
+    }
     assert all(math.isfinite(report.figure(r)) for r in runs)
 
 

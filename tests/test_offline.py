@@ -97,20 +97,24 @@ def plain_logprobs(model, item):
 def test_what_an_evaluation_says_of_pairs_by_hand(files):
     run = make_run(files)
     start = evaluate_pairs(run)
-    assert start["eval/chosen_preferred"] == 0.5
+    assert start["eval/chosen_preferred"] == 0.5 and start["eval/chosen_share_change_std"] == 0
     for p in run.actor.parameters():
         p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    preferred, shares = 0.0, []
+    preferred, shares, changes = 0.0, [], []
     for both in run.held_out_pairs:
         now, ref = ([plain_logprobs(model, item) for item in both] for model in (run.actor, run.ref))
-        chosen, rejected = (x.mean().exp() for x in now)
-        shares.append(chosen / (chosen + rejected))
+        was, share = (a / (a + b) for a, b in ([x.mean().exp() for x in side] for side in (ref, now)))
+        shares.append(share)
+        changes.append(share - was)
         moved = [(x - y).sum() for x, y in zip(now, ref, strict=True)]
         preferred += (moved[0] > moved[1]).float() / 21
     found = evaluate_pairs(run)
     shares = torch.stack(shares).double()
     assert found["eval/chosen_share"] == pytest.approx(shares.mean().item(), rel=1e-4)
     assert found["eval/chosen_share_std"] == pytest.approx(shares.std(correction=0).item(), rel=1e-3)
+    wanted = torch.stack(changes).double().std(correction=0).item()
+    assert found["eval/chosen_share_change_std"] == pytest.approx(wanted, rel=1e-3)
+    assert "eval/chosen_share_change" not in found
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
     batch, items = one_batch(run)
     wanted = [(plain_logprobs(run.actor, x) - plain_logprobs(run.ref, x)).sum().item() for x in items]

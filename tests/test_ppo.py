@@ -133,25 +133,28 @@ def test_scale_to_one_divides_by_the_root_mean_square_of_all_processes():
     """Squares 9 + 1 here and 16 + 4 there, over five tokens: sqrt(6). The sign of every number stays."""
     x = torch.tensor([[3.0, 1.0, math.inf]])
     mask = torch.tensor([[True, True, False]])
-    scaled, size = ppo.scale_to_one(x, mask, lambda t: t + torch.tensor([6.0, 20.0, 3.0]).double())
-    assert size == pytest.approx(6**0.5)
+    there = torch.tensor([6.0, 20.0, 3.0]).double()
+    scaled, size, divisor = ppo.scale_to_one(x, mask, lambda t: t + there)
+    assert size == divisor == pytest.approx(6**0.5)
     assert scaled.tolist() == [pytest.approx([3 / 6**0.5, 1 / 6**0.5, 0])]
     assert ppo.scale_to_one(torch.zeros(1, 3), mask, lambda t: t)[0].tolist() == [[0, 0, 0]]
+    same, size, divisor = ppo.leave_as_is(x, mask, lambda t: t + there)
+    assert same is x and divisor == 1 and size == pytest.approx(6**0.5)
 
 
 def test_a_batch_without_any_signal_leaves_kl_and_entropy_their_weight():
     """Zeros, divided by 1: KL loss and entropy bonus are divided by the same number. Small rewards are a
-    signal: they are divided by 0.0001 or more."""
+    signal: they are divided by 0.0001 or more. The spread that is logged is the true one in both cases."""
     mask = torch.tensor([[True, True, False]])
     for normalize in (ppo.scale_to_one, ppo.whiten):
-        scaled, size = normalize(torch.zeros(1, 3), mask, lambda t: t)
-        assert (scaled.tolist(), size) == ([[0, 0, 0]], 1.0)
+        scaled, *sizes = normalize(torch.zeros(1, 3), mask, lambda t: t)
+        assert (scaled.tolist(), sizes) == ([[0, 0, 0]], [0.0, 1.0])
         for x, divisor in ((2e-4, 2e-4), (1e-5, 1e-4)):
-            scaled, size = normalize(torch.tensor([[x, -x, math.nan]]), mask, lambda t: t)
+            scaled, *sizes = normalize(torch.tensor([[x, -x, math.nan]]), mask, lambda t: t)
             assert scaled.tolist() == [pytest.approx([x / divisor, -x / divisor, 0])]
-            assert size == pytest.approx(divisor)
-    scaled, size = ppo.whiten(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
-    assert (scaled.tolist(), size) == ([[0, 0, 0]], 1.0)
+            assert sizes == [pytest.approx(x), pytest.approx(divisor)]
+    scaled, *sizes = ppo.whiten(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
+    assert (scaled.tolist(), sizes) == ([[0, 0, 0]], [0.0, 1.0])
 
 
 @pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])

@@ -333,7 +333,6 @@ class Plain:
         self.note("kl/sequence", torch.stack(k1_of_rows))
         self.note("rollout/sampler_gap", (self.sampled_logprobs - self.old_logprobs)[new].abs())
         self.note("rollout/importance_weight", self.weights[new])
-        self.note("policy/advantage_std", self.std[None])
         if not self.critic:
             return
         values = self.old_values[new]
@@ -362,12 +361,12 @@ class Plain:
                 else:
                     of_rows.append((mine - np.mean(group)) / max(np.std(group, ddof=1), 1e-4))
             advantages = torch.tensor(of_rows)[self.row]
-        self.std, middle = advantages.std(correction=0), advantages.mean()
-        if kind == "rloo":
-            self.std, middle = advantages.square().mean().sqrt(), 0.0
-        if kind == "group":
-            self.std, middle = torch.ones(()), 0.0
-        self.advantages = (advantages - middle) / self.std
+        std, middle = advantages.std(correction=0), advantages.mean()
+        if kind in ("rloo", "group"):
+            std, middle = advantages.square().mean().sqrt(), 0.0
+        self.note("policy/advantage_std", std[None])
+        self.unit = torch.ones(()) if kind == "group" else std
+        self.advantages = (advantages - middle) / self.unit
 
     def gae(self, rewards, values, lam):
         """Advantages, token by token from the end of each response"""
@@ -439,7 +438,7 @@ class Plain:
             for t in range(len(rows)):
                 after = [u for u in range(t, len(rows)) if rows[u] == rows[t]]
                 later = sum((args.gamma * args.lam) ** (u - t) * moved[u] for u in after)
-                advantages[t] -= self.kl_coef / self.std * later
+                advantages[t] -= self.kl_coef / self.unit * later
         low, high = 1 - args.clip_epsilon, 1 + (args.clip_epsilon_high or args.clip_epsilon)
         losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         if args.dual_clip:
@@ -454,8 +453,8 @@ class Plain:
         if args.kl_in == "loss":
             k2 = (logprobs - self.ref_logprobs[mine]) ** 2 / 2
             kl = self.weights[mine] * ratio.detach() * k2
-            loss = loss + self.kl_coef / self.std * kl.mean()
-        loss = loss - args.entropy_coef / self.std * entropy.mean()
+            loss = loss + self.kl_coef / self.unit * kl.mean()
+        loss = loss - args.entropy_coef / self.unit * entropy.mean()
         approx_kl = ratio - 1 - torch.log(ratio)
         if "policy/ratio" not in self.noted:
             self.note("policy/first_ratio", ratio)

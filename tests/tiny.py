@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -154,6 +155,20 @@ def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
     command = [PYTHON, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += options or rendezvous
     return _start([*command, str(script), *argv], environment)
+
+
+def launch_two(argv, **environment):
+    """Two processes with the environment that torchrun gives them, but without torchrun, which takes longer
+    to start than they take to train. Where a process dies or gets a signal, tests use torchrun."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
+    return [launch(argv, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
 
 
 def _start(command, environment, kind=subprocess.Popen):

@@ -66,8 +66,8 @@ TRAIN_PPO = [
         "run.respond(run.actor, prompts",
         "the actor samples, not the old actor",
     ),
-    ("run.kl.coef / mb.advantage_std,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
-    ("args.entropy_coef / mb.advantage_std", "args.entropy_coef", "the entropy is not divided by the std"),
+    ("run.kl.coef / mb.advantage_unit,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
+    ("args.entropy_coef / mb.advantage_unit", "args.entropy_coef", "the entropy is not divided by the std"),
     ("rollout.counted, least = choose", "_, least = choose", "all tokens count in the policy loss"),
     ("    run.ema.follow(step)\n", "", "no weights are averaged", EMA),
     ("loss = loss - args.entropy_coef", "loss = loss + args.entropy_coef", "the entropy is punished"),
@@ -117,7 +117,7 @@ TRAIN_PPO = [
         "        rollout.returns = rollout.advantages + rollout.values\n",
         "returns from whitened advantages",
     ),
-    ("normalize(advantages, mask, run.world.sum)", "advantages, 1.0", "advantages are not whitened"),
+    ("normalize(advantages, mask, run.world.sum)", "advantages, 1.0, 1.0", "advantages are not whitened"),
     ('"rloo": ppo.scale_to_one,', '"rloo": ppo.whiten,', "RLOO's advantages are whitened"),
     (', "group": ppo.leave_as_is}', "}", "the group's advantages are divided a second time"),
     ('{"rloo": ppo.leave_one_out,', '{"rloo": ppo.group_normalized,', "RLOO is GRPO"),
@@ -298,7 +298,14 @@ PPO = [
         FORMULAS,
     ),
     ("return divide(x - mean_std(total)[0], mask", "return divide(x, mask", "whitening keeps the mean"),
-    ("return torch.zeros_like(x), 1.0", "size = LEAST_STD", "KL and entropy count 10,000 times", FORMULAS),
+    ("return torch.zeros_like(x), 0.0, 1.0", "pass", "KL and entropy count 10,000 times", FORMULAS),
+    ("zeros_like(x), 0.0, 1.0", "zeros_like(x), 1.0, 1.0", "equal advantages seem to differ", FORMULAS),
+    (
+        "mask, x / divisor, 0.0), size, divisor",
+        "mask, x / divisor, 0.0), divisor, divisor",
+        "a false std",
+        FORMULAS,
+    ),
     ("without_rounding(total - others, total)", "(total - others)", "RLOO learns from rounding", FORMULAS),
     (
         "without_rounding(total - total.mean(1, keepdim=True), total)",
@@ -1092,9 +1099,9 @@ LOGGED_DATA = {  # demonstrations and logged answers
         ("(means[::2] - means[1::2])", "(means[1::2] - means[::2])", "the rejected answers' share", OFFLINE),
         ("/ rollout.response_len\n", "\n", "long answers have no chance", OFFLINE),
         ("(moved[::2] - moved[1::2])", "(moved[1::2] - moved[::2])", "the rejected are preferred", OFFLINE),
-        ("shares.square().sum()", "shares.sum()", "the spread of the pairs", OFFLINE),
+        ("x.square().sum()", "x.sum()", "the spread of the pairs", OFFLINE),
         (
-            "torch.where(rollout.mask, actor - of_policy(run, rollout, run.ref), 0.0)",
+            "torch.where(rollout.mask, actor - ref, 0.0)",
             "actor",
             "no reference",
             OFFLINE,
@@ -1258,10 +1265,93 @@ ENDS = {
 }
 
 
+OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
+BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
+PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
+ALL_0 = "tests/runs/test_health.py::test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on"
+GIVEN = "tests/test_inputs.py"
+CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
+EMA_DECIDES = "tests/test_best.py::test_the_average_of_the_actor_decides_nothing"
+TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_tokenizer"
+SHOWN_LATE = "tests/test_chat.py::test_what_may_begin_a_stop_string_is_shown_late"
+RESULT_ENDS = "tests/test_endings.py::test_the_result_knows_what_ends_its_answers"
+READ_ONCE = "tests/dataset/test_logged_answers.py::test_each_record_of_a_pair_is_read_once"
+REST = {
+    "chat.py": [
+        (
+            "len(self.text) - max(begun, default=0)",
+            "len(self.text)",
+            "a stop string begins on screen",
+            SHOWN_LATE,
+        ),
+        (
+            "if value.dim() == 2 or self.finished:",
+            "if value.dim() == 2:",
+            "a token behind the end",
+            CHAT_STOPS,
+        ),
+        ('"stopping_criteria": [streamer.ended]', '"stopping_criteria": []', "it talks on", TALKS_ON),
+    ],
+    "trainer/endings.py": [
+        (
+            "config.stop_strings = endings.stops.texts if endings.stops else None",
+            "config.stop_strings = endings.stops.texts if endings.stops else config.stop_strings",
+            "stop strings of an earlier run",
+            RESULT_ENDS,
+        ),
+        ("    if len(endings.eos) > 1:", "    if False:", "--stop_token_ids are not saved", RESULT_ENDS),
+    ],
+    "trainer/build_run.py": [
+        ("    keep_endings(endings, actor)\n", "", "the result does not know its endings", RESULT_ENDS)
+    ],
+    "trainer/inputs.py": [
+        ("if getattr(args, name) != flag.default}", "if getattr(args, name)}", "defaults are given", GIVEN),
+    ],
+    "trainer/train_ppo.py": [
+        ("args.temperature, args.entropy_top < 1", "args.temperature, True", "entropies always", ENTROPY_TOP),
+    ],
+    "trainer/compute/scoring.py": [
+        ("count = 2 if wanted else 1", "count = 2", "entropies are kept for nothing", ENTROPY_TOP),
+    ],
+    "dataset/logged_answers.py": [
+        ("dict.fromkeys(i // 2 for i in indices)", "[i // 2 for i in indices]", "read twice", READ_ONCE),
+        ("[sides[i // 2][i % 2] for", "[sides[i // 2][0] for", "the chosen side twice", READ_ONCE),
+    ],
+    "trainer/offline.py": [
+        ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
+    ],
+    "trainer/runs/summary.py": [
+        ("least = 2 * changes[-1][1]", "least = 4 * changes[-1][1]", "too cautious about pairs", BY_PAIRS),
+    ],
+    "trainer/runs/health_past.py": [
+        (
+            "return 2 * self._best[changes][1]",
+            "return 4 * self._best[changes][1]",
+            "too cautious",
+            PAIRS_FALL,
+        ),
+    ],
+    "trainer/runs/health_critic.py": [
+        ("not (now == 0 or now < GONE * start)", "not now < GONE * start", "advantages of 0 are fine", ALL_0),
+    ],
+    "trainer/rewards/reward.py": [
+        ("self.judging_seconds + new.judging_seconds", "new.judging_seconds", "only the last call", REWARDS),
+    ],
+    "trainer/best.py": [
+        (
+            'if name.startswith("ema/"):',
+            "if False:",
+            "the average is not evaluated, it says",
+            EMA_DECIDES,
+        ),
+    ],
+}
+
+
 def _rows():
     files = [("trainer/train_ppo.py", TRAIN_PPO), ("trainer/ppo.py", PPO)]
     files.append(("trainer/build_run.py", BUILD_RUN))
-    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA):
+    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA, REST):
         files += part.items()
     for file, rows in files:
         for old, new, fault, *tests in rows:

@@ -97,6 +97,11 @@ def choose_best(args, held_out, reward, judge, pairs=None):
         raise InputError(
             f"--best_metric {args.best_metric}: higher is better, and a far policy is not; leave it out"
         )
+    if name.startswith("ema/"):
+        raise InputError(
+            f"--best_metric {name}: compares the actor, which the best file holds, and not its average; "
+            f"choose {name.removeprefix('ema/')}"
+        )
     if name not in sampled and name.removesuffix("_greedy") not in names:
         others = f", or {', '.join(sampled)}" if sampled else ""
         raise InputError(

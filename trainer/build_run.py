@@ -9,7 +9,7 @@ from trainer.best import choose_best
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
-from trainer.endings import load_endings
+from trainer.endings import keep_endings, load_endings
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_rates, count_steps, sampling_sizes
 from trainer.memory_check import check_memory
@@ -60,6 +60,7 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     # With 1 it is the actor, which samples and scores before it learns. A copy has the actor's adapters.
     old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
     endings = load_endings(args, tokenizer, actor)
+    keep_endings(endings, actor)
     total_steps = count_steps(args, len(prompts), world.size)
     schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
 

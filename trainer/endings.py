@@ -18,24 +18,41 @@ class Endings(NamedTuple):
 
 
 def load_endings(args, tokenizer, policy):
-    """Flags -> ``Endings``. Raises InputError for a stop string that no text can have, for one that
-    --reasoning needs in the text, and for an id that the tokenizer does not have."""
-    eos, texts = set(eos_ids(tokenizer, policy)), []
+    """Flags -> ``Endings``. Raises InputError for an id that the tokenizer does not have, and as
+    ``read_stops``."""
+    eos = set(eos_ids(tokenizer, policy))
     known = set(tokenizer.get_vocab().values())
     for i in args.stop_token_ids:
         if i not in known:
             raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
         eos.add(i)
-    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for given in args.stop:
-        text = given.replace("\\n", "\n").replace("\\t", "\t")
-        if text in special:  # texts are without special tokens: its id ends a response
-            eos.add(special[text])
-        else:
-            check_stop(given, text, special, args.reasoning)
-            texts.append(text)
-    eos = sorted(eos)
+    texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
+    eos = sorted(eos | ids)
     return Endings(eos, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, eos))
+
+
+def keep_endings(endings, policy):
+    """Put the endings of a run into the policy's generation config, which is saved beside its weights: with
+    them chat.py and transformers' ``generate`` end an answer where training did."""
+    config = policy.generation_config
+    if len(endings.eos) > 1:  # a single one is that of the model or of the tokenizer
+        config.eos_token_id = endings.eos
+    config.stop_strings = endings.stops.texts if endings.stops else None
+
+
+def read_stops(given, tokenizer, reasoning=0):
+    """--stop as on the command line -> (stop strings, the ids of those that are special tokens: texts are
+    without them). Raises InputError for a text that cannot be one, or that --reasoning needs."""
+    texts, ids = [], set()
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for written in given:
+        text = written.replace("\\n", "\n").replace("\\t", "\t")
+        if text in special:
+            ids.add(special[text])
+        else:
+            check_stop(written, text, special, reasoning)
+            texts.append(text)
+    return texts, ids
 
 
 def check_stop(given, text, special, reasoning):

@@ -44,22 +44,19 @@ DEMO = {
 BATCH_SIZE, MINI_BATCH_SIZE = 128, 32  # where no flag says otherwise
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1  # where only --ptx_data_path is given
-OF_THE_CRITIC = {  # flags and their defaults
-    "critic_learning_rate": None,
-    "critic_lam": 1.0,
-    "critic_init": "auto",
-    "critic_warmup_steps": None,
-    "vf_coef": 0.5,
-    "cliprange_value": 0.5,
-    "lam": None,
-}
+OF_THE_CRITIC = ("critic_learning_rate", "critic_lam", "critic_init", "critic_warmup_steps", "vf_coef")
+OF_THE_CRITIC += ("cliprange_value", "lam")
 SHORT, LAM_OF_SHORT = 64, 0.95  # tokens of an answer, and the lambda that suited such answers best
 
 
-def complete_flags(args):
-    """Check train_ppo.py's flags against each other and fill in paths -> the flags. Raises InputError."""
+def complete_flags(args, flags):
+    """Check train_ppo.py's flags against each other and fill in paths -> the flags. Raises InputError.
+
+    flags: the parser's {name: ``Flag``}. A flag that has its default counts as not given.
+    """
+    given = {name for name, flag in flags.items() if getattr(args, name) != flag.default}
     complete_output_flags(args)
-    check_offline(args)  # first: what follows must not ask for a flag that it refuses
+    check_offline(args, given)  # first: what follows must not ask for a flag that it refuses
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if 0 < args.dual_clip <= 1:
@@ -67,7 +64,7 @@ def complete_flags(args):
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.overlong_penalty != 1 and not args.overlong_buffer:
+    if "overlong_penalty" in given and not args.overlong_buffer:
         what = f"--overlong_penalty {args.overlong_penalty:g}"
         raise InputError(f"{what}: is of use with --overlong_buffer only; give that too")
     if args.kl_target and not args.kl_coef:
@@ -78,14 +75,15 @@ def complete_flags(args):
         raise InputError(f"--ptx_coef {args.ptx_coef:g}: name the demonstrations with --ptx_data_path")
     if args.ptx_data_path and args.ptx_coef is None:
         args.ptx_coef = PTX_COEF
-    complete_advantage(args)
+    complete_advantage(args, given)
     complete_sizes(args)
     fill_paths(args)
     return args
 
 
-def complete_advantage(args):
-    """Choose --lam where it is not given. Raises InputError for flags that do not go with --advantage."""
+def complete_advantage(args, given):
+    """Choose --lam where it is not given. Raises InputError for flags that do not go with --advantage. given:
+    the names of the flags that do not have their defaults."""
     kind = f"--advantage {args.advantage}"
     if args.filter_groups and args.num_generations == 1:
         raise InputError(
@@ -95,9 +93,9 @@ def complete_advantage(args):
         if args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
             args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
         return
-    for name, default in OF_THE_CRITIC.items():
-        if (value := getattr(args, name)) != default:
-            raise InputError(f"--{name} {value}: {kind} has no critic; leave the flag out")
+    for name in OF_THE_CRITIC:
+        if name in given:
+            raise InputError(f"--{name} {getattr(args, name)}: {kind} has no critic; leave the flag out")
     args.lam, args.critic_warmup_steps = 1.0, 0
     if args.advantage == "reinforce":
         return

@@ -47,14 +47,15 @@ NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
 PAIRS = 128  # held-out pairs that are scored together
 
 
-def check_offline(args):
-    """Refuse the flags that make no sense with --offline_data_path, and set those that do nothing then."""
+def check_offline(args, given):
+    """Refuse the flags that make no sense with --offline_data_path, and set those that do nothing then.
+    given: the names of the flags that do not have their defaults."""
     if not args.offline_data_path:
         return
     for name, why in NOT_OFFLINE.items():
         if getattr(args, name):
             raise InputError(f"--offline_data_path: leave out --{name}: {why}")
-    if args.overlong_penalty != 1:
+    if "overlong_penalty" in given:  # without a buffer it does nothing, whatever its default
         raise InputError("--offline_data_path: leave out --overlong_penalty: scores are taken as they are")
     if args.update_old_actor_freq > 1:
         raise InputError("--offline_data_path: leave out --update_old_actor_freq: there is no old actor")
@@ -140,6 +141,8 @@ def evaluate_pairs(run):
     chosen_share      p(chosen) / (p(chosen) + p(rejected)), p of an answer being the geometric mean of the
                       probabilities of its tokens
     chosen_share_std  its standard deviation over the pairs
+    chosen_share_change_std  that of what each pair's share has changed by since the start, when the actor was
+                      the reference; by it a change of the mean is judged
     chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
                       the rejected one; a half where they are equal, as before training
     """
@@ -149,14 +152,23 @@ def evaluate_pairs(run):
         for first in range(0, len(places), PAIRS):
             found = pairs.__getitems__(places[first : first + PAIRS])
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
-            actor = of_policy(run, rollout, run.actor)
-            moved = torch.where(rollout.mask, actor - of_policy(run, rollout, run.ref), 0.0).sum(1)
-            means = torch.where(rollout.mask, actor, 0.0).sum(1) / rollout.response_len
-            shares = torch.sigmoid(means[::2] - means[1::2]).double()
-            metrics.add("eval/chosen_share", shares.sum(), len(found))
-            metrics.add("eval/chosen_share_std", shares.square().sum(), len(found))
+            actor, ref = (of_policy(run, rollout, model) for model in (run.actor, run.ref))
+            moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
+            shares = chosen_shares(actor, rollout)
+            for name, x in (("", shares), ("_change", shares - chosen_shares(ref, rollout))):
+                metrics.add(f"eval/chosen_share{name}", x.sum(), len(found))
+                metrics.add(f"eval/chosen_share{name}_std", x.square().sum(), len(found))
             preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
             metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
     means = metrics.means(run.world)
-    mean_square_to_std(means, "eval/chosen_share")
+    for name in ("eval/chosen_share", "eval/chosen_share_change"):
+        mean_square_to_std(means, name)
+    del means["eval/chosen_share_change"]  # the difference of two evaluations says it
     return means
+
+
+def chosen_shares(logprobs, rollout):
+    """Log-probs [2 P, R] of pairs, chosen and rejected in turn -> p(chosen) / (p(chosen) + p(rejected)), fp64
+    [P], p of an answer being the geometric mean of the probabilities of its tokens."""
+    means = torch.where(rollout.mask, logprobs, 0.0).sum(1) / rollout.response_len
+    return torch.sigmoid(means[::2] - means[1::2]).double()

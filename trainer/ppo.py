@@ -162,7 +162,7 @@ def std_or_zero(total):
 
 def whiten(x, mask, sum_over_processes):
     """x [B, R] less its mean, divided by its standard deviation, both over the response tokens of the whole
-    batch on all processes -> (whitened [B, R], 0 on padding; the standard deviation as a float).
+    batch on all processes -> (whitened [B, R], 0 on padding; the standard deviation; the divisor).
 
     ``estimate_advantages`` of train_ppo.py applies it to every batch's advantages, after ``gae``. Returns are
     not whitened.
@@ -175,23 +175,30 @@ def whiten(x, mask, sum_over_processes):
 
 def scale_to_one(x, mask, sum_over_processes):
     """x [B, R] divided by its root mean square over the response tokens of the whole batch on all processes
-    -> (scaled [B, R], 0 on padding; the divisor). Unlike ``whiten`` it changes no advantage's sign."""
-    total = sum_over_processes(moments(x, mask))
-    return divide(x, mask, (total[1] / total[2]).sqrt().item())
-
-
-def divide(x, mask, size):
-    """x [B, R] / size -> (the quotient, 0 on padding; the divisor, at least LEAST_STD). With size 0 there is
-    nothing to learn from: zeros and 1.0, because KL loss and entropy bonus are divided by the same number."""
-    if not size:
-        return torch.zeros_like(x), 1.0
-    size = max(size, LEAST_STD)
-    return torch.where(mask, x / size, 0.0), size
+    -> (scaled [B, R], 0 on padding; the root mean square; the divisor). Unlike ``whiten`` it changes no
+    advantage's sign."""
+    return divide(x, mask, root_mean_square(x, mask, sum_over_processes))
 
 
 def leave_as_is(x, mask, sum_over_processes):
-    """For advantages that have a scale of their own (``group_normalized``) -> (x, 1.0)."""
-    return x, 1.0
+    """For advantages that have a scale of their own (``group_normalized``) -> (x; its root mean square as of
+    ``scale_to_one``; 1.0)."""
+    return x, root_mean_square(x, mask, sum_over_processes), 1.0
+
+
+def root_mean_square(x, mask, sum_over_processes):
+    """sqrt of the mean of x² over the response tokens of the whole batch on all processes, a float."""
+    total = sum_over_processes(moments(x, mask))
+    return (total[1] / total[2]).sqrt().item()
+
+
+def divide(x, mask, size):
+    """x [B, R] / size -> (the quotient, 0 on padding; ``size``; the divisor, at least LEAST_STD). With size 0
+    there is nothing to learn from: zeros, and 1.0, as KL loss and entropy bonus are divided by it too."""
+    if not size:
+        return torch.zeros_like(x), 0.0, 1.0
+    divisor = max(size, LEAST_STD)
+    return torch.where(mask, x / divisor, 0.0), size, divisor
 
 
 def explained_variance(returns, values, mask, sum_over_processes):

@@ -168,7 +168,8 @@ from trainer.step_rewards import step_rewards
 
 
 def parse_args(argv=None):
-    return complete_flags(flag_parser().parse_args(argv))
+    parser = flag_parser()
+    return complete_flags(parser.parse_args(argv), parser.flags)
 
 
 # ------------------------------------------------------------------ collect: prompts -> scored responses
@@ -216,7 +217,8 @@ def estimate_advantages(run, rollout):
         estimator = {"rloo": ppo.leave_one_out, "group": ppo.group_normalized}[kind]
         advantages = estimator(rewards, mask, args.num_generations)
     normalize = {"rloo": ppo.scale_to_one, "group": ppo.leave_as_is}.get(kind, ppo.whiten)
-    rollout.advantages, rollout.advantage_std = normalize(advantages, mask, run.world.sum)
+    rollout.advantages, *sizes = normalize(advantages, mask, run.world.sum)
+    rollout.advantage_std, rollout.advantage_unit = sizes
 
 
 def fill_rollout(run, step, batch, metrics):
@@ -233,7 +235,8 @@ def fill_rollout(run, step, batch, metrics):
         if args.offline_data_path:
             take_reference(rollout)
         else:
-            rollout.old_logprobs, entropy = score_entropy_too(rollout, old_actor, args.temperature)
+            wanted = args.temperature, args.entropy_top < 1
+            rollout.old_logprobs, entropy = score_entropy_too(rollout, old_actor, *wanted)
     rollout.counted, least = choose_tokens(args.entropy_top, entropy, rollout.mask, run.world)
     metrics.add_all({} if least is None else {"policy/entropy_threshold": least}, 1)
     if run.critic:
@@ -273,11 +276,11 @@ def actor_loss(run, mb, token_count):
     args, metrics = run.args, Metrics()
     logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
     # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
-    kl_weight, decay = run.kl.coef / mb.advantage_std, args.gamma * args.lam
+    kl_weight, decay = run.kl.coef / mb.advantage_unit, args.gamma * args.lam
     loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
     entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
-        loss = loss - args.entropy_coef / mb.advantage_std * entropy
+        loss = loss - args.entropy_coef / mb.advantage_unit * entropy
     metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
     return loss / token_count + balance / run.minibatch_size, metrics

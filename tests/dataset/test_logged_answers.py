@@ -5,6 +5,7 @@ from tiny import WORDS, tiny_llama, word_tokenizer, write_jsonl
 
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
 from dataset.logged_answers import LoggedAnswers, LoggedPairs
+from dataset.record_files import LineRecords
 from errors import InputError
 from trainer.generation.engine import sample
 from trainer.generation.results import response_texts
@@ -41,6 +42,17 @@ def test_a_pair_is_two_answers_of_which_each_is_tokenised_as_in_the_other_stages
         assert chosen.response_ids != rejected.response_ids
     assert items[0].response == "c d" and items[1].response == "e"
     assert items[0].response_ids == [WORDS.index("c") + 2, WORDS.index("d") + 2, 0]
+
+
+def test_each_record_of_a_pair_is_read_once(tmp_path, monkeypatch):
+    read, get = [], LineRecords.__getitem__
+    monkeypatch.setattr(LineRecords, "__getitem__", lambda records, i: read.append(i) or get(records, i))
+    logged = load(tmp_path, [{**PAIRS[0], "tools": [{"name": "f"}]}, *PAIRS[1:]])
+    assert read == [0, 0, 1, 2]  # the first look says what the file holds
+    assert "tools are ignored: 1 of 3 records have them" in logged.note
+    found = logged.__getitems__([3, 0, 2])
+    assert read[4:] == [1, 0]
+    assert found == [logged[3], logged[0], logged[2]] and found[0].score == -1
 
 
 def test_rated_answers_have_their_own_score(tmp_path):

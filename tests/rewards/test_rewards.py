@@ -132,13 +132,14 @@ def test_some_raw_scores_are_replaced_by_hand():
     first and the second had."""
     one, more = torch.tensor([10.0, 20]), torch.tensor([60.0])
     steps = [[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]]
-    old = RawScores({"model": torch.tensor([1.0, 2, 3, 4])}, [0, 1], {"model": one}, steps)
-    new = RawScores({"model": torch.tensor([5.0, 6])}, [1], {"model": more}, [[(5, 5.0)], []])
+    old = RawScores({"model": torch.tensor([1.0, 2, 3, 4])}, [0, 1], {"model": one}, steps, 0.5)
+    new = RawScores({"model": torch.tensor([5.0, 6])}, [1], {"model": more}, [[(5, 5.0)], []], 0.25)
     found = old.replaced([1, 3], new)
     assert found.parts["model"].tolist() == [1, 5, 3, 6]
     assert found.with_answer == [0, 3]
     assert found.answer_only["model"].tolist() == [10, 60]
     assert found.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
+    assert found.judging_seconds == 0.75  # of all calls of the reward models
     none = RawScores({"model": torch.tensor([5.0, 6])}, [], {"model": torch.tensor([])})
     assert old.replaced([0, 1], none).answer_only["model"].tolist() == []
 

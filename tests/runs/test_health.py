@@ -170,6 +170,14 @@ def test_a_number_beyond_its_limit_is_a_finding_and_one_before_it_is_none(
         assert name not in found_in([*begin, *[{metric: good}] * 12])
 
 
+def test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on():
+    none = {"policy/advantage_std": 0.0}
+    assert found_in([none] * 3)["advantages_gone"] == ("look", 3)
+    assert "advantages_gone" in found_in([{}, {}, *[none] * 3])
+    assert "advantages_gone" not in found_in([none] * 2)
+    assert "advantages_gone" not in found_in([none, none, {}])  # the third batch has some
+
+
 def test_since_when_is_the_first_step_of_those_that_show_it():
     assert found_in([{}, {}, *[{"kl/sequence": 11.0}] * 3])["kl_far"] == ("look", 3)
     assert found_in([{}, {}, {"policy/ratio": 3.0}])["ratio_drastic"] == ("wrong", 3)
@@ -500,10 +508,10 @@ def test_flags_and_facts_that_are_far_from_the_usual_ones(change, name, level, r
 def test_held_out_pairs_that_fall_are_found_offline():
     """By hand: 2 sqrt(2) 0.1 / sqrt(200) = 0.02 with 200 pairs."""
 
-    def found(before, best, after):
+    def found(before, best, after, **also):
         args = {**FLAGS, "offline_data_path": "x", "facts": {**FACTS, "held_out_pairs": 200}}
         values = {0: before, 4: best, 8: after}
-        more = {n: {"eval/chosen_share": x, "eval/chosen_share_std": 0.1} for n, x in values.items()}
+        more = {n: {"eval/chosen_share": x, "eval/chosen_share_std": 0.1, **also} for n, x in values.items()}
         lines = [{"step": n, "policy/loss": 0.0, **more.get(n, {})} for n in range(9)]
         return {f.name: f for f in findings(lines, args)}.get("held_out_falls")
 
@@ -511,6 +519,9 @@ def test_held_out_pairs_that_fall_are_found_offline():
     seen = found(0.5, 0.6, 0.579)
     assert (seen.level, seen.step, seen.symptom) == ("look", 8, "the held-out chosen_share falls")
     assert found(0.5, 0.5, 0.459).level == "wrong"  # also where it has never been above its start
+    changes = {"eval/chosen_share_change_std": 0.02}  # pair by pair: 2 * 0.02 / sqrt(200) = 0.0028
+    assert found(0.5, 0.6, 0.598, **changes) is None
+    assert found(0.5, 0.6, 0.597, **changes).level == "look"
 
 
 def test_what_is_left_out_or_too_few_offline_is_named_by_the_flags_of_logged_answers():

@@ -3,8 +3,9 @@
 import shutil
 
 import pytest
-from test_processes import RUN, TOLERANCE, launch_two
-from tiny import finish, flags, load_weights, read_jsonl, run_files, same_run, write_jsonl
+from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
+from test_processes import RUN, TOLERANCE
+from tiny import flags, load_weights, read_jsonl, run_files, same_run, write_jsonl
 
 from trainer import train_ppo
 
@@ -20,25 +21,18 @@ def files(tmp_path_factory):
     return run_files(folder) | {"eval_data_path": held_out, "ptx_data_path": texts}
 
 
-def argv_of(files, out_dir, size, **more):
-    sizes = {"batch_size": size, "mini_batch_size": size // 2, "max_steps": 6, "critic_warmup_steps": 1}
-    return flags(**{**files, **RUN, **OPTIONS, **sizes, "out_dir": out_dir, "eval_interval": 3, **more})
+def argv_of(files, out_dir, responses):
+    more = {"max_steps": 6, "critic_warmup_steps": 1, "eval_interval": 3, "out_dir": out_dir}
+    return flags(**{**files, **RUN, **OPTIONS, **sizes(responses), **more})
 
 
 def test_two_processes_equal_one(files, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train_ppo.main(argv_of(files, one, 16))
-    for process in launch_two([*argv_of(files, two, 8), "--ddp"]):
-        finish(process)
-    left, right = (read_jsonl(out / "r" / "metrics.jsonl") for out in (one, two))
-    assert len({line["kl/coef"] for line in left[1:]}) > 3
-    for a, b in zip(left, right, strict=True):
-        assert a.keys() == b.keys()
-        for name in a.keys() & SAME:
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), (a["step"], name)
-    for name in ("actor", "critic", "ema"):
-        mine, theirs = (load_weights(out / "r", 6, name) for out in (one, two))
-        assert max((mine[key] - theirs[key]).abs().max().item() for key in mine) < TOLERANCE, name
+    run_in_two_processes(argv_of(files, two, 8))
+    assert len({line["kl/coef"] for line in read_jsonl(one / "r" / "metrics.jsonl")[1:]}) > 3
+    same_metrics(one / "r", two / "r", SAME, rel=1e-4, abs=2e-5)
+    same_weights(one / "r", two / "r", 6, ("actor", "critic", "ema"), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +44,8 @@ def test_two_processes_equal_one(files, tmp_path):
     ids=["old actor", "adapters in fp16"],
 )
 def test_from_a_checkpoint_a_run_goes_on_bit_for_bit(files, tmp_path, more):
-    run = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 99, "learning_rate": 1e-3}
-    run |= {"critic_warmup_steps": 1, "ppo_epochs": 2, "max_steps": 5, "run_name": "r", "device": "cpu"}
-    run |= {"save_interval": 3, "eval_interval": 0, **files, "replay_batches": 1, **OPTIONS, **more}
+    run = {**files, **EXACT, **CRITIC, **sizes(8), "max_gen_len": 6, "ppo_epochs": 2, "max_steps": 5}
+    run |= {"save_interval": 3, "eval_interval": 0, "replay_batches": 1, **OPTIONS, **more}
     train_ppo.main(flags(**run, out_dir=tmp_path / "whole"))
     half = shutil.copytree(tmp_path / "whole", tmp_path / "half") / "r"
     train_ppo.main(flags(**run, out_dir=tmp_path / "half", resume=half / "checkpoints" / "step_3"))

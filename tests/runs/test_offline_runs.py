@@ -1,18 +1,16 @@
 """Whole runs of offline PPO: several processes, resuming, adapters, half precision."""
 
 import pytest
-from test_processes import furthest, launch_two
-from tiny import finish, flags, read_jsonl, same_run, train, write_jsonl
+from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
+from tiny import flags, read_jsonl, same_run, train, write_jsonl
 from tiny import run_files as policy_files
 
 from errors import InputError
 from trainer import train_ppo
 
-RUN = {"max_gen_len": 8, "max_steps": 4, "epochs": 9, "ppo_epochs": 2, "seed": 1, "save_interval": 2}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1}
-RUN |= {"accumulation_steps": 2, "run_name": "r", "device": "cpu", "dtype": "float32"}
-RUN |= {"log_interval": 1000, "eval_interval": 2, "lr_schedule": "constant"}
-ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
+RUN = EXACT | CRITIC | {"max_gen_len": 8, "max_steps": 4, "ppo_epochs": 2, "seed": 1}
+RUN |= {"accumulation_steps": 2, "eval_interval": 2, "lr_schedule": "constant"}
+ONE, TWO = sizes(16), sizes(8)
 
 
 def pair(n):
@@ -39,15 +37,11 @@ def one(files, tmp_path_factory):
 
 
 def test_two_processes_equal_one(files, one, tmp_path):
-    for process in launch_two([*flags(**files, **RUN, **TWO, out_dir=tmp_path), "--ddp"]):
-        finish(process)
-    assert furthest(one, tmp_path / "r", 4) < 1e-5
-    lines = (read_jsonl(folder / "metrics.jsonl") for folder in (one, tmp_path / "r"))
-    for a, b in zip(*lines, strict=True):
-        assert a.keys() == b.keys()
-        for name in a.keys() - {x for x in a if x.startswith("perf/")}:
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-4), (a["step"], name)
-    assert a["eval/chosen_preferred"] > 0.5 and "policy/ptx_loss" in a
+    run_in_two_processes(flags(**files, **RUN, **TWO, out_dir=tmp_path))
+    same_weights(one, tmp_path / "r", 4, ("actor", "critic"))
+    same_metrics(one, tmp_path / "r", rel=1e-3, abs=1e-4)
+    last = read_jsonl(one / "metrics.jsonl")[-1]
+    assert last["eval/chosen_preferred"] > 0.5 and "policy/ptx_loss" in last
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(files, one, tmp_path):

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 
 import pytest
@@ -14,8 +13,9 @@ from tiny import (
     ROOT,
     finish,
     flags,
-    launch,
+    free_port,
     launch_torchrun,
+    launch_two,
     load_weights,
     read_jsonl,
     run_files,
@@ -92,20 +92,6 @@ def two(files, tmp_path_factory):
     for process in launch_two([*argv, "--ddp"]):
         finish(process)
     return out / "r"
-
-
-def launch_two(argv, **environment):
-    """Two processes with the environment that torchrun gives them, but without torchrun, which takes longer
-    to start than they take to train. Where a process dies or gets a signal, tests below use torchrun."""
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    shared = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
-    return [launch(argv, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def furthest(left, right, step=12):

@@ -6,26 +6,33 @@ import time
 
 import pytest
 import torch
-from test_processes import ALONE, launch_two
-from tiny import WORDS, finish, flags, load_weights, read_jsonl, run_files, same_run, write_jsonl
+from same_runs import (
+    EXACT,
+    built,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from test_processes import ALONE
+from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.build_run import build_run
 from trainer.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.generation.results import response_texts
-from trainer.inputs import load_inputs
 from trainer.rewards.reward import RawScores, Reward
+from trainer.runs.health import findings
 
 # Many answers to a prompt score the same.
 FEW_SCORES = """def score(prompts, responses, answers):
     return [float({"a", "c"} <= set(r.split())) for r in responses]
 """
 RUN = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "replay_batches": 1, "ppo_epochs": 2}
-RUN |= {"max_gen_len": 6, "max_steps": 4, "epochs": 99, "seed": 1, "learning_rate": 1e-3, "kl_in": "reward"}
-RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "save_interval": 2, "eval_interval": 2}
-RUN |= {"update_old_actor_freq": 2, "log_interval": 1000, "missing_eos_penalty": 0, "temperature": 0.8}
-ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (32, 16))
+RUN |= EXACT | {"max_gen_len": 6, "max_steps": 4, "eval_interval": 2, "seed": 1, "kl_in": "reward"}
+RUN |= {"update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+ONE, TWO = sizes(32), sizes(16)
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +72,13 @@ def test_there_is_no_critic(whole):
 
 
 def test_two_processes_equal_one(files, whole, tmp_path):
-    for process in launch_two([*argv_of(files, tmp_path, **TWO), "--ddp"]):
-        finish(process)
-    one, two = (load_weights(folder, 4) for folder in (whole, tmp_path / "r"))
-    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-5
-    left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (whole, tmp_path / "r"))
-    for a, b in zip(left, right, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            if not name.startswith(("perf/", "policy/")):
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-5), name
+    run_in_two_processes(argv_of(files, tmp_path, **TWO))
+    same_weights(whole, tmp_path / "r", 4)
+    same_metrics(whole, tmp_path / "r", but=("perf/", "policy/"), rel=1e-4, abs=2e-5)
 
 
 def test_a_resumed_run_is_the_same(files, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "r")
-    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step_4")
-    train_ppo.main([*argv_of(files, tmp_path), "--resume", "auto"])
-    same_run(whole, tmp_path / "r", step=4)
+    resumed_is_the_same(whole, argv_of(files, tmp_path), tmp_path, last=4)
 
 
 def test_a_resumed_run_has_the_same_estimator(files, whole, tmp_path):
@@ -114,20 +111,35 @@ def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):
     (tmp_path / "same.py").write_text(
         "def score(prompts, responses, answers):\n    return [1] * len(prompts)\n"
     )
-    given = {**files, **RUN, **ONE, "reward_fn": f"{tmp_path / 'same.py'}:score", "out_dir": tmp_path}
-    args = train_ppo.parse_args(flags(**given))
-    actor, tokenizer, prompts, *more = load_inputs(args)
-    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, *more)
+    given = {**RUN, **ONE, "reward_fn": f"{tmp_path / 'same.py'}:score", "out_dir": tmp_path}
+    run = built(files, **given)
 
     def slow(*given):
         time.sleep(0.2)
         return type(run).respond(run, *given)
 
     monkeypatch.setattr(run, "respond", slow)
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(8)]]), list(range(32)))
+    batch = train_ppo.collect(run, 0, iter([[run.prompts[i] for i in range(8)]]), list(range(32)))
     assert batch.again == 64
     assert batch.seconds["rollout"] > 0.6
     assert 0 <= batch.seconds["reward"] < 0.2
+
+
+def test_equal_scores_leave_advantages_of_0_and_health_says_so(files, tmp_path):
+    (tmp_path / "same.py").write_text(
+        "def score(prompts, responses, answers):\n    return [1] * len(prompts)\n"
+    )
+    given = {
+        "reward_fn": f"{tmp_path / 'same.py'}:score",
+        "filter_groups": 0,
+        "kl_in": "loss",
+        "max_steps": 3,
+    }
+    train_ppo.main(argv_of(files, tmp_path, **given))
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [line["policy/advantage_std"] for line in lines[1:]] == [0, 0, 0]
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert "advantages_gone" in {finding.name for finding in findings(lines, config)}
 
 
 class Coarse:
@@ -146,18 +158,14 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
     more = {"reward_model": run_files(tmp_path)["reward_model"], "reasoning": 1} if model else {}
     batches, positions = {}, list(range(32))
     for times in (0, 1, 9):
-        given = {**files, **RUN, **ONE, **more, "filter_groups": times, "out_dir": tmp_path / "out"}
-        args = train_ppo.parse_args(flags(**given))
-        actor, tokenizer, prompts, held_out, notes = load_inputs(args)
-        run = build_run(
-            args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out, notes
-        )
+        run = built(files, **{**RUN, **ONE, **more, "filter_groups": times, "out_dir": tmp_path / "out"})
         if model:
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
-        batches[times] = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(8)]]), positions)
+        asked = [run.prompts[i] for i in range(8)]
+        batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
         batch = batches[times]
-        assert response_texts(batch.rollout, tokenizer) == batch.texts
+        assert response_texts(batch.rollout, run.tokenizer) == batch.texts
         fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)

@@ -135,6 +135,9 @@ def test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations():
         "The chosen_share rose from 0.500 to 0.521 on 200 held-out pairs."
     )
     assert "did not clearly change" in words("chosen_share", 0.5, 0.519, **std)
+    std |= {"eval/chosen_share_change_std": 0.02}  # pair by pair: 2 * 0.02 / sqrt(200) = 0.0028
+    assert "rose" in words("chosen_share", 0.5, 0.503, **std)
+    assert "did not clearly change" in words("chosen_share", 0.5, 0.5027, **std)
     accuracy = False, "eval/accuracy"
     assert words("accuracy", 0.5, 0.61, accuracy) == (
         "The accuracy rose from 0.500 to 0.610 on 200 held-out prompts."

@@ -127,14 +127,16 @@ def score_policy(rollout, scorer, temperature):
     return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
 
 
-def score_entropy_too(rollout, scorer, temperature):
-    """The same -> log-probs [B, R], the policy's entropies before each token [B, R]."""
+def score_entropy_too(rollout, scorer, temperature, wanted):
+    """The same -> log-probs [B, R], and the policy's entropies before each token [B, R] where they are
+    ``wanted``, else None: then nothing of their size is kept."""
+    count = 2 if wanted else 1
 
     def score(rows):
-        logprobs, entropy, _ = scorer(*rows.sequences, temperature)
-        return torch.stack((logprobs, entropy))
+        return torch.stack(scorer(*rows.sequences, temperature)[:count])
 
-    return score_all(rollout, score).unbind()
+    logprobs, *entropy = score_all(rollout, score)
+    return logprobs, entropy[0] if wanted else None
 
 
 def score_values(rollout, scorer):

@@ -36,6 +36,7 @@ class RawScores:
     # Of each response its (character offset or None, score), where the user's function gave steps. The part
     # "function" is their sum. [] without a function.
     steps: list = field(default_factory=list)
+    judging_seconds: float = 0.0  # how long the reward models took for them
 
     def replaced(self, rows, new):
         """-> the same for all responses but those of ``rows`` (list), which get what ``new`` says of them."""
@@ -49,7 +50,8 @@ class RawScores:
         order = torch.tensor([place for _, place in sorted(pairs)], dtype=torch.int64)
         both = {name: torch.cat([x, new.answer_only[name]])[order] for name, x in self.answer_only.items()}
         steps = dict(enumerate(self.steps)) | dict(zip(rows, new.steps, strict=False))
-        return RawScores(parts, sorted(row for row, _ in pairs), both, list(steps.values()))
+        seconds = self.judging_seconds + new.judging_seconds
+        return RawScores(parts, sorted(row for row, _ in pairs), both, list(steps.values()), seconds)
 
 
 class Reward:
@@ -85,7 +87,6 @@ class Reward:
         # Only these parts are normalised: the user chooses the scale of every other part.
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
-        self.judging_seconds = 0.0  # how long the reward models took for the last batch
 
     @property
     def names(self):
@@ -125,7 +126,7 @@ class Reward:
         start = time.perf_counter()
         for name, (model, _) in self.models.items():
             self._score_with_model(name, model, prompts, responses, raw)
-        self.judging_seconds = time.perf_counter() - start
+        raw.judging_seconds = time.perf_counter() - start
         if self.function:
             batch = prompts, responses, answers, records or [{}] * len(responses)
             scores, raw.steps = call_reward_function(self.function, *batch, self.timeout)
@@ -195,15 +196,15 @@ class Reward:
     def _weight(self, part):
         return self.models[part][1] if part in self.models else 1.0
 
-    def metrics(self):
+    def metrics(self, raw):
         """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
-        the reward models took for the last batch."""
+        the reward models took for a batch (``RawScores``)."""
         running = {
             f"reward/{part}_{what}": getattr(stats, what)
             for part, stats in self.running.items()
             for what in ("mean", "std")
         }
-        return running | ({"perf/reward_model_seconds": self.judging_seconds} if self.models else {})
+        return running | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
 
     def state_dict(self):
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}."""

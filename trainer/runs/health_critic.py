@@ -94,12 +94,13 @@ def critic_learns_nothing(past):
 def advantages_gone(past):
     """All responses of a batch are equally good: what is learned from is noise."""
     start, now = past.start("policy/advantage_std", 1), past.now("policy/advantage_std")
-    if not start or now is None or not now < GONE * start:
+    if now is None or not (now == 0 or now < GONE * start):
         return None
+    how = "have become nearly equal: nothing is left to learn from but noise"
     return Finding(
         LOOK,
         past.step,
-        "the advantages have become nearly equal: nothing is left to learn from but noise",
+        f"the advantages {how if now else 'are all equal: there is nothing to learn from'}",
         f"policy/advantage_std {now:.3g}, at the start {start:.3g}",
         ("the task is learned: the run can end", "the reward knows few different values"),
         "harder prompts in --data_path, or a finer reward",

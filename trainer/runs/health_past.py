@@ -172,10 +172,13 @@ class Past:
 
     def least_difference(self, name):
         """The least difference of two evaluations of a metric that is called a rise or a fall: two standard
-        errors of a difference. Of a judge without a known spread: a seventh of its value."""
+        errors of a difference. Of a judge without a known spread: a seventh of its value. Where it is known
+        how much the changes of the records vary: by the largest such spread so far."""
         pairs = "_pairs" if name == "eval/chosen_share" else ""
         count = self.facts.get(f"held_out{pairs}") or HELD_OUT
         best = self._best[name][1]
+        if (changes := f"{name}_change_std") in self._best:
+            return 2 * self._best[changes][1] / math.sqrt(count)
         if name == "eval/accuracy":
             spread = math.sqrt(max(best * (1 - best), 0.01))
         elif (std := f"{name}_std") in self._first:
