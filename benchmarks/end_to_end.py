@@ -99,7 +99,7 @@ class Ours:
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
         self.run = build_run(self.args, train_ppo.flag_parser().flags, world, *load_inputs(self.args))
         self.prompts = self.run.prompts
-        train_ppo.prepare_frozen(self.run)
+        self.run.prepare()
         self.number, self.metrics = 0, []
 
     def step(self):

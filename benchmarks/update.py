@@ -23,6 +23,7 @@ from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer
 
 REPETITIONS = 3
+FLOATS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
 # On a GPU: (size, dtype, sequences, response tokens of each or None for varying ones)
 GPU_CASES = [("512x8", "bfloat16", 256, None), ("0.5B", "bfloat16", 256, 239)]
@@ -36,10 +37,11 @@ def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABU
     drawn = [min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(rows)]
     response_len = torch.tensor([response or n for n in drawn])
     tokens = torch.randint(2, vocabulary, (rows, int((prompt_len + response_len).max())))
-    floats = [0.1 * torch.randn(rows, int(response_len.max())) for _ in range(7)]
-    finished = torch.ones(rows, dtype=torch.bool)
-    fields = (tokens, prompt_len, response_len, finished, *floats[:3], *floats[3:])
-    return Rollout(*(x.to(device) for x in fields))
+    fields = {"tokens": tokens, "prompt_len": prompt_len, "response_len": response_len}
+    fields["finished"] = torch.ones(rows, dtype=torch.bool)
+    for name in FLOATS:
+        fields[name] = 0.1 * torch.randn(rows, int(response_len.max()))
+    return Rollout(**{name: x.to(device) for name, x in fields.items()})
 
 
 def weights_per_token(model):

@@ -12,6 +12,7 @@ The files of this folder:
     critic.py               the critic: a backbone with a value head
     classifier.py           a language model -> a new reward model (a sequence classifier with one label)
     lora.py                 LoRA adapters: adding, merging, and what of a model trains
+    shards.py               parameters of which this process has a part
     saving.py               a model -> a .pth with a folder beside it, or a Hugging Face directory
     hub_connection.py       a quick check that the Hugging Face hub can be reached
     demo/                   the trained policy and reward model of the demo, and their tokenizers

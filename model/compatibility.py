@@ -10,6 +10,7 @@ import math
 import torch
 
 from errors import InputError
+from model.shards import local_part
 
 FEWEST_IDS, USUAL_IDS = 0.5, 0.95  # of a model's embeddings: models have a few that no id uses
 
@@ -44,8 +45,9 @@ def tokenizer_note(tokenizer, model):
 
 
 def not_finite(module):
-    """The name of the first parameter that holds a NaN or an infinity; '' if there is none."""
-    return next((name for name, p in module.named_parameters() if not p.isfinite().all()), "")
+    """The name of the first parameter that holds a NaN or an infinity in this process; '' if none does."""
+    found = ((name, local_part(p)) for name, p in module.named_parameters())
+    return next((name for name, x in found if not x.isfinite().all()), "")
 
 
 def is_moe(model):

@@ -18,14 +18,19 @@ from transformers.pytorch_utils import Conv1D
 
 from errors import InputError
 from model.half_precision import make_fp32
+from model.shards import whole
 
 ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
 
 
-def frozen_copy(model):
+def frozen_copy(model, lend=False):
     """A copy of a model that does not train. Parameters that ``model`` has frozen are shared, not
-    copied: for a model with adapters, that is everything but the adapters."""
+    copied: for a model with adapters, that is everything but the adapters. lend: the matrices among the
+    others have the same memory too, until both models are sharded; neither may train before."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    if lend:
+        matrices = (p for p in model.parameters() if p.requires_grad and p.dim() >= 2)
+        shared |= {id(p): nn.Parameter(p.data, False) for p in matrices}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 
@@ -98,13 +103,14 @@ def adapted_layers(model):
 def merged(model):
     """(name, tensor) for every entry of ``model.state_dict()`` as it would be without adapters, with
     W + (alpha / r) B A in the place of W. The result computes what the model computes. Tensors come one at a
-    time, so there is never a second copy of all weights in memory."""
+    time, so there is never a second copy of all weights in memory. They are whole: if the model is sharded,
+    all processes must go through them."""
     layers = adapted_layers(model)
     for name, x in model.state_dict().items():
         if ".lora_" not in name:
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             plain = name.replace(".base_layer.", ".") if layers else name
-            yield plain, x if layer is None else x + layer.get_delta_weight("default")
+            yield plain, whole(x if layer is None else x + layer.get_delta_weight("default"))
 
 
 def merged_copy(model):

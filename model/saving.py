@@ -14,7 +14,7 @@ from model.loading import quiet
 from model.lora import merged, merged_copy
 
 
-def save_policy(model, tokenizer, path_pth, dtype=torch.float16, ready=None):
+def save_policy(model, tokenizer, path_pth, dtype=torch.float16, ready=None, state=None):
     """Write ``model`` as ``path_pth``, a state-dict in ``dtype``, and beside it what else loading needs.
 
     A MiniMind's state-dict can be loaded by MiniMind's own class with ``strict=True``: ``lm_head.weight`` is
@@ -25,9 +25,10 @@ def save_policy(model, tokenizer, path_pth, dtype=torch.float16, ready=None):
     not finite in ``dtype`` (NaN, or beyond fp16's ±65504). Then nothing is written, and old files stay.
 
     ready: a ``.pth`` that this function wrote of the same model, with other weights: it is copied instead.
+    state: the state-dict of a sharded model, from ``state_dict_in``.
     """
     path = Path(path_pth)
-    state = None if ready else _state_dict_in(dtype, model, path)
+    state = None if ready else state or state_dict_in(dtype, model, path)
     with _whole_files(path.with_suffix(""), path) as folder:
         _write_settings(folder, model, tokenizer)
         if ready:
@@ -45,7 +46,7 @@ def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
     config.json last. Other files in the directory stay. Raises ``InputError`` as ``save_policy`` does.
     """
     path = Path(path)
-    _state_dict_in(dtype, model, path)  # raises if a weight is not finite; the result is not needed
+    state_dict_in(dtype, model, path)  # raises if a weight is not finite; the result is not needed
     model = merged_copy(model).to(dtype)
     generation = model.generation_config if model.can_generate() else None
     if generation:
@@ -127,12 +128,18 @@ def check_finite(name, tensor, path):
         raise InputError(f"{path}: not written, {name} has values that are NaN or too large for {kind}")
 
 
-def _state_dict_in(dtype, model, path):
+def state_dict_in(dtype, model, path, keep=True):
+    """A model's state-dict as it is saved: in ``dtype``, on the CPU, adapters merged, tied weights under both
+    names. Of a sharded model all processes must call it, and only those with ``keep`` get it: else None.
+    Raises InputError, which names ``path``, if a weight is not finite."""
     state = {}
     for name, tensor in merged(model):
         rounded = tensor.to(dtype) if tensor.is_floating_point() else tensor
         check_finite(name, rounded, path)
-        state[name] = rounded.cpu().contiguous()
+        if keep:
+            state[name] = rounded.cpu().contiguous()
+    if not keep:
+        return None
     # Tied weights are the same tensor here, so torch.save stores it once.
     state.update({name: state[source] for name, source in model.all_tied_weights_keys.items()})
     return state

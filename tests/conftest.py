@@ -14,6 +14,7 @@ torch.set_num_threads(1)
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = [
     "processes",
+    "gradient_sums",
     "checkpoints",
     "families",
     "closed_form",

@@ -138,6 +138,7 @@ def three_tokens(folder, **flags):
     return closed
 
 
+@pytest.mark.slow
 def test_three_token_sequences_close_the_gap_to_the_known_maximum(tmp_path):
     sizes = {"steps": 60, "batch_size": 1024, "mini_batch_size": 256, "ppo_epochs": 4}
     rates = {"learning_rate": 6e-4, "critic_learning_rate": 2e-3, "critic_warmup_steps": 1}

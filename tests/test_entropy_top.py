@@ -108,7 +108,12 @@ def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
 def test_entropies_are_brought_only_where_they_are_asked_for(files, monkeypatch, share):
     run, prompts = make_run(files, entropy_top=share)
     brought, count = [], scoring.score_all
-    monkeypatch.setattr(scoring, "score_all", lambda *args: brought.append(count(*args)) or brought[-1])
+
+    def noted(*args, **options):
+        brought.append(count(*args, **options))
+        return brought[-1]
+
+    monkeypatch.setattr(scoring, "score_all", noted)
     rollout, _ = filled_rollout(run, prompts)
     _, scored, *_ = brought  # of the reference, of the old actor
     assert scored.shape == (2 if share < 1 else 1, *rollout.mask.shape)

@@ -880,6 +880,7 @@ def test_mutated_checkpoints(mutation, number, trained):
             check_line(note, "step_2 is damaged")
 
 
+@pytest.mark.slow
 @fuzz(
     25,
     name=st.sampled_from(["state.json", "config.json"]),

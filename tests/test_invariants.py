@@ -377,7 +377,7 @@ def test_gradients_are_clipped_and_the_reference_never_moves(files):
 
 def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     run, prompts = make_run(files, learning_rate=1e-2)
-    train_ppo.prepare_frozen(run)
+    run.prepare()
     assert run.old_actor is run.actor
     assert set(run.modules) == {"actor", "critic"}
     batches, positions, dtypes = iter([[prompts[i] for i in range(16)]] * 3), list(range(16)), set()
@@ -421,7 +421,7 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
         name = str(kind).removeprefix("torch.")
         run, prompts = make_run(files, dtype=name, update_old_actor_freq=2, learning_rate=1e-2)
         if rounded:
-            train_ppo.prepare_frozen(run)
+            run.prepare()
         batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
         for step in range(4):
             batch = train_ppo.collect(run, step, batches, list(range(16)))

@@ -90,6 +90,7 @@ def test_every_script_runs_without_what_only_unix_has(folder):
     assert [m["step"] for m in read_jsonl(out / "r" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monkeypatch):
     """On the real command line; what stands in for Unix changes no number."""
     files = {**SIZES, **PPO, **run_files(folder)}

@@ -100,10 +100,24 @@ def read_jsonl(path):
 
 
 def load_weights(run_folder, step, name="actor"):
-    """The fp32 actor (or critic) of a checkpoint, as a state-dict."""
+    """The fp32 actor (or critic) of a checkpoint, as a state-dict. Of a sharded run the parts are put
+    together again."""
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
-    return load_file(Path(run_folder) / "checkpoints" / f"step_{step}" / f"{name}.safetensors")
+    folder, parts = Path(run_folder) / "checkpoints" / f"step_{step}", {}
+    for path in folder.glob("shard-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for key in file.keys():  # noqa: SIM118, it is no dict
+                if key.startswith(f"{name}."):
+                    part = places[key]["saved_offsets"], file.get_tensor(key)
+                    parts.setdefault(key.removeprefix(f"{name}."), []).append(part)
+    if parts:
+        return {
+            key: torch.cat([x for _, x in sorted(found, key=lambda x: x[0])]) for key, found in parts.items()
+        }
+    return load_file(folder / f"{name}.safetensors")
 
 
 PYTHON = sys.executable
@@ -157,12 +171,26 @@ def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):
     return _start([*command, str(script), *argv], environment)
 
 
+def start_script(command, environment):
+    """Start [python, script, …] as ``launch`` starts train_ppo.py: forked, where that is possible."""
+    return _start(command, environment, Forked if LINUX else subprocess.Popen)
+
+
+def launch_all(argv, processes, **environment):
+    """Processes with the environment that torchrun gives them, but without torchrun, which takes longer to
+    start than they take to train. Where a process dies or gets a signal, tests use torchrun."""
+    return [launch(argv, **environment, **rank) for rank in ranks(processes)]
+
+
 def launch_two(argv, **environment):
-    """Two processes with the environment that torchrun gives them, but without torchrun, which takes longer
-    to start than they take to train. Where a process dies or gets a signal, tests use torchrun."""
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    shared = address | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
-    return [launch(argv, RANK=rank, LOCAL_RANK=rank, **shared) for rank in "01"]
+    return launch_all(argv, 2, **environment)
+
+
+def ranks(processes):
+    """The environment that torchrun would give each of these processes."""
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+    return [shared | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(processes)]
 
 
 def free_port():

@@ -25,6 +25,13 @@ EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
 KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
+SUMS = "tests/runs/test_gradient_sums.py"
+SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
+ELASTIC, REMOTE = "tests/runs/test_elastic.py", "tests/runs/test_remote_folder.py"
+PLAN, FREED = "tests/test_memory_plan.py::test_", "tests/compute/test_memory.py"
+BUILT = f"{PLAN}what_is_there_while_a_run_is_built_by_hand"
+SHARED = f"{PLAN}a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand"
+GATHERED = f"{PLAN}what_a_sharded_run_gathers_by_hand"
 OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
 
 
@@ -50,8 +57,8 @@ TRAIN_PPO = [
         "the batch's first demonstrations every time",
     ),
     (
-        'if run.ptx and name == "actor":',
-        "if run.ptx:",
+        'run.ptx and name == "actor"\n\n    def',
+        "run.ptx\n\n    def",
         "demonstrations also after the critic's gradients",
         PTX,
     ),
@@ -62,8 +69,8 @@ TRAIN_PPO = [
     ),
     ("epoch + i)[:count]", "epoch)[:count]", "the same order in every PPO epoch"),
     (
-        "run.respond(run.old_actor, prompts",
-        "run.respond(run.actor, prompts",
+        "run.sampling_from(run.old_actor):\n        rollout, texts =",
+        "run.sampling_from(run.actor):\n        rollout, texts =",
         "the actor samples, not the old actor",
     ),
     ("run.kl.coef / mb.advantage_unit,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
@@ -132,8 +139,8 @@ TRAIN_PPO = [
         "not run.critic:\n        rollout.values = score",
         "no values",
     ),
-    ("in (run.old_actor, run.ref))", "in (run.actor, run.ref))", "old log-probs are the actor's"),
-    ("in (run.old_actor, run.ref))", "in (run.old_actor, run.actor))", "the reference is the actor"),
+    ('run.scorers["old_actor"], ', 'run.learners["actor"].scorer, ', "old log-probs are the actor's"),
+    (', run.scorers["reference"]', ', run.learners["actor"].scorer', "the reference is the actor"),
     (
         "ppo.kl_estimators(old, rollout.ref_logprobs)[0]",
         "ppo.kl_estimators(old, rollout.ref_logprobs)[1]",
@@ -179,8 +186,8 @@ TRAIN_PPO = [
         "the value loss forgets the scale",
     ),
     (
-        "prompts, keys, args.temperature)",
-        "prompts, keys, 1.0)",
+        "step_noise(run, step, positions), args.temperature)",
+        "step_noise(run, step, positions), 1.0)",
         "samples at temperature 1, whatever the flag",
     ),
     (
@@ -214,8 +221,8 @@ BUILD_RUN = [
         "the critic learns at the actor's rate",
     ),
     (
-        "peak, total_steps * per_batch, **schedule)",
-        "peak, total_steps, **schedule)",
+        "peak, total_steps * per_batch, **schedule, sums=sums)",
+        "peak, total_steps, **schedule, sums=sums)",
         "a schedule as long as batches",
     ),
     (
@@ -680,7 +687,12 @@ COMPUTE = {
 
 ELSEWHERE = {
     "trainer/evaluation.py": [
-        ("run.respond(run.actor,", "run.respond(run.old_actor,", "the old actor is evaluated", EVALUATION),
+        (
+            "    with run.sampling_from(run.actor)",
+            "    with run.sampling_from(run.old_actor)",
+            "the old actor is evaluated",
+            EVALUATION,
+        ),
         (
             "EVAL_STEP, [p.index for p in prompts], samples)",
             "EVAL_STEP, range(len(prompts)), samples)",
@@ -739,11 +751,41 @@ ELSEWHERE = {
             "the actor's schedule is as long as the critic's",
         ),
         (
-            "clip_grad_norm_(learner.model.parameters(), run.args.grad_clip)",
-            "torch.ones(())",
+            "clip_gradients(learner.model, run.args.grad_clip)",
+            "1.0",
             "no gradient clip",
         ),
+        (
+            "        self.sums.finish()\n        self.optimizer",
+            "        self.optimizer",
+            "sums of a step that was left out become those of the next",
+            SUMS,
+        ),
         ('group["lr"] = learner.learning_rate(number)', 'group["lr"] = learner.peak', "the rate never falls"),
+    ],
+    "trainer/runs/gradient_sums.py": [
+        ("len(pieces) and not more", "len(pieces)", "sums begin before the demonstrations", SUMS),
+        ("        if not more:\n", "        if False:\n", "the rest is sent outside an attempt", SUMS),
+        ("number < self.kept:", "False:", "new gradients of sent buckets stay", SUMS),
+        ("self.kept = len(self.sent)", "self.kept = 0", "a second attempt is taken for the first", SUMS),
+        ("reversed(list(parameters))", "list(parameters)", "the first layers come first", SUMS),
+        ("if p.requires_grad and world.size > 1]", "if p.requires_grad]", "one process sums", SUMS),
+        ("key=lambda p: p.dim() < 2", "key=lambda p: 0", "norms hold up the matrices", SUMS),
+        ("            wait()\n", "", "sums are used before they are there", SUMS),
+        ("if p not in self.missing[number]:", "if False:", "a gradient in two parts is sent twice", SUMS),
+        (
+            "and not self.missing[len(self.sent)]",
+            "and not self.missing[number]",
+            "a bucket is sent before it is complete",
+            SUMS,
+        ),
+        (
+            "        for p in bucket:\n            p.grad = None\n",
+            "",
+            "gradients are held twice",
+            SUMS,
+        ),
+        (".to(self.dtype) for", ".float() for", "--grad_sum_dtype does nothing", SUMS),
     ],
     "trainer/generation/sampling_noise.py": [
         (
@@ -777,13 +819,15 @@ SHOWN = {  # what one sees of a run
         ("            _phases.remove(this)\n", "            pass\n", "a phase never ends", BARS),
     ],
     "trainer/compute/memory.py": [
+        ("mmap_threshold, 1 << 20)", "mmap_threshold, 1 << 25)", "sharded runs keep gaps", FREED),
+        ("        libc.malloc_trim(0)\n", "        pass\n", "gaps stay", FREED),
         ("bar.done += len(rows)", "bar.done += 1", "micro-batches are counted for sequences", BARS),
     ],
     "trainer/generation/engine.py": [
         (" - len(self.engine.waiting) - ", " - ", "waiting prompts count as responses", BARS),
     ],
     "trainer/evaluation.py": [
-        ('"evaluation", (answers + 1) *', '"evaluation", answers *', "the bar is full half-way", BARS),
+        ("total = (answers + 1) *", "total = answers *", "the bar is full half-way", BARS),
     ],
     "trainer/runs/trackers.py": [
         ("if fresh and not tracker.fresh:", "if fresh:", "a resumed run lacks its first steps", TRACKED),
@@ -1091,8 +1135,8 @@ LOGGED_DATA = {  # demonstrations and logged answers
             "no EOS",
         ),
         (
-            "run.actor) - of_policy(run, rollout, run.ref)",
-            "run.actor)",
+            "actor) - of_policy(run, rollout, reference)",
+            "actor)",
             "the KL forgets the reference",
             OFFLINE,
         ),
@@ -1130,6 +1174,14 @@ LOGGED_DATA = {  # demonstrations and logged answers
     ],
     "trainer/memory_plan.py": [
         ("(longest + mixed_in)", "longest", "long demonstrations need no memory", PTX),
+        ("sum(trained.values()) // parts", "sum(trained.values())", "moments are not shared", SHARED),
+        ("size // parts for name", "size for name", "weights are not shared", SHARED),
+        ("    gradients //= parts\n", "", "gradients are not shared", SHARED),
+        ('weights.pop("sampler", 0)', 'weights["sampler"]', "the sampler stays", SHARED),
+        ("2 * dtype.itemsize * model.layer", "dtype.itemsize * model.layer", "one layer", GATHERED),
+        ("+ 8 * root if trained", "if trained", "embeddings have no gradients", GATHERED),
+        ('copies["critic"] = 0 if args.lora_r else', 'copies["critic"] = 0 if True else', "no critic", BUILT),
+        ('{} if device.type == "cuda" else building', "building", "a GPU builds whole models", BUILT),
     ],
 }
 
@@ -1220,9 +1272,9 @@ ENDS = {
     ],
     "trainer/build_run.py": [
         (
-            "PolicyScorer(actor, dtype, endings.early,",
-            "PolicyScorer(actor, dtype, None,",
-            "the actor may end early",
+            "early_ends=endings.early)",
+            "early_ends=None)",
+            "actor and reference may end early",
         )
     ],
     "trainer/generation/engine.py": [
@@ -1239,7 +1291,6 @@ ENDS = {
         ),
     ],
     "trainer/train_ppo.py": [
-        ("early_ends=run.endings.early)", "early_ends=None)", "the old scorers may end early"),
         ("mask, penalty, rollout.step_rewards", "mask, penalty, None", "all steps land at the end"),
     ],
     "trainer/ppo.py": [
@@ -1264,6 +1315,87 @@ ENDS = {
     ],
 }
 
+
+SCALE = {  # sharded models, more machines, and addresses
+    "trainer/compute/sharding.py": [
+        (
+            "set_gradient_divide_factor(1.0)",
+            "set_gradient_divide_factor(2.0)",
+            "means of gradients",
+            SHARDING,
+        ),
+        ("return not self.most(failed)[0]", "return True", "worthless gradients are kept", SHARDING),
+        (
+            "param_dtype=None if dtype",
+            "param_dtype=torch.bfloat16 if dtype",
+            "fp32 is gathered in bf16",
+            SHARDING,
+        ),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        (
+            "    norms[0] = norms[0].full_tensor()",
+            "    norms[0] = norms[0].to_local()",
+            "a part's norm",
+            SHARDING,
+        ),
+    ],
+    "trainer/runs/sharded_checkpoints.py": [
+        ("copy_(part[start : start + rows])", "copy_(part[:rows])", "everyone has the first rows", RESUMED),
+        (
+            'found |= {f"{name}_optimizer.{key}.{kind}": x for kind, x in state.items()}',
+            "pass",
+            "no moments",
+            RESUMED,
+        ),
+    ],
+    "trainer/generation/sampler_copy.py": [
+        (
+            "if layer and waiting.keys().isdisjoint(layer.names):",
+            "if layer:",
+            "packed too early",
+            "tests/generation/test_engine.py",
+        ),
+    ],
+    "trainer/runs/elastic.py": [
+        ("setattr(args, name, size // processes)", "setattr(args, name, size)", "no shares", ELASTIC),
+        ("whole = {name: config[name] * before", "whole = {name: config[name]", "one share", ELASTIC),
+        ("return all(share.is_integer()", "return any(share.is_integer()", "half a minibatch", ELASTIC),
+        (" and shares[0] % answers == 0", "", "answers to a prompt apart", ELASTIC),
+        ("and not set(agents).isdisjoint(", "and set(agents) == set(", "no machine may come", ELASTIC),
+        ('job["kind"] == kind and', "", "a run of another script", ELASTIC),
+        ("        if ended:\n", "        if False:\n", "a broken run goes on", ELASTIC),
+        ('again = ":" in nodes or', "again =", "1:4 may not meet", ELASTIC),
+        ("if len(set(agents)) > 1 and not", "if False and not", "a disk nobody shares", ELASTIC),
+    ],
+    "trainer/runs/heartbeat.py": [
+        ("            self._wait_for_others()\n", "            pass\n", "the store ends first", ELASTIC),
+    ],
+    "trainer/runs/remote_folder.py": [
+        ("self._send(files[:-1])", "self._send(files[::-1])", "sums first", REMOTE),
+        ("key=lambda n: not n.endswith(SUMS)))", "key=lambda n: n.endswith(SUMS)))", "sums stay", REMOTE),
+        ("if n <= newest)[-self.keep :]", ")[-self.keep :]", "later ones stay", REMOTE),
+        ("if holder != self.holder:", "if False:", "two writers", REMOTE),
+        ("newest < max(there, default=0)", "False", "an old copy is taken", REMOTE),
+        ("if not damage(target):", "if True:", "only a damaged one", REMOTE),
+        ("(target / SUMS).read_bytes() != sums or", "", "the copy of another run", REMOTE),
+        ("if self.sent.get(path) != state]", "]", "all is sent again", REMOTE),
+        ("        self.failed = True\n        remedy", "        remedy", "it waits again", REMOTE),
+    ],
+    "trainer/runs/job.py": [
+        ("        args.resume = str(begun)\n", "        pass\n", "a restart begins anew", ELASTIC),
+        ("note = fit_sizes(args, world.size, config) if", 'note = "" if', "the batch shrinks", ELASTIC),
+        ("        job.remote.look()\n", "        pass\n", "numbers that are taken", REMOTE),
+        ("            elif found and not world.is_main and", "            elif False and", "no copy", REMOTE),
+    ],
+    "trainer/runs/run_folder.py": [
+        ("if time.monotonic() < end:", "if False:", "no patience for a lock", ELASTIC),
+        ("and (not only_if_due or self.remote.is_due())", "and only_if_due", "nothing is sent", REMOTE),
+    ],
+    "trainer/flags.py": [
+        ('if "://" in text and not (', "if False and not (", "addresses taken for paths", REMOTE),
+    ],
+}
 
 OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
 BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
@@ -1351,7 +1483,7 @@ REST = {
 def _rows():
     files = [("trainer/train_ppo.py", TRAIN_PPO), ("trainer/ppo.py", PPO)]
     files.append(("trainer/build_run.py", BUILD_RUN))
-    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA, REST):
+    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA, SCALE, REST):
         files += part.items()
     for file, rows in files:
         for old, new, fault, *tests in rows:

@@ -26,6 +26,7 @@ memory_plan.py     how much memory a PPO run needs, part by part
 memory_check.py    whether there is enough, and which flags would help
 response_stats.py  what a batch's responses look like: repetition, equal ones, whether long ones score more
 evaluation.py      PPO's evaluation on held-out prompts
+shard_run.py       --shard 1: which models are split over processes, and what does not go with it
 best.py            the weights of the best evaluation, kept
 ema.py             a moving average of the actor's weights
 supervised.py      what stages 1 and 2 share: flags, training loop, evaluation

@@ -123,10 +123,12 @@ def keep_best(run, logger, metrics):
     if not best.beaten_by(metrics):
         return
     with run.world.all_or_none():
-        if step and run.world.is_main:
+        if step:
             start = time.perf_counter()
-            run.save_best(logger.folder.path / KEPT)
-            logger.saving_seconds += time.perf_counter() - start
+            with run.gathered():
+                if run.world.is_main:
+                    run.save_best(logger.folder.path / KEPT)
+                    logger.saving_seconds += time.perf_counter() - start
     best.take(metrics, step)
 
 

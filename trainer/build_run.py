@@ -3,10 +3,14 @@
 ``main`` of train_ppo.py calls ``build_run`` once, with what ``load_inputs`` (inputs.py) has loaded.
 """
 
+from functools import partial
+
+import torch
+
 from model.critic import CriticModel
-from model.lora import add_adapters, frozen_copy, trained
+from model.lora import add_adapters, frozen_copy
 from trainer.best import choose_best
-from trainer.compute.memory import keep_freed_memory
+from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.endings import keep_endings, load_endings
@@ -19,8 +23,9 @@ from trainer.ptx import load_ptx
 from trainer.rewards.judge import load_judge
 from trainer.rewards.reward import Reward, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of
-from trainer.runs.adamw import make_optimizer
+from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.optimizer_step import Learner
+from trainer.shard_run import in_step_of, ppo_optimizer
 
 
 def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, notes=()):
@@ -29,13 +34,16 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     ``--advantage gae`` only. No model has dropout: the training forward is the scoring forward. flags: {name:
     ``Flag``}, of ``flag_parser``."""
     device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
-    keep_freed_memory()
+    in_step = in_step_of(args, world, actor)
+    place = torch.device("cpu") if in_step else device  # whole models need not fit on a GPU
+    free_unused_memory()  # the copies with which the policy was checked
+    keep_freed_memory(sharded=in_step is not None)
     check_range(actor, dtype, f"--model {args.model}: ")
     reward = Reward(reasoning=False)  # logged answers come with their scores
     if not args.offline_data_path:
         reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
     judge = load_judge(args, device, dtype, held_out)
-    actor.to(device).eval().requires_grad_(not args.lora_r)
+    actor.to(place).eval().requires_grad_(not args.lora_r)
     start, weight = None, 1.0  # without a critic
     if args.advantage == "gae":
         start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
@@ -47,29 +55,37 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
         args, actor, start, modules_of(reward, judge), device, dtype, sizes, demonstration=longest
     )
     notes = [*notes, choose_rates(args, actor, start), memory]
-    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(device).eval() if start else None
-    room = plan.cache if device.type == "cuda" else None  # None: what suits a CPU
-    sampler = Sampler(actor, dtype, plan.slots, room, sizes) if plan.slots else None  # nothing is sampled
+    room, sampler = plan.cache if device.type == "cuda" else None, None  # None: what suits a CPU
+    if plan.slots:  # else nothing is sampled
+        sampler = Sampler(actor, dtype, plan.slots, room, sizes, device)
+    lend = in_step is not None  # each process soon has a part of each model, and a whole one of none
+    if lend and sampler:
+        sampler.copy.unload()
+    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(place).eval() if start else None
     for backbone in (actor.base_model, critic.backbone) if critic else (actor.base_model,):
         prepare_training(backbone, args.gradient_checkpointing)
-    ref = frozen_copy(actor)  # before there are adapters: the reference has none
+    ref = frozen_copy(actor, lend)  # before there are adapters: the reference has none
     if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
         add_adapters(actor.base_model, args.lora_r, args.seed)
         if critic:
             add_adapters(critic.backbone, args.lora_r, args.seed + 1)
     # With 1 it is the actor, which samples and scores before it learns. A copy has the actor's adapters.
-    old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor)
+    old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, lend)
     endings = load_endings(args, tokenizer, actor)
     keep_endings(endings, actor)
+    scorer_of = partial(PolicyScorer, dtype=dtype, early_ends=endings.early)
     total_steps = count_steps(args, len(prompts), world.size)
     schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
+    sum_dtype = getattr(torch, args.grad_sum_dtype)
 
     def learner(model, scorer, peak):
-        optimizer = make_optimizer(trained(model), peak, args.moments_dtype, args.seed, weight_decay=0.0)
-        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule)
+        optimizer = ppo_optimizer(model, peak, args)
+        sums = None if in_step else GradientSums(model.parameters(), world, sum_dtype)
+        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule, sums=sums)
 
-    policy_scorer = PolicyScorer(actor, dtype, endings.early, args.entropy_coef > 0)
+    policy_scorer = scorer_of(actor, learn_entropy=args.entropy_coef > 0)
     learners = {"actor": learner(actor, policy_scorer, args.learning_rate)}
+    of_old_actor = policy_scorer if old_actor is actor else scorer_of(old_actor)
     if critic:  # it steps first
         scorer = ValueScorer(critic, dtype)
         learners = {"critic": learner(critic, scorer, args.critic_learning_rate), **learners}
@@ -87,6 +103,8 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
         sampler=sampler,
         plan=plan,
         endings=endings,
+        scorers={"old_actor": of_old_actor, "reference": scorer_of(ref)},
+        in_step=in_step,
         ptx=ptx,
         held_out_pairs=pairs,
     )

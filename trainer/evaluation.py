@@ -16,7 +16,7 @@ from progress_bar import phase
 from trainer.generation.sampling_noise import noise_keys
 from trainer.offline import evaluate_pairs, sequence_kl
 from trainer.rewards.rules import is_correct
-from trainer.runs.distributed import share_of
+from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics, mean_square_to_std
 from trainer.runs.samples import SHOWN, answer_rows, rows_of_evaluation
 
@@ -46,15 +46,18 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
     [B]}), the answers to a prompt one after the other. If it raises InputError in one process, all raise it.
     """
     metrics, shown = Metrics(), {}
-    mine = share_of(range(len(prompts)), world)
     answered = has_answers(prompts)
-    size = max(1, BATCH // answers)
-    batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-    with world.all_or_none(), phase("evaluation", (answers + 1) * len(mine), "responses") as bar:
+    batches = batches_of(len(prompts), max(1, BATCH // answers), world)
+    total = (answers + 1) * sum(map(len, batches))
+    with phase("evaluation", total, "responses") as bar:
         for places in batches:
-            batch = [prompts[i] for i in places]  # no more at a time: their records can be large
+            with world.all_or_none():
+                batch = [prompts[i] for i in places or [0]]  # no more at a time: their records can be large
             for kind, sampled_at, count in (("", temperature, answers), ("_greedy", 0.0, 1)):
-                rollout, texts, parts = roll_out(batch, sampled_at, count)
+                with world.all_or_none():
+                    rollout, texts, parts = roll_out(batch, sampled_at, count)
+                if not places:  # only other processes have prompts left; sharded models need all processes
+                    continue
                 rows = answer_rows(texts, rollout, parts)[::count]  # the first answer to each
                 for place, prompt, row in zip(places, batch, rows, strict=True):
                     if place < SHOWN:
@@ -96,17 +99,22 @@ def evaluate_actor(run, metrics, rows):
         prompts = [prompt for prompt in prompts for _ in range(answers)]
         samples = torch.arange(len(prompts)) % answers
         keys = noise_keys(args.seed, EVAL_STEP, [p.index for p in prompts], samples)
-        sampled = run.respond(run.actor, prompts, keys, temperature)
-        rewards = (run.reward, run.judge)
-        score, judged = (x.combine(run.raw_scores(x, prompts, *sampled)) for x in rewards)
+        found = []
+        with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
+            sampled = run.respond(prompts, keys, temperature)
+        for reward in (run.reward, run.judge):
+            with run.world.all_or_none():
+                found.append(reward.combine(run.raw_scores(reward, prompts, *sampled)))
+        score, judged = found
         if run.args.offline_data_path and temperature:
             score["kl"] = sequence_kl(run, sampled[0])
         return *sampled, score | judged
 
     settings = args.temperature, args.reasoning, run.world, args.num_generations
-    found, shown = evaluate(roll_out, run.held_out, *settings)
+    with run.sampling_from(run.actor):
+        found, shown = evaluate(roll_out, run.held_out, *settings)
     if run.ema.batches:
-        with run.ema.in_place():
+        with run.ema.in_place(), run.sampling_from(run.actor):
             averaged, _ = evaluate(roll_out, run.held_out, *settings)
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:

@@ -52,7 +52,7 @@ def sample_again(run, step, positions, prompts, rollout, texts, raw):
         asked = [prompts[row] for row in rows]
         keys = step_noise(run, step, torch.tensor(positions)[rows], times)
         start = time.perf_counter()
-        new, new_texts = run.respond(run.old_actor, asked, keys, args.temperature)
+        new, new_texts = run.respond(asked, keys, args.temperature)
         seconds += time.perf_counter() - start
         raw = raw.replaced(rows, run.raw_scores(run.reward, asked, new, new_texts))
         order, count = list(range(len(prompts))), len(prompts)

@@ -89,16 +89,16 @@ def check_loading(path):
         )
 
 
-def fitted_plan(args, sizes, device, dtype, held_out, room):
+def fitted_plan(args, sizes, device, dtype, held_out, room, **more):
     """-> (the plan with the largest micro-batches that fit into ``room`` bytes, True), or (the one that needs
     the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, and
-    fewer sequences are sampled together."""
+    fewer sequences are sampled together. more: ``processes``, by default those of torchrun."""
     budgets = [tokens_per_pass(device)]
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         budgets = BUDGETS
     options = [{"budget": budget, "release_cache": free} for free in (False, True) for budget in budgets]
     options += [options[-1] | {"slots": slots} for slots in (128, 64, 32, LEAST_SLOTS)]
-    plans = [_plan(args, sizes, device, dtype, held_out, **option) for option in options]
+    plans = [_plan(args, sizes, device, dtype, held_out, **more, **option) for option in options]
     fitting = [plan for plan in plans if plan.peak <= room]
     return (fitting[0], True) if fitting else (min(plans, key=lambda plan: plan.peak), False)
 
@@ -117,6 +117,8 @@ def remedies(args, sizes, device, dtype, held_out, room):
     """
     steps = 1 << ceil(log2(args.mini_batch_size))
     changes = [("gradient_checkpointing", 1), ("moments_dtype", "bfloat16")]
+    if _processes() > 1 and not args.ema_beta:
+        changes.insert(0, ("shard", 1))
     if device.type == "cuda":
         changes.append(("offload_frozen", 1))
     elif steps > args.accumulation_steps:
@@ -127,13 +129,19 @@ def remedies(args, sizes, device, dtype, held_out, room):
         for count in range(len(changes) + 1):
             for chosen in combinations(changes, count):
                 flags = dict([*chosen, *lora])
+                if {"shard", "offload_frozen"} <= set(flags):  # these do not go together
+                    continue
                 if fitted_plan(_with(args, **flags), sizes, device, dtype, held_out, room)[1]:
                     return " ".join(f"--{name} {value}" for name, value in flags.items())
     return ""
 
 
 def _plan(*given, **more):
-    return memory_plan(*given, processes=int(os.environ.get("WORLD_SIZE", "1")), **more)
+    return memory_plan(*given, **{"processes": _processes(), **more})
+
+
+def _processes():
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _with(args, **changes):

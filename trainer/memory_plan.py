@@ -9,6 +9,10 @@ reward,     with --offload_frozen 1: the models that wait in the host's memory a
 score
 building    before the first step: the sampler begins as a copy in fp32; there are no moments yet
 
+With --shard 1 each process has its part of what stays: weights, gradients, moments. Whole are activations,
+keys and values, the sampler, which is there in rollouts only, and what is gathered to compute with
+(``_gathered``).
+
 No model is needed, only its ``Sizes``, so the same arithmetic serves for other flags and other machines.
 """
 
@@ -41,6 +45,7 @@ class Sizes:
     linear: int  # in linear layers, the head included if it has weights of its own
     table: int  # in the embeddings
     head: int  # in the output head: vocabulary times width
+    own_head: int  # the same, 0 where the head has the embeddings' weights
     adapters: int  # what adapters of rank 1 would add; 0 if there can be none
     exact: bool  # whether ``dtype`` holds every weight of these as it is (``keep_exact`` in precision.py)
     bytes: int  # that the model takes now
@@ -64,10 +69,16 @@ class Sizes:
             linear=sum(p.numel() for p in linear),
             table=tables[0].numel() if tables else 0,
             head=tables[0].numel() if tables else 0,
+            own_head=tables[1].numel() if len(known) == 2 else 0,
             adapters=adapters,
             exact=all(p.is_meta or holds(p, dtype) for p in (*linear, *tables[:1])),
             bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         )
+
+    @property
+    def layer(self):
+        """Numbers of one layer, of which all have about equally many."""
+        return (self.all - self.table - self.own_head) // self.config.num_hidden_layers
 
     def frozen(self, small, rounded=True):
         """Bytes of a copy that does not train. small: of a number of mixed precision; rounded: whether linear
@@ -126,11 +137,11 @@ def memory_plan(
     of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled together at
     most; processes: that train together.
     """
-    actor, small = sizes["actor"], dtype.itemsize
+    actor, small, parts = sizes["actor"], dtype.itemsize, _parts(args, processes)
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
     slots = min(slots, held_out if args.offline_data_path else max(args.batch_size, held_out))
     cache = slots * width * bytes_per_token(actor.config, small)
-    weights = _weights(args, sizes, device, small)
+    weights = _weights(args, sizes, device, small, parts)
     if not slots:  # nothing is sampled
         del weights["sampler"]
     trained = _trained(args, sizes)
@@ -139,13 +150,33 @@ def memory_plan(
         "update": max(updates, key=lambda parts: sum(parts.values())),
         "rollout": {"logits": 16 * slots * actor.config.vocab_size},  # fp32, and what sampling makes of them
     }
-    building = _building(args, sizes, weights)
+    building = _building(args, sizes, weights, parts, small)
+    if parts > 1:
+        phases["rollout"]["sampler"] = weights.pop("sampler", 0)
+        phases["rollout"]["gathered"] = 4 * actor.table  # it gets one matrix after the other
+        phases["score"] = _gathered(actor, dtype, "actor", False)
+        building = {} if device.type == "cuda" else building  # in the host's memory
+    weights = {name: size // parts for name, size in weights.items()}
     if args.offload_frozen:
         for phase, names in {"reward": ["reward models"], "score": ["reference", "old actor"]}.items():
-            phases[phase] = {name: weights.pop(name) for name in names if name in weights}
-    moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values())
+            phases[phase] = phases.get(phase, {}) | {x: weights.pop(x) for x in names if x in weights}
+    moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values()) // parts
     cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
     return Plan(weights | {"moments": moments}, phases, building, cache, slots, budget, release_cache)
+
+
+def _parts(args, processes):
+    """Into how many parts models are cut, of which each process has one."""
+    return processes if args.shard else 1
+
+
+def _gathered(model, dtype, name, trained):
+    """{part: bytes} that a process of a sharded run gathers while it goes through a model: the layer that
+    computes and the next one in ``dtype``, embeddings and head in fp32. trained: whether they have gradients:
+    those of a layer are there in ``dtype`` and as the fp32 numbers that are summed."""
+    root = model.table + (model.own_head if name == "actor" else 0)
+    size = 2 * dtype.itemsize * model.layer + 4 * root
+    return {"gathered": size + ((dtype.itemsize + 4) * model.layer + 8 * root if trained else 0)}
 
 
 def _trained(args, sizes):
@@ -156,12 +187,16 @@ def _trained(args, sizes):
     return {name: sizes[name].body if name == "critic" else sizes[name].all for name in names}
 
 
-def _weights(args, sizes, device, small):
+def _weights(args, sizes, device, small, parts):
     """{model: the bytes of its weights} during the steps. What is shared counts once."""
     actor, critic, trained = sizes["actor"], sizes.get("critic"), _trained(args, sizes)
     own = {name: 4 * count for name, count in trained.items()}
     if args.lora_r:
         weights = {**own, "actor": actor.frozen(small, rounded=False) + own["actor"]}
+        if parts > 1:  # what is shared before is cut for each model on its own
+            weights["reference"] = actor.frozen(small, rounded=False)
+            if critic:
+                weights["critic"] += critic.frozen(small, rounded=False)
     else:
         weights = {**own, "reference": actor.frozen(small)}
     if args.update_old_actor_freq > 1:
@@ -177,20 +212,28 @@ def _weights(args, sizes, device, small):
         weights["reward models"] = rewards
     if args.ema_beta and device.type == "cpu":  # it is in main memory always
         weights["average"] = own["actor"]
-    packed = (actor.all - actor.table + actor.head) if device.type == "cpu" else 0  # laid out a second time
-    return weights | {"sampler": small * (actor.all + packed)}
+    tied = 0 if actor.own_head else actor.head  # a CPU lays it out a second time, as a head
+    return weights | {"sampler": small * (actor.all + (tied if device.type == "cpu" else 0))}
 
 
-def _building(args, sizes, weights):
-    """{part: bytes} while the sampler is built: its copy is in fp32. With adapters the others still are."""
+def _building(args, sizes, weights, parts, small):
+    """{part: bytes} while the run is built, at the fuller of two moments: when the sampler's copy is in fp32,
+    which is made first, and when all models are there. None of them is rounded; with adapters they share the
+    actor's weights. In a sharded run the sampler is empty again, and copies lend weights until rounding."""
     actor, critic = sizes["actor"], sizes.get("critic")
     shared = critic.all if critic and args.lora_r and critic is not actor else 0
     rewards = sum(4 * model.all if shared and model is critic else model.bytes for model in sizes["rewards"])
-    building = {"actor": 4 * actor.all}
+    building = {"actor": 4 * actor.all, "reward models": rewards}
+    sampler = weights.get("sampler", 0)
+    names = [name for name in ("reference", "old actor") if name in weights and not args.lora_r]
+    if parts > 1:
+        copies = {name: weights[name] if small < 4 else 0 for name in names}
+    else:
+        copies = {"sampler": sampler} | dict.fromkeys(names, 4 * actor.all)
     if critic:
-        building["critic"] = 0 if args.lora_r else 4 * critic.body
-    sampler = max(4 * actor.all, weights["sampler"]) if "sampler" in weights else 0
-    return building | {"reward models": rewards, "sampler": sampler}
+        copies["critic"] = 0 if args.lora_r else 4 * critic.body
+    first = {"sampler": sampler and max(4 * actor.all, sampler)}
+    return building | max(first, copies, key=lambda parts: sum(parts.values()))
 
 
 def _update(args, sizes, name, budget, device, dtype, processes):
@@ -201,8 +244,10 @@ def _update(args, sizes, name, budget, device, dtype, processes):
     longest = args.max_seq_len + args.max_gen_len
     needed = -(-args.mini_batch_size * (longest + mixed_in) // args.accumulation_steps)
     needed = min(needed, args.mini_batch_size * max(longest, mixed_in))  # they have passes of their own
-    tokens = min(budget, needed)
-    kept = _activations(args, model, tokens, dtype)
+    tokens, parts = min(budget, needed), _parts(args, processes)
+    # In mixed precision a forward keeps copies of the linear layers' weights; with --shard 1 it gathers them.
+    copies = 0 if dtype == torch.float32 or args.lora_r or parts > 1 else small * model.linear
+    kept = copies + _activations(args, model, tokens, dtype)
     head = chunk = 0
     if name == "actor":
         logits = tokens * model.config.vocab_size
@@ -214,25 +259,26 @@ def _update(args, sizes, name, budget, device, dtype, processes):
         head = 4 * model.head if full else 0
         head += (2 if full and not on_gpu else 1) * small * model.head * mixed
     table = 4 * model.table if full and (name == "actor" or tokens < needed) else 0
-    if processes > 1:
+    if processes > parts:
         gradients += 8 * model.table if full else 0  # a large one is copied where processes are summed up
+    gradients //= parts
+    step = {"gradients": gradients, "micro-batch": kept + max(head + chunk, table)}
     if args.accumulation_steps == 1 and tokens == needed and not mixed_in:
         # One backward: gradients come as activations go. The head's is the first, the embeddings' the last.
-        more = max(kept + head + chunk - gradients, table, 0)
-        return {"gradients": gradients, "micro-batch": more}
-    return {"gradients": gradients, "micro-batch": kept + max(head + chunk, table)}
+        # On a CPU they do not fit into the gaps that copies leave, which have half their size.
+        last = table + (copies if device.type == "cpu" else 0)
+        step["micro-batch"] = max(kept + head + chunk - gradients, last)
+    return step | (_gathered(model, dtype, name, full) if parts > 1 else {})
 
 
 def _activations(args, model, tokens, dtype):
-    """The bytes that a forward keeps for its backward. In mixed precision that has copies of the linear
-    layers' weights in ``dtype``."""
+    """The bytes of activations that a forward keeps for its backward."""
     config, small = model.config, dtype.itemsize
-    copies = 0 if dtype == torch.float32 or args.lora_r else small * model.linear
     hidden = config.hidden_size
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 4 * KEPT["fp32"] * hidden + small * (
         KEPT["hidden"] * hidden + KEPT["intermediate"] * intermediate
     )
     if args.gradient_checkpointing:  # the residual of every layer, and one layer at a time
-        return copies + tokens * (4 * hidden * config.num_hidden_layers + layer)
-    return copies + tokens * layer * config.num_hidden_layers
+        return tokens * (4 * hidden * config.num_hidden_layers + layer)
+    return tokens * layer * config.num_hidden_layers

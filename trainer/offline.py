@@ -26,10 +26,10 @@ from errors import InputError
 from model.compatibility import eos_ids
 from trainer.batch import Batch
 from trainer.compute.batching import pad_right
-from trainer.compute.scoring import PolicyScorer, score_policy
+from trainer.compute.scoring import score_policy
 from trainer.generation.results import as_rollout
 from trainer.rewards.reward import RawScores
-from trainer.runs.distributed import share_of
+from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics, mean_square_to_std
 
 NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
@@ -121,16 +121,17 @@ def take_reference(rollout):
     rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
 
 
-def of_policy(run, rollout, model):
+def of_policy(run, rollout, scorer):
     """Log-probs [B, R] of a rollout's tokens under a policy, at --temperature."""
-    with run.host.on_device(model):
-        return score_policy(rollout, PolicyScorer(model, run.dtype), run.args.temperature)
+    with run.host.on_device(scorer.model):
+        return score_policy(rollout, scorer, run.args.temperature)
 
 
 def sequence_kl(run, rollout):
     """k1 of each response [B], log actor - log reference over its tokens. Its mean over the actor's own
     samples is the KL to the reference, in nats a response."""
-    difference = of_policy(run, rollout, run.actor) - of_policy(run, rollout, run.ref)
+    actor, reference = run.learners["actor"].scorer, run.scorers["reference"]
+    difference = of_policy(run, rollout, actor) - of_policy(run, rollout, reference)
     return torch.where(rollout.mask, difference, 0.0).sum(1).cpu()
 
 
@@ -146,13 +147,15 @@ def evaluate_pairs(run):
     chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
                       the rejected one; a half where they are equal, as before training
     """
-    pairs, metrics = run.held_out_pairs, Metrics()
-    places = share_of(range(len(pairs)), run.world)
+    pairs, metrics, scorer = run.held_out_pairs, Metrics(), run.learners["actor"].scorer
     with run.world.all_or_none():
-        for first in range(0, len(places), PAIRS):
-            found = pairs.__getitems__(places[first : first + PAIRS])
+        for places in batches_of(len(pairs), PAIRS, run.world):
+            found = pairs.__getitems__(places or [0])
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
-            actor, ref = (of_policy(run, rollout, model) for model in (run.actor, run.ref))
+            actor = of_policy(run, rollout, scorer)
+            ref = of_policy(run, rollout, run.scorers["reference"])
+            if not places:  # only other processes have pairs left; sharded models need all processes
+                continue
             moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
             shares = chosen_shares(actor, rollout)
             for name, x in (("", shares), ("_change", shares - chosen_shares(ref, rollout))):

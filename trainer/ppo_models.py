@@ -5,6 +5,7 @@ says what every script's run has.
 """
 
 import argparse
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from dataset.logged_answers import LoggedAnswers, LoggedPairs
 from errors import InputError
 from model.compatibility import is_moe
 from model.lora import learned
-from model.saving import save_policy
+from model.saving import save_policy, state_dict_in
 from trainer import ppo
 from trainer.best import KEPT, Best, remove_saved
 from trainer.compute.host_memory import HostMemory
 from trainer.compute.loss_scale import LossScale
+from trainer.compute.memory import free_unused_memory
 from trainer.compute.precision import keep_exact, round_frozen
+from trainer.compute.sharding import InStep
 from trainer.critic_warmup import CriticWarmup
 from trainer.describe_run import describe_run
 from trainer.ema import Ema, ema_path, save_ema
@@ -40,6 +43,7 @@ from trainer.runs import displays
 from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
+from trainer.shard_run import shard_models
 from trainer.start_facts import fingerprints, start_facts
 from trainer.value_scale import ValueScale
 
@@ -68,6 +72,8 @@ class PpoRun:
     sampler: Sampler | None  # generates with the weights of the old actor, or of the actor to evaluate it
     plan: Plan  # of the memory
     endings: Endings  # what ends a response
+    scorers: dict  # {"old_actor": PolicyScorer, "reference": PolicyScorer}: how rollouts are scored
+    in_step: InStep | None = None  # of a run with --shard
     ptx: Ptx | None = None  # demonstrations that the actor learns besides
     held_out_pairs: LoggedPairs | None = None  # of an evaluation of offline PPO
 
@@ -83,6 +89,7 @@ class PpoRun:
         if args.offline_data_path:
             self.display = displays.offline(self.held_out_pairs, self.best.metric)
         self.eos = self.endings.eos
+        self.state = None  # of a sharded actor, while it is saved
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
         self.clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
@@ -174,11 +181,25 @@ class PpoRun:
         """By which evaluations are compared, "eval/…"; "" without evaluations."""
         return self.best.metric
 
-    def respond(self, model, prompts, keys, temperature):
-        """Prompts -> (rollout, response texts), sampled from this model's weights."""
+    @contextmanager
+    def sampling_from(self, model):
+        """In this block ``respond`` samples from this model's weights."""
+        if self.in_step:
+            free_unused_memory()  # the gaps that the last update has left
+        if self.sampler:
+            self.sampler.load(model)
+        try:
+            yield
+        finally:
+            if self.in_step and self.sampler:
+                self.sampler.release()
+                self.sampler.copy.unload()
+
+    def respond(self, prompts, keys, temperature):
+        """Prompts -> (rollout, response texts), sampled from the weights of ``sampling_from``."""
         ids = [p.prompt_ids for p in prompts]
         stops, lengths = self.endings.stops, (self.args.max_gen_len, temperature, self.args.min_gen_len)
-        rollout = self.sampler.load(model).sample(ids, keys, self.eos, *lengths, stops)
+        rollout = self.sampler.sample(ids, keys, self.eos, *lengths, stops)
         self.free_cache()
         return rollout, response_texts(rollout, self.tokenizer, stops)
 
@@ -209,10 +230,21 @@ class PpoRun:
         self.save_actor(kept, ready)
         self.save_actor(self.best_path, kept)
 
+    @contextmanager
+    def gathered(self):
+        """In this block the main process has the whole state-dict of a sharded actor, to save it. All
+        processes must enter it."""
+        if self.in_step:
+            self.state = state_dict_in(torch.float16, self.actor, self.pth_path, self.world.is_main)
+        try:
+            yield
+        finally:
+            self.state = None
+
     def save_actor(self, path, ready=None):
         """Write the actor, or the ``.pth`` that is ready, as ``path`` and the folder beside it."""
         with writing(path):
-            save_policy(self.actor, self.tokenizer, path, ready=ready)
+            save_policy(self.actor, self.tokenizer, path, ready=ready, state=self.state)
 
     def results(self):
         """Lines for the end of a run: where the result and the best are, and how to talk to the result."""
@@ -241,9 +273,16 @@ class PpoRun:
         """What the run is made of, in a few lines."""
         return describe_run(self)
 
+    def prepare(self):
+        """Make the models ready, after fingerprints were taken and before a checkpoint is loaded: round the
+        frozen ones; move them to the host's memory, or shard all, where the flags say so."""
+        prepare_frozen(self)
+        if self.in_step:
+            shard_models(self)
+
 
 def prepare_frozen(run):
-    """Make the frozen models ready, after fingerprints were taken and a checkpoint, if any, was loaded."""
+    """Round the frozen models to the dtype in which they compute, and move them where they wait."""
     args = run.args
     frozen, trained = [run.ref, *run.judges], [learner.model for learner in run.learners.values()]
     if run.old_actor is not run.actor:
@@ -254,5 +293,6 @@ def prepare_frozen(run):
         else:
             round_frozen(frozen, run.dtype)
             keep_exact([run.ref, *run.judges], run.dtype)  # not the old actor, which will change
+    free_unused_memory()  # the gaps that weights of other types have left
     if args.offload_frozen:
         run.host.take(frozen, trained)

@@ -16,7 +16,6 @@ from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
 from errors import InputError
 from model.compatibility import check_ends, most_positions
-from trainer.compute.batching import micro_batches
 from trainer.compute.scoring import score_learned
 from trainer.runs.metrics import Metrics
 
@@ -58,12 +57,15 @@ class Ptx:
     def backward(self, run, number, token_budget):
         """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
         micro-batches of at most ``token_budget`` tokens -> Metrics."""
-        items, metrics, scorer = self.items[number], Metrics(), run.learners["actor"].scorer
-        for rows in micro_batches(self.lengths(number), token_budget):
-            logprobs, balance = score_learned([items[row] for row in rows], scorer)
+        items, metrics, actor = self.items[number], Metrics(), run.learners["actor"]
+
+        def learn_from(rows):
+            logprobs, balance = score_learned([items[row] for row in rows], actor.scorer)
             loss = -logprobs.sum() / self.learned[number] + balance / self.size
             run.loss_scale.scaled(self.coef * loss).backward()
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
+
+        actor.each_micro_batch(self.lengths(number), token_budget, learn_from)
         return metrics
 
     def describe(self):

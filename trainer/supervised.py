@@ -10,6 +10,7 @@
 A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and its result.
 """
 
+import contextlib
 import math
 import time
 
@@ -28,7 +29,9 @@ from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world, share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
+from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.interrupts import StopRequest
+from trainer.runs.job import take_up
 from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
@@ -57,6 +60,7 @@ class SupervisedRun:
     """
 
     files, best_metric, held_out_pairs = (), "", None  # the weights of the best evaluation are not kept
+    in_step = None  # nothing is sharded
 
     def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
@@ -80,7 +84,9 @@ class SupervisedRun:
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
         self.total_steps = total = min(steps, args.max_steps or steps)
         warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
-        self.learner = Learner(self.trained, None, optimizer, args.learning_rate, total, warmup_steps=warmup)
+        sums = GradientSums(parameters, world, getattr(torch, args.grad_sum_dtype))
+        learner = (self.trained, None, optimizer, args.learning_rate, total)
+        self.learner = Learner(*learner, warmup_steps=warmup, sums=sums)
         self.loss_scale = LossScale(self.dtype)
         self.states, self.tensors = {"loss_scale": self.loss_scale}, {}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
@@ -114,6 +120,13 @@ class SupervisedRun:
 
     def about_best(self):
         return ""
+
+    def gathered(self):
+        """The weights are whole in every process, so nothing has to be gathered before they are saved."""
+        return contextlib.nullcontext()
+
+    def prepare(self):
+        """Nothing is left to do before a checkpoint is loaded."""
 
     def complete(self):
         """Called once after the last step, on all processes."""
@@ -161,13 +174,14 @@ def backward(run, items, lengths, totals, token_budget):
     """Compute the gradients of this process' part of a batch, micro-batch by micro-batch -> Metrics."""
     sums = Metrics()
     with phase("gradients", len(lengths), "sequences") as bar:
-        for index in micro_batches(lengths, token_budget):
+        for index in run.learner.sums.overlap(micro_batches(lengths, token_budget)):
             loss, metrics = run.loss([items[i] for i in index], totals)
             run.loss_scale.scaled(loss).backward()
             sums.merge(metrics)
             bar.done += len(index)
-    for p in run.trained.parameters():  # 0 for an expert that no token reached, as with two processes
-        p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+    if run.world.size == 1:  # 0 for an expert that no token reached, as in sums over several processes
+        for p in run.trained.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
     return sums
 
 
@@ -243,10 +257,12 @@ def train(run, logger):
         run.complete()
 
 
-def run_stage(build, args, argv):
-    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun."""
+def run_stage(build, args, argv, kind):
+    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun; kind: the
+    name of its run folders."""
     with init_world(args.device, args.ddp) as world:
+        job = take_up(args, world, kind)
         with world.all_or_none():
             run = build(args, world)
-        logger = start_or_resume(run, run.about(), argv)
+        logger = start_or_resume(run, run.about(), argv, job)
         run_to_the_end(run, logger, train)

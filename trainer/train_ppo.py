@@ -75,6 +75,7 @@ def flag_parser():
     add("--normalize_reward", default=0, choices=[0, 1], help="1: by running mean and standard deviation")
     add_ppo_flags(p)
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    add("--shard", default=0, choices=[0, 1], may_change=True, help="1: models are split over processes")
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
     add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
@@ -148,16 +149,16 @@ from trainer import ppo
 from trainer.batch import Batch
 from trainer.best import keep_best, restore_best
 from trainer.build_run import build_run
-from trainer.compute.batching import micro_batches, send
-from trainer.compute.scoring import PolicyScorer, score_entropy_too, score_policy, score_values
+from trainer.compute.batching import send
+from trainer.compute.scoring import score_entropy_too, score_policy, score_values
 from trainer.entropy_top import choose_tokens
 from trainer.evaluation import evaluate_actor
 from trainer.filter_groups import sample_again, step_noise
 from trainer.inputs import complete_flags, load_inputs
 from trainer.offline import collect_logged, take_reference
-from trainer.ppo_models import prepare_frozen
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
+from trainer.runs.job import take_up
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
@@ -179,7 +180,6 @@ def collect(run, step, batches, positions):
     """Take the next prompts, sample responses to each from the old actor, score them -> ``Batch``.
 
     positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
-
     Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
     """
     start, args, again, more = time.perf_counter(), run.args, 0, 0.0
@@ -189,13 +189,15 @@ def collect(run, step, batches, positions):
         return collect_logged(run, batches)
     with run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-        keys = step_noise(run, step, positions)
-        rollout, texts = run.respond(run.old_actor, prompts, keys, args.temperature)
-        sampled = time.perf_counter()
+    with run.world.all_or_none(), run.sampling_from(run.old_actor):
+        rollout, texts = run.respond(prompts, step_noise(run, step, positions), args.temperature)
+    sampled = time.perf_counter()
+    with run.world.all_or_none():
         raw = run.raw_scores(run.reward, prompts, rollout, texts)
-        if args.filter_groups:
-            drawn = rollout, texts, raw
-            rollout, texts, raw, again, more = sample_again(run, step, positions, prompts, *drawn)
+    if args.filter_groups:
+        drawn = prompts, rollout, texts, raw
+        with run.world.all_or_none(), run.sampling_from(run.old_actor):
+            rollout, texts, raw, again, more = sample_again(run, step, positions, *drawn)
     scores = run.reward.combine(raw, run.world)
     seconds = {"rollout": sampled - start + more, "reward": time.perf_counter() - sampled - more}
     return Batch(prompts, rollout, texts, raw, scores, seconds, again)
@@ -225,8 +227,7 @@ def fill_rollout(run, step, batch, metrics):
     """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
     log-probs, values, rewards, advantages, returns."""
     args, new, penalty, entropy = run.args, batch.rollout, None, None
-    scorer = partial(PolicyScorer, dtype=run.dtype, early_ends=run.endings.early)
-    old_actor, ref = (scorer(model) for model in (run.old_actor, run.ref))
+    old_actor, ref = run.scorers["old_actor"], run.scorers["reference"]
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs = score_policy(new, ref, args.temperature)
         new.scores = send(batch.scores["score"], new.tokens.device)
@@ -296,12 +297,15 @@ def backward(run, minibatch, token_count, name, token_budget, number=0):
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    sums = Metrics()
-    for index in micro_batches(minibatch.lengths.tolist(), token_budget):
-        loss, metrics = LOSSES[name](run, minibatch.rows(index), token_count)
+    sums, mixed_in = Metrics(), run.ptx and name == "actor"
+
+    def learn_from(rows):
+        loss, metrics = LOSSES[name](run, minibatch.rows(rows), token_count)
         run.loss_scale.scaled(loss).backward()
         sums.merge(metrics)
-    if run.ptx and name == "actor":
+
+    run.learners[name].each_micro_batch(minibatch.lengths.tolist(), token_budget, learn_from, mixed_in)
+    if mixed_in:
         sums.merge(run.ptx.backward(run, number, token_budget))
     return sums
 
@@ -317,7 +321,7 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     totals = run.world.sum(sums.totals(watched, run.world.device))
     loss, *approx_kl = (totals / token_count).tolist()
     if name == "actor" and 0 < run.args.target_kl < approx_kl[0]:
-        run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
+        run.learners[name].drop_gradients()  # no step: momentum must not move the weights either
         return None
     step = step_if_finite(run, run.learners[name], loss, number)
     note_step(run, name, step, metrics)
@@ -414,11 +418,11 @@ def train(run, logger):
 def main(argv=None):
     args = parse_args(argv)
     with init_world(args.device, args.ddp) as world:
+        job = take_up(args, world, "run")
         with world.all_or_none():
             run = build_run(args, flag_parser().flags, world, *load_inputs(args))
-        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
+        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv, job)
         restore_best(run, logger)
-        prepare_frozen(run)
         run_to_the_end(run, logger, train)
 
 

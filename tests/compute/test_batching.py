@@ -67,7 +67,7 @@ def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
     """However the lengths are mixed: --accumulation_steps is there to save memory."""
     lengths, cuts = [100] * 4 + [10] * 60, []
     progress, scale = SimpleNamespace(token_budget=4096), LossScale(torch.float32)
-    run = SimpleNamespace(progress=progress, optimizers={}, loss_scale=scale)
+    run = SimpleNamespace(progress=progress, optimizers={}, loss_scale=scale, in_step=None)
 
     def backward(token_budget):
         cuts.extend(micro_batches(lengths, token_budget))

@@ -17,6 +17,7 @@ from trainer.compute import loss_scale
 from trainer.compute.cpu import kernels
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.precision import fast_dtype, set_precision
+from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import noise_keys
@@ -238,7 +239,7 @@ def test_the_sampler_copy_in_fp16_is_nearer_than_in_bf16():
     for dtype in (torch.float32, FP16, torch.bfloat16):
         sampler = Sampler(policy, dtype)
         rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
-        scored = train_ppo.PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
+        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
         gaps[dtype] = (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()
         assert sampler.copy.model.dtype == dtype
         assert rollout.sampler_logprobs.dtype == torch.float32

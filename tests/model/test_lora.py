@@ -418,7 +418,7 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
     for halved in (False, True):
         run, prompts = make_run(saved, critic_init=start, dtype="bfloat16", **FAST)
         if halved:
-            train_ppo.prepare_frozen(run)
+            run.prepare()
         sizes.append(sum(p.numel() * p.element_size() for p in run.ref.parameters()))
         batches, rows = iter([[prompts[i] for i in range(16)]] * 3), []
         for step in range(3):
@@ -441,5 +441,5 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
 
 def test_frozen_weights_that_16_bits_do_not_hold_stay(files):
     run, _ = make_run(files, lora_r=RANK, dtype="bfloat16")
-    train_ppo.prepare_frozen(run)
+    run.prepare()
     assert {p.dtype for model in (run.actor, run.ref) for p in model.parameters()} == {torch.float32}

@@ -66,7 +66,7 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
     sampled, own = [], run.respond
 
     def noted(*given):
-        sampled.append((given[1], own(*given)))
+        sampled.append((given[0], own(*given)))
         return sampled[-1][1]
 
     run.respond = noted
@@ -117,7 +117,7 @@ def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora
     run = evaluated_run(files, judged, lora_r=lora_r)
     expected, _ = evaluate_actor(run, {}, {})
     run.args.offload_frozen = 1
-    train_ppo.prepare_frozen(run)
+    run.prepare()
     assert len(run.judges) == 2  # that of the reward and that of the judge
     for model in run.judges:
         pairs = run.host.waiting[id(model)]

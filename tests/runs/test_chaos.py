@@ -2,11 +2,13 @@
 
 import subprocess
 
+import pytest
 from tiny import PYTHON, ROOT, flags, read_jsonl, run_files
 
 KILLS = 3
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
     files = run_files(tmp_path)
     values = {

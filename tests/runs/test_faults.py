@@ -377,15 +377,15 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, 
         run.progress.token_budget = 64
         if not fails:
             run.progress.token_budget = 32
-        value, calls = run.learners["critic"].scorer.balanced, []
+        scorer, calls = run.learners["critic"].scorer, []
 
-        def failing(*sequences, value=value, calls=calls, fails=fails):
+        def failing(*sequences, value=scorer.balanced, calls=calls, fails=fails):
             calls.append(1)
             if fails and len(calls) == 2:
                 torch.empty(1 << 50)
             return value(*sequences)
 
-        run.learners["critic"].scorer = SimpleNamespace(balanced=failing)
+        scorer.balanced = failing
         gradients(run, minibatch)
         assert len(calls) > 2
         results.append([p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()])

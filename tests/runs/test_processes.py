@@ -14,6 +14,7 @@ from tiny import (
     finish,
     flags,
     free_port,
+    launch_all,
     launch_torchrun,
     launch_two,
     load_weights,
@@ -25,7 +26,7 @@ from tiny import (
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs.distributed import World, buckets
+from trainer.runs.distributed import World
 from trainer.runs.heartbeat import Heartbeat
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -35,7 +36,7 @@ RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsil
 RUN |= {"replay_batches": 2}
 RUN |= {"best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
-ONE, TWO = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8))
+ONE, TWO, FOUR = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8, 4))
 SAME = {
     "reward/score",
     "rollout/length",
@@ -86,18 +87,42 @@ def one(files, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(files, tmp_path_factory):
     """The same run in two processes -> its run folder."""
-    out = tmp_path_factory.mktemp("two")
+    return run_in(2, files, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def sharded(files, tmp_path_factory):
+    """The same run in two processes that share all models -> its run folder."""
+    return run_in(2, files, tmp_path_factory.mktemp("sharded"), shard=1)
+
+
+@pytest.fixture(scope="module")
+def in_four(files, tmp_path_factory):
+    """The same in four processes."""
+    return run_in(4, files, tmp_path_factory.mktemp("four"), shard=1)
+
+
+def run_in(processes, files, out, **more):
     overflow = files["reward_fn"].replace("reward.py", "overflow.py")
-    argv = argv_of(files, out, TWO, reward_fn=overflow, keep_checkpoints=9)
-    for process in launch_two([*argv, "--ddp"]):
+    sizes = {2: TWO, 4: FOUR}[processes]
+    argv = argv_of(files, out, sizes, reward_fn=overflow, keep_checkpoints=9, **more)
+    for process in launch_all([*argv, "--ddp"], processes):
         finish(process)
     return out / "r"
 
 
 def furthest(left, right, step=12):
     """The largest difference between the weights of two runs."""
-    pairs = [(load_weights(left, step, n), load_weights(right, step, n)) for n in ("actor", "critic")]
+    pairs = [(weights_of(left, step, n), weights_of(right, step, n)) for n in ("actor", "critic")]
+    assert all(a.keys() == b.keys() for a, b in pairs)
     return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
+
+
+def weights_of(folder, step, name):
+    """{name: weight}; one that embeddings and head share is kept under either name."""
+    return {
+        k.replace("lm_head", "model.embed_tokens"): x for k, x in load_weights(folder, step, name).items()
+    }
 
 
 # ----------------------------------------------------------------------------------------- the same result
@@ -107,6 +132,24 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
     """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
     evaluation."""
+    check_equal(one, two, 2)
+
+
+def test_two_sharded_processes_equal_one(one, sharded):
+    """The same, where no process has a whole model. PTX, replayed batches and a reward model that starts the
+    critic are among it."""
+    check_equal(one, sharded, 2)
+
+
+@pytest.mark.slow
+def test_four_sharded_processes_equal_one(one, in_four):
+    check_equal(one, in_four, 4)
+    names = sorted(path.name for path in (in_four / "checkpoints" / "step_12").iterdir())
+    files = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)]
+    assert names == ["SHA256SUMS", "best.pth", "config.json", "replay.safetensors", *files, "state.json"]
+
+
+def check_equal(one, two, processes):
     left, right = (read_jsonl(folder / "metrics.jsonl") for folder in (one, two))
     stops = [m["policy/early_stop"] > 0 for m in left[1:]]
     assert any(stops)
@@ -114,7 +157,7 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
     state = json.loads((one / "checkpoints" / "step_12" / "state.json").read_text())
     assert state["skipped_steps"] > 0
     difference = furthest(one, two)
-    print(f"largest weight difference between one and two processes: {difference:.1e}")
+    print(f"largest weight difference between one and {processes} processes: {difference:.1e}")
     assert difference < TOLERANCE
     for a, b in zip(left, right, strict=True):
         assert a.keys() == b.keys()
@@ -146,6 +189,7 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
     assert {place for _, place, *_ in where} == set(range(5))
 
 
+@pytest.mark.slow
 def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files, tmp_path):
     """An overflow in one process is one in both. In fp16 the rounding of the two runs differs, as in bf16."""
     more = {"dtype": "float16", "vf_coef": 100, "max_steps": 6, "target_kl": 0, "normalize_reward": 0}
@@ -165,19 +209,31 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
     assert difference < 6e-4
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_resuming_with_another_number_of_processes(files, one, two, tmp_path, processes, capsys):
-    """From 2 to 1 and from 1 to 2: only the batch size over all processes has to stay the same."""
-    start = {1: two, 2: one}[processes]
-    shutil.copytree(start, tmp_path / "r")
+@pytest.mark.parametrize(
+    ("start", "was", "processes", "shard"),
+    [
+        ("two", 2, 1, 0),
+        ("one", 1, 2, 0),
+        ("sharded", 2, 1, 0),
+        pytest.param("sharded", 2, 4, 1, marks=pytest.mark.slow),
+        ("one", 1, 2, 1),
+    ],
+)
+def test_resuming_with_another_number_of_processes(
+    files, one, tmp_path, start, was, processes, shard, request, capsys
+):
+    """Only the batch size over all processes has to stay the same. Sharded runs go on as others, and others
+    as sharded ones."""
+    shutil.copytree(request.getfixturevalue(start), tmp_path / "r")
     overflow = files["reward_fn"].replace("reward.py", "overflow.py")
     more = {"reward_fn": overflow, "resume": tmp_path / "r" / "checkpoints" / "step_5", "keep_checkpoints": 9}
+    argv = argv_of(files, tmp_path, {1: ONE, 2: TWO, 4: FOUR}[processes], shard=shard, **more)
     if processes == 1:
-        train_ppo.main(argv_of(files, tmp_path, ONE, **more))
+        train_ppo.main(argv)
         out = capsys.readouterr().out
     else:
-        (out, _), _ = map(finish, launch_two(argv_of(files, tmp_path, TWO, **more)))
-    assert f"note: processes were {3 - processes} and are {processes}" in out
+        (out, _), *_ = map(finish, launch_all(argv, processes))
+    assert f"note: processes were {was} and are {processes}" in out
     difference = furthest(one, tmp_path / "r")
     print(f"largest weight difference after going on with {processes}: {difference:.1e}")
     assert difference < TOLERANCE
@@ -315,38 +371,10 @@ def test_a_node_that_dies_ends_the_other(files, tmp_path):
     print(f"the other node had ended after {time.monotonic() - start:.0f} s")
 
 
-# ---------------------------------------------------------------------------- gradient sums and heartbeats
-
-
-def test_sum_of_gradients_in_buckets(monkeypatch):
-    monkeypatch.setattr("trainer.runs.distributed.BUCKET", 5)
-    # A second process with the same gradients. The sum is there only when it has been waited for.
-    monkeypatch.setattr(World, "begin_sum", lambda self, x: lambda: x.mul_(2))
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
-    module[1].bias.requires_grad_(False)
-    module[0](torch.ones(1, 3)).sum().backward()  # the second layer gets no gradient
-    before, large = [p.grad.clone() for p in module[0].parameters()], module[0].weight.grad
-    World(0, 2, torch.device("cpu")).sum_gradients(module)
-    assert all(p.grad.equal(2 * b) for p, b in zip(module[0].parameters(), before, strict=True))
-    assert module[0].weight.grad.data_ptr() == large.data_ptr()  # larger than a bucket: not copied
-    assert module[1].weight.grad.equal(torch.zeros(4, 2))
-    assert module[1].bias.grad is None
-
-
-def test_every_parameter_is_in_one_bucket_and_the_order_is_kept(monkeypatch):
-    monkeypatch.setattr("trainer.runs.distributed.BUCKET", 5)
-    parameters = [torch.zeros(n) for n in (2, 3, 1, 9, 5, 4, 2)]
-    found = buckets(parameters)
-    assert [[p.numel() for p in bucket] for bucket in found] == [[2, 3], [1], [9], [5], [4], [2]]
-    assert all(a is b for a, b in zip((p for x in found for p in x), parameters, strict=True))
+# ----------------------------------------------------------------------------------- one process, heartbeats
 
 
 def test_one_process_does_not_communicate():
-    module = torch.nn.Linear(2, 2)
-    module(torch.ones(1, 2)).sum().backward()
-    gradient = module.weight.grad
-    ALONE.sum_gradients(module)
-    assert module.weight.grad is gradient
     assert ALONE.gather(3) == [3]
     with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
         raise InputError("mine")

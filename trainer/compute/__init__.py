@@ -10,6 +10,7 @@ flash.py         attention for packed rows by torch's flash kernels, on GPUs tha
 fused_layers.py  the layers of Llama and its relatives in fewer operations
 logprobs.py      log-probs of tokens and their gradient, without the logits of a whole batch
 early_ends.py    no EOS before --min_gen_len: the same in the sampler and in all scorers
+sharding.py      models split over processes: each keeps a part, and all go through them in step
 balance_loss.py  the load-balancing loss of a mixture of experts
 precision.py     fp32, bf16, fp16 and TF32: which dtype a device computes in
 loss_scale.py    the scale of the loss in fp16, so that small gradients do not become 0

@@ -64,7 +64,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, flat, places, shape):
         ctx.save_for_backward(places)
-        return flat.new_zeros(shape[0] * shape[1]).index_copy_(0, places, flat).view(shape)
+        out = flat.new_zeros(shape)
+        out.view(-1).index_copy_(0, places, flat)
+        return out
 
     @staticmethod
     def backward(ctx, grad):

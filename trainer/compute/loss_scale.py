@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from model.shards import sharded_and_whole
+
 FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24
 INTERVAL = 2000  # good optimizer steps in a row after which the scale is doubled
 
@@ -30,8 +32,9 @@ class LossScale:
     def unscale(self, model):
         """Divide a model's gradients by the scale, in place."""
         if self.active:
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self.value)
+            for part in sharded_and_whole(p.grad for p in model.parameters() if p.grad is not None):
+                if part:
+                    torch._foreach_mul_(part, 1 / self.value)
 
     def adapt(self, finite):
         """Halve or double the scale after a minibatch's optimizer steps -> whether it was halved.

@@ -43,20 +43,27 @@ def attempt(work, *args):
 
 
 def free_unused_memory():
-    """Free what nothing uses any more, and give the GPU memory that torch keeps for later back."""
+    """Free what nothing uses any more, and give back what torch keeps of a GPU's memory for later, and what
+    the C library of Linux keeps of the main memory."""
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # not every C library has it
+        libc.malloc_trim(0)
 
 
-def halve_until_it_fits(work, token_budget, longest, undo):
+def halve_until_it_fits(work, token_budget, longest, undo, in_step=None):
     """Call ``work(token_budget)``. Where memory runs out, call ``undo()`` and try again with half the budget.
 
-    longest: tokens of the longest sequence. -> (the result, the budget that fitted). Raises InputError where
-    not even a single sequence fits.
+    longest: tokens of the longest sequence; in_step: of a sharded run, whose processes do so together, from
+    the same numbers. -> (the result, the budget that fitted). Raises InputError where not even a single
+    sequence fits.
     """
     while True:
         fits, result = attempt(work, token_budget)
+        if in_step:
+            fits = in_step.all_fitted(fits)
         if fits:
             return result, token_budget
         undo()
@@ -65,11 +72,15 @@ def halve_until_it_fits(work, token_budget, longest, undo):
         token_budget //= 2
 
 
-def each_micro_batch(lengths, token_budget, work, name="scoring"):
+def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, dummy=None):
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
-    name: of the progress bar."""
+    name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
+    must call this function, and ``dummy()`` makes a pass of a single sequence (``InStep`` in sharding.py)."""
+    if in_step := getattr(model, "in_step", None):
+        in_step.score(model, lengths, token_budget, work, dummy, name)
+        return
     waiting = micro_batches(lengths, token_budget)[::-1]
     with phase(name, len(lengths), "sequences") as bar:
         while waiting:
@@ -91,17 +102,23 @@ def out_of_memory_error(length):
     )
 
 
-def keep_freed_memory():
+def keep_freed_memory(sharded=False):
     """On Linux, make the C library keep memory that tensors free, instead of giving it back to the system.
 
     A page that the system has to find and clear costs a CPU more time than computing what goes into it. Where
     the user has set MALLOC_… variables, nothing is changed.
+
+    sharded: a run with --shard 1 gives back what is larger than 1 MiB. It gathers and frees layer after
+    layer, and the gaps that nothing else fits into would take more memory than sharding spares.
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # not every C library has it
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+        if sharded:
+            libc.mallopt(mmap_threshold, 1 << 20)
+            return
         libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
         libc.mallopt(trim_threshold, (1 << 31) - 1)
         libc.mallopt(top_pad, 1 << 26)

@@ -61,20 +61,17 @@ class PolicyScorer(nn.Module):
     """Computes the log-probs of given responses under a causal LM. dtype: of autocast; log-probs are fp32.
     early_ends: of ``--min_gen_len``, or None; learn_entropy: whether entropies have a gradient."""
 
+    in_step = None  # ``InStep`` (sharding.py) where the model is sharded
+
     def __init__(self, model, dtype=torch.float32, early_ends=None, learn_entropy=False):
         super().__init__()
         self.model, self.dtype = model, dtype
         self.early_ends, self.learn_entropy = early_ends, learn_entropy
         self.balance = BalanceLoss(model)
 
-    def forward(self, tokens, layout, temperature):
+    def forward(self, tokens, layout, temperature=1.0):
         """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
-        sum)."""
-        logprobs, entropy, balance = self.at(tokens, layout, temperature)
-        return layout.spread(logprobs), layout.spread(entropy), balance
-
-    def at(self, tokens, layout, temperature=1.0):
-        """The same for the M wanted tokens of a ``Layout`` -> logprobs [M], entropy [M], balance loss."""
+        sum). A ``Layout`` without shape, of demonstrations, gives both of its M wanted tokens: [M]."""
         with autocast(tokens.device, self.dtype):
             states, targets, output = states_at(self.model.base_model, tokens, layout, **self.balance.extra)
             head = self.model.get_output_embeddings()
@@ -82,11 +79,16 @@ class PolicyScorer(nn.Module):
             forbid_ = self.early_ends.of(layout, tokens.device) if self.early_ends and of_responses else None
             more = forbid_, self.learn_entropy
             logprobs, entropy = token_logprobs(head, states, targets, temperature, *more)
-            return logprobs, entropy, self.balance(output, layout.on(tokens.device)["length"])
+            balance = self.balance(output, layout.on(tokens.device)["length"])
+        if of_responses:
+            logprobs, entropy = layout.spread(logprobs), layout.spread(entropy)
+        return logprobs, entropy, balance
 
 
 class ValueScorer(nn.Module):
     """Computes the values of given responses: the critic, read one position before each response token."""
+
+    in_step = None  # as of ``PolicyScorer``
 
     def __init__(self, critic, dtype=torch.float32):
         super().__init__()
@@ -95,10 +97,13 @@ class ValueScorer(nn.Module):
 
     def forward(self, tokens, layout):
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding."""
-        return self.balanced(tokens, layout)[0]
+        return self._score(tokens, layout)[0]
 
     def balanced(self, tokens, layout):
         """The same -> values [B, R], balance loss (weighted sum), as of ``PolicyScorer``."""
+        return self._score(tokens, layout)
+
+    def _score(self, tokens, layout):
         with autocast(tokens.device, self.dtype):
             states, _, output = states_at(self.critic.backbone, tokens, layout, **self.balance.extra)
             values = layout.spread(self.critic.read(states))
@@ -106,9 +111,9 @@ class ValueScorer(nn.Module):
 
 
 @torch.no_grad()
-def score_all(rollout, score, name="log-probs"):
+def score_all(rollout, score, name="log-probs", scorer=None):
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
-    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar."""
+    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; scorer: what ``score`` calls."""
     places, parts, width = [], [], rollout.sampler_logprobs.shape[1]
 
     def fill(index):
@@ -117,14 +122,15 @@ def score_all(rollout, score, name="log-probs"):
         places.extend(index)
 
     device = rollout.tokens.device
-    each_micro_batch(rollout.lengths.tolist(), tokens_per_pass(device), fill, name)
+    lengths = rollout.lengths.tolist()
+    each_micro_batch(lengths, tokens_per_pass(device), fill, name, scorer, lambda: score(rollout.rows([0])))
     found = torch.cat(parts, -2)
     return torch.zeros_like(found).index_copy_(-2, send(torch.tensor(places), device), found)
 
 
 def score_policy(rollout, scorer, temperature):
     """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0])
+    return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0], scorer=scorer)
 
 
 def score_entropy_too(rollout, scorer, temperature, wanted):
@@ -135,13 +141,13 @@ def score_entropy_too(rollout, scorer, temperature, wanted):
     def score(rows):
         return torch.stack(scorer(*rows.sequences, temperature)[:count])
 
-    logprobs, *entropy = score_all(rollout, score)
+    logprobs, *entropy = score_all(rollout, score, scorer=scorer)
     return logprobs, entropy[0] if wanted else None
 
 
 def score_values(rollout, scorer):
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences), "values")
+    return score_all(rollout, lambda rows: scorer(*rows.sequences), "values", scorer)
 
 
 def score_learned(items, scorer):
@@ -152,5 +158,5 @@ def score_learned(items, scorer):
     learned = [np.flatnonzero([0, *mask[1:]]) for _, mask in items]
     row, _ = ragged([len(positions) for positions in learned])
     layout = Layout([len(ids) for ids, _ in items], (row, np.concatenate(learned)))
-    logprobs, _, balance = scorer.at(tokens, layout)
+    logprobs, _, balance = scorer(tokens, layout)
     return logprobs, balance

@@ -34,7 +34,7 @@ from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import uniform
 from trainer.generation.stop_checks import StopChecks
 
-SLOTS = 256  # at most this many sequences decode together
+SLOTS, NONE = 256, (0, 0, 0)  # at most so many sequences decode together; sizes of calls to come: none known
 # At most this much memory for their keys and values; if it is too little, fewer slots. On a GPU it is a share
 # of what is free, because updates need memory too (``cache_room``)
 CACHE_BYTES, CACHE_SHARE = 4 << 30, 1 / 4
@@ -51,15 +51,15 @@ class Sampler:
 
     cache_bytes: of keys and values, at most; None: ``cache_room``. sizes: (most prompts of a call, longest
     prompt plus response, longest response) of the calls to come, as far as they are known. The engine is
-    built with room for them, so that a longer prompt does not need another one.
+    built with room for them, so that a longer prompt does not need another one. device: default the policy's.
     """
 
-    def __init__(self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=(0, 0, 0)):
-        self.copy = SamplerCopy(policy, dtype)
-        self.slots, self.cache_bytes, self.sizes = slots, cache_bytes, sizes
+    def __init__(self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=NONE, device=None):
+        self.copy = SamplerCopy(policy, dtype, device or policy.device)
+        self.slots, self.cache_bytes = slots, cache_bytes
         self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
-        if not self.graphs.asynchronous:  # a CPU has no graphs to lose, and a long prompt may never come
-            self.sizes = (0, 0, 0)
+        # A CPU has no graphs to lose, and a long prompt may never come.
+        self.sizes = sizes if self.graphs.asynchronous else NONE
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""

@@ -20,25 +20,29 @@ from trainer.generation.experts import use_all_experts
 
 class PackedLinear(nn.Module):
     """Linear layers with the same input, computed as one. Their weights are laid out for products of few
-    rows, in oneDNN's blocked layout (bf16) or transposed (fp32): once a rollout, not once a call."""
+    rows, in oneDNN's blocked layout (bf16) or transposed (fp32): once a rollout, not once a call. After that
+    the layers' own weights are empty, until ``SamplerCopy.load`` fills them again."""
 
     def __init__(self, *linears):
         super().__init__()
         self.linears = linears  # a tuple, so no submodules: their weights are only read in pack()
         self.sizes = [linear.out_features for linear in linears]
+        self.weight = self.bias = None
         self.pack()
 
     def pack(self):
         """Copy the linear layers' present weights into the layout."""
-        weight = _joined([linear.weight for linear in self.linears])
-        self.bias = None
         if self.linears[0].bias is not None:
             self.bias = _joined([linear.bias for linear in self.linears])
-        self.blocked = weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        weights = [linear.weight.detach() for linear in self.linears]
+        self.blocked = weights[0].dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         if self.blocked:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-        else:
-            self.weight = weight.t().contiguous()
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(_joined(weights), 64)
+            return
+        if self.weight is None:  # later in place: new memory would leave gaps that nothing else fits into
+            self.weight = weights[0].new_empty(weights[0].shape[1], sum(self.sizes))
+        for part, weight in zip(self.weight.split(self.sizes, 1), weights, strict=True):
+            part.copy_(weight.t())
 
     def forward(self, x):
         if self.blocked:
@@ -77,18 +81,19 @@ def _joined(parameters):
 
 
 class SamplerCopy:
-    """``model`` is the copy that samples. policy: has no adapters; dtype: of the copy's weights.
+    """``model`` is the copy that samples. policy: has no adapters; dtype, device: of the copy's weights.
 
     ``load`` copies the weights of a policy of the same architecture into it, with adapters, if any, merged.
     It raises KeyError if that policy lacks a weight.
     """
 
-    def __init__(self, policy, dtype):
+    def __init__(self, policy, dtype, device):
         self.model = copy.deepcopy(policy).float().eval().requires_grad_(False)
         pack_sequences(self.model.base_model)
         self._cast(dtype)
+        self.model.to(device)
         self.weights = dict(self.model.named_parameters())
-        self.packed = []
+        self.packed, self.freed = {}, {}  # {name of a weight: its packed layer}, {storage: its size in bytes}
         if self.model.device.type == "cpu":
             self._pack()
         else:
@@ -115,21 +120,52 @@ class SamplerCopy:
                 module.gate_proj = module.up_proj = None
 
     def _pack(self):
-        """Replace all linear layers by packed ones."""
-        self._join(PackedLinear)
-        for module in list(self.model.modules()):
+        """Replace all linear layers by packed ones, which have the only copy of most weights. One after the
+        other, so that there are never two copies of all."""
+        names, modules = {id(p): name for name, p in self.weights.items()}, list(self.model.modules())
+        others = (module for module in modules if type(module) is not nn.Linear)
+        read = {id(p) for module in others for p in module.parameters(recurse=False)}  # a tied head's weight
+
+        def packed(*linears):
+            layer = PackedLinear(*linears)
+            layer.names = {names[id(p)] for linear in linears for p in linear.parameters()}
+            self.packed |= dict.fromkeys(layer.names, layer)
+            weights = (linear.weight for linear in linears)  # biases are read where they are
+            layer.own = [p.untyped_storage() for p in weights if id(p) not in read]
+            self._free(layer.own)
+            return layer
+
+        self._join(packed)
+        for module in modules:
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
-                    setattr(module, name, PackedLinear(child))
-        self.packed = [x for x in self.model.modules() if isinstance(x, PackedLinear)]
+                    setattr(module, name, packed(child))
+
+    def _free(self, storages):
+        """Free the memory of these weights, which keep their shapes and views of each other."""
+        for storage in storages:
+            if storage.nbytes():
+                self.freed[storage] = storage.nbytes()
+                storage.resize_(0)
+
+    def unload(self):
+        """Free the memory of all weights, until the next ``load``."""
+        self._free({x.untyped_storage() for x in self.weights.values()})
+        for layer in self.packed.values():
+            layer.weight = layer.bias = None
 
     @torch.no_grad()
     def load(self, policy):
         waiting = dict(self.weights)
         for name, x in merged(policy):
-            if name in waiting:  # a tied weight comes under two names
-                waiting.pop(name).copy_(x)
+            if name not in waiting:  # a tied weight comes under two names
+                continue
+            p, layer = waiting.pop(name), self.packed.get(name)
+            if size := self.freed.pop(storage := p.untyped_storage(), 0):
+                storage.resize_(size)
+            p.copy_(x)
+            if layer and waiting.keys().isdisjoint(layer.names):
+                layer.pack()
+                self._free(layer.own)
         if waiting:
             raise KeyError(f"the policy has no {', '.join(waiting)}")
-        for layer in self.packed:
-            layer.pack()

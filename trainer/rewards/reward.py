@@ -124,8 +124,7 @@ class Reward:
             parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
             parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
         start = time.perf_counter()
-        for name, (model, _) in self.models.items():
-            self._score_with_model(name, model, prompts, responses, raw)
+        self._score_with_models(prompts, responses, raw)
         raw.judging_seconds = time.perf_counter() - start
         if self.function:
             batch = prompts, responses, answers, records or [{}] * len(responses)
@@ -146,14 +145,18 @@ class Reward:
             parts["overlong"] = -torch.tensor(penalties)
         return raw
 
-    def _score_with_model(self, name, model, prompts, responses, raw):
-        """Score every whole response, and every answer block alone, in one call of the reward model."""
+    def _score_with_models(self, prompts, responses, raw):
+        """Score every whole response, and every answer block alone, in one call of each reward model."""
+        if not self.models:
+            return
         answers = [rules.answer_text(r) if self.reasoning else None for r in responses]
         raw.with_answer = [i for i, answer in enumerate(answers) if answer is not None]
         conversations = list(zip(prompts, responses, strict=True))
         conversations += [(prompts[i], answers[i]) for i in raw.with_answer]
-        scores = finite("--reward_model", model(conversations), [text for _, text in conversations])
-        raw.parts[name], raw.answer_only[name] = scores.split([len(responses), len(raw.with_answer)])
+        found = {name: model(conversations) for name, (model, _) in self.models.items()}
+        for name, scores in found.items():  # all have scored: sharded ones need all processes
+            scores = finite("--reward_model", scores, [text for _, text in conversations])
+            raw.parts[name], raw.answer_only[name] = scores.split([len(responses), len(raw.with_answer)])
 
     def combine(self, raw, world=None):
         """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts; {} without any.

@@ -11,6 +11,8 @@ and then applies the model's weight. It also clips a server's scores, but only w
 """
 
 import math
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
+from trainer.compute.sharding import shard
 from trainer.rewards.get_score_models import RemoteRewardModel, run_as_outside_code
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
@@ -69,7 +72,15 @@ class ClassifierRewardModel:
         plain = isinstance(self.head, torch.nn.Linear) and backbone is not self.model
         self.packs = plain and pack_sequences(backbone)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
-        self.offset = reward_offset(self.model.config)
+        self.offset, self.root = reward_offset(self.model.config), None
+
+    def shard(self, in_step):
+        """Keep only a part of the weights in each process (``--shard``). From then on all processes must call
+        the model together. Code from outside stays whole: it may use its weights in other ways."""
+        if not is_from_outside(self.model):
+            self.root = self.model.base_model if self.packs else self.model
+            shard(self.root, in_step, self.dtype)
+            self.root.in_step = in_step
 
     @torch.no_grad()
     def __call__(self, conversations):
@@ -78,25 +89,32 @@ class ClassifierRewardModel:
         Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
         its beginning, because the score is read at the end.
         """
-        ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
-        score = self._packed_scores if self.packs else self._padded_scores
+        in_step = getattr(self.root, "in_step", None)
+        agreed = in_step.world.all_or_none if in_step else nullcontext
+        with agreed():
+            ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
         found, places, scores = [], [], torch.empty(len(ids))
 
         def score_some(index):
-            tokens, lengths = pad_right([ids[i] for i in index], self.model.device)
-            layout = Layout(len(ids[i]) for i in index)
-            with autocast(self.model.device, self.dtype):
-                found.append(score(tokens, lengths, layout).float())
+            found.append(self._score([ids[i] for i in index]))
             places.extend(index)
 
-        each_micro_batch(
-            [len(x) for x in ids], tokens_per_pass(self.model.device), score_some, "reward model"
-        )
+        lengths, dummy = [len(x) for x in ids], partial(self._score, [[0]])
+        budget = tokens_per_pass(self.model.device)
+        each_micro_batch(lengths, budget, score_some, "reward model", self.root, dummy)
         if found:
             scores[places] = torch.cat(found).cpu()  # one copy from the device
-        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
-            check_finite(scores, self.dtype, "the --reward_model")
+        with agreed():
+            if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+                check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
+
+    def _score(self, ids):
+        """Lists of ids -> their scores, fp32 on the device."""
+        tokens, lengths = pad_right(ids, self.model.device)
+        score = self._packed_scores if self.packs else self._padded_scores
+        with autocast(self.model.device, self.dtype):
+            return score(tokens, lengths, Layout(map(len, ids))).float()
 
     def _packed_scores(self, tokens, lengths, layout):
         states = packed_states(self.model.base_model, tokens, layout).last_hidden_state
@@ -234,6 +252,11 @@ def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype):
     return loaded
 
 
+def scoring_models(*rewards):
+    """The reward models of these rewards (``Reward``, ``Judge``), as a list."""
+    return [model for reward in rewards for model, _ in reward.models.values()]
+
+
 def modules_of(*rewards):
-    """The frozen modules of the reward models of these rewards (``Reward``, ``Judge``), as a list."""
-    return [model.model for reward in rewards for model, _ in reward.models.values()]
+    """The frozen modules of the reward models of these rewards, as a list."""
+    return [model.model for model in scoring_models(*rewards)]

@@ -3,6 +3,7 @@
 run_folder.py       what is written to out/; choosing, naming and locking the run folder
 resume.py           starting a run or resuming one; the check that it is the same run
 checkpoints.py      what a checkpoint contains; writing, checking, loading and deleting them
+sharded_checkpoints.py   weights and moments of sharded runs, written by all processes in parts
 fingerprints.py     hashes of models and data, compared on resuming
 log_and_save.py     logging a step; saving a checkpoint and the result
 garbage.py          Python's garbage collector, which works between two steps only
@@ -11,8 +12,12 @@ interrupts.py       Ctrl-C and SIGTERM: stop after the current step
 optimizer_step.py   ``Learner``; gradients that fit into memory, clipping, the optimizer step
 adamw.py            AdamW, and one whose moments are kept in bf16
 learning_rate.py    the schedule of learning rates
-distributed.py      several processes or GPUs: sums of gradients, comparing weights, errors of one process
+gradient_sums.py    several processes: gradients are summed while the backward goes on
+distributed.py      several processes or GPUs: sums, comparing weights, errors of one process
 heartbeat.py        ends a process if another one has died or hangs
+job.py              which run this is: started again by torchrun, or kept at an address
+elastic.py          runs that torchrun starts again by itself; sizes for another number of processes
+remote_folder.py    --out_dir at an address such as s3://
 
 metrics.py          ``Metrics``: means over micro-batches and processes
 run_logger.py       log files, progress bar, printed lines

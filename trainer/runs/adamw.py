@@ -18,6 +18,8 @@ import zlib
 import torch
 from torch.optim import AdamW, Optimizer
 
+from model.shards import is_sharded, local_part
+
 # Numbers that are computed at a time, so that no fp32 copy of a whole moment exists
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
@@ -36,12 +38,15 @@ class AdamWInHalf(Optimizer):
     state of a parameter: these two, and ``step``, a tensor on the CPU, so that reading it waits for no GPU.
     """
 
+    half = True
+
     def __init__(self, parameters, lr, seed, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         self.seed = seed
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
             for p in group["params"]:
-                p.data = p.data.contiguous()  # they are read and written as one row
+                if not is_sharded(p):
+                    p.data = p.data.contiguous()  # they are read and written as one row
 
     @torch.no_grad()
     def step(self):
@@ -63,10 +68,11 @@ class AdamWInHalf(Optimizer):
         step, (beta1, beta2), size = int(state["step"]), group["betas"], CHUNK[p.device.type]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
-        bits = torch.empty(min(size, p.numel()), dtype=torch.int32, device=p.device)
+        tensors = map(local_part, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        flat = [x.reshape(-1) for x in tensors]
+        bits = torch.empty(min(size, len(flat[0])), dtype=torch.int32, device=p.device)
         bits.random_(0, 1 << 16, generator=random)
-        whole = (p.view(-1), p.grad.reshape(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
-        for weight, grad, first, second in zip(*(x.split(size) for x in whole), strict=True):
+        for weight, grad, first, second in zip(*(x.split(size) for x in flat), strict=True):
             m = first.float().lerp_(grad, 1 - beta1)
             v = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             first.copy_(m)

@@ -5,6 +5,7 @@ old_actor.safetensors                       PPO with --update_old_actor_freq abo
 actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of AdamW
 replay.safetensors                          PPO with --replay_batches: those batches
 ema.safetensors                             PPO with --ema_beta: the average of the actor's weights
+shard-00001-….safetensors                   PPO with --shard: weights and moments (sharded_checkpoints.py)
 model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
 best.pth                                    PPO: the weights of the best evaluation so far (best.py), if any
 state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
@@ -28,6 +29,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.compatibility import not_finite
+from trainer.runs import sharded_checkpoints
 
 SUMS = "SHA256SUMS"
 
@@ -57,33 +60,52 @@ class Progress:
 def save(folder, run, config, keep):
     """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
 
+    Only the main process calls it; of a sharded run all do, with the folder, and the others have no config.
     Raises InputError if a weight is not finite or the disk cannot be written; older checkpoints then stay.
     """
-    root, step = Path(folder) / "checkpoints", run.progress.step
-    for name, module in run.modules.items():
-        if not_finite(module):
-            raise InputError(
-                f"after step {step} the {name} has weights that are not finite: not saved; lower the "
-                "learning rates"
-            )
+    root, step, main = Path(folder) / "checkpoints", run.progress.step, run.world.is_main
     temporary = root / f".step_{step}.tmp"
-    with writing(temporary):
-        root.mkdir(exist_ok=True)
-        tidy(folder, step - 1)
-        try:
-            temporary.mkdir()
-            _write_files(temporary, run, config)
-            for name in run.files:
-                shutil.copyfile(Path(folder) / name, temporary / name)
-            _seal(temporary)
-            move(temporary, root / f"step_{step}")
-        finally:
+    try:
+        with run.world.all_or_none() if run.in_step else nullcontext():
+            for name, module in run.modules.items():
+                if not_finite(module):
+                    raise InputError(
+                        f"after step {step} the {name} has weights that are not finite: not saved; lower the "
+                        "learning rates"
+                    )
+            if main:
+                with writing(temporary):
+                    root.mkdir(exist_ok=True)
+                    tidy(folder, step - 1)
+                    temporary.mkdir()
+        if run.in_step:
+            with run.world.all_or_none(), writing(temporary):
+                sharded_checkpoints.write(temporary, run)
+        with run.world.all_or_none() if run.in_step else nullcontext(), writing(temporary):
+            if main:
+                _write_files(temporary, run, config)
+                for name in run.files:
+                    shutil.copyfile(Path(folder) / name, temporary / name)
+                _seal(temporary)
+                move(temporary, root / f"step_{step}")
+                for path in list_checkpoints(folder)[:-keep]:
+                    _discard(path)
+    finally:
+        if main:
             shutil.rmtree(temporary, ignore_errors=True)
-        for path in list_checkpoints(folder)[:-keep]:
-            _discard(path)
 
 
 def _write_files(folder, run, config):
+    if not run.in_step:
+        _write_weights(folder, run)
+    for name, holder in run.tensors.items():
+        save_file(holder.tensors(), folder / f"{name}.safetensors")
+    state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_weights(folder, run):
     for name, module in run.modules.items():
         save_model(module, str(folder / f"{name}.safetensors"))
     for name, optimizer in run.optimizers.items():
@@ -93,11 +115,6 @@ def _write_files(folder, run, config):
             for key, x in state.items()
         }
         save_file(moments, folder / f"{name}.safetensors")
-    for name, holder in run.tensors.items():
-        save_file(holder.tensors(), folder / f"{name}.safetensors")
-    state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _seal(folder):
@@ -183,10 +200,12 @@ def load(path, run):
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     path = Path(path)
     try:
-        for name, module in run.modules.items():
-            load_model(module, str(path / f"{name}.safetensors"), strict=True)
-        for name, optimizer in run.optimizers.items():
-            _load_moments(optimizer, path / f"{name}.safetensors")
+        if any(path.glob(sharded_checkpoints.SHARDS)):
+            sharded_checkpoints.load(path, run)
+        elif run.in_step:
+            sharded_checkpoints.load_from_whole(path, run)
+        else:
+            _load_weights(path, run)
         for name, holder in run.tensors.items():
             holder.load_tensors(load_file(path / f"{name}.safetensors"))
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -196,6 +215,13 @@ def load(path, run):
     except LOAD_ERRORS as error:
         reason = first_line(error)
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older checkpoint") from None
+
+
+def _load_weights(path, run):
+    for name, module in run.modules.items():
+        load_model(module, str(path / f"{name}.safetensors"), strict=True)
+    for name, optimizer in run.optimizers.items():
+        _load_moments(optimizer, path / f"{name}.safetensors")
 
 
 def _progress_of(state, total_steps):

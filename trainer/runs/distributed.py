@@ -6,8 +6,8 @@ Every process holds the whole models and trains on its own share of each batch (
 2. Losses are sums over tokens (or pairs), divided by their number in the minibatch over all processes
    (``update`` and ``backward`` in train_ppo.py, ``learn`` in supervised.py). So the gradients of all
    processes add up to the gradient of the whole minibatch.
-3. ``sum_gradients`` adds them up, after the last micro-batch (``step_if_finite`` in optimizer_step.py). Every
-   process then clips the same gradient and does the same AdamW step.
+3. They are added up while the last of them are still computed (gradient_sums.py). Every process then clips
+   the same gradient and does the same AdamW step.
 4. After each batch ``check_identical`` compares the weights of all processes bit for bit. If they differ, the
    run ends and saves nothing.
 
@@ -15,12 +15,8 @@ Models are not wrapped (as by DistributedDataParallel), because a forward that b
 the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it a run has one process, whose
 sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. heartbeat.py notices processes that have died.
 
-Models are not sharded over GPUs. To shard them, change: sums, norms and comparisons (here, optimizer_step.py,
-fingerprints.py, ``not_finite`` in model/compatibility.py); the building of models (``build_run`` in
-build_run.py, ``PpoRun`` in ppo_models.py, supervised.py, rewards/reward_models.py, model/loading.py,
-``frozen_copy`` in model/lora.py, model/critic.py); the forward passes that
-read weights directly (compute/scoring.py, logprobs.py, fused_layers.py); the copies of weights (``learn`` and
-``prepare_frozen`` in train_ppo.py, generation/sampler_copy.py); and saving (checkpoints.py, model/saving.py).
+With ``--shard 1`` no process has a whole model: compute/sharding.py, shard_run.py, sharded_checkpoints.py.
+Then torch sums the gradients of matrices, 3. holds for vectors, and 4. compares these.
 """
 
 import os
@@ -34,9 +30,10 @@ import torch
 import torch.distributed as dist
 
 from errors import InputError, SaidElsewhere, first_line
+from model.shards import sharded_and_whole
+from trainer.runs.elastic import check_launcher, store_of_attempt
 from trainer.runs.heartbeat import Heartbeat
 
-BUCKET = 1 << 24  # numbers in one sum of gradients (64 MiB); a larger parameter is summed on its own
 PATIENCE = timedelta(minutes=30)  # how long to wait for a live but slow process (its reward function, say)
 
 
@@ -56,23 +53,24 @@ class World:
     def sum(self, tensor):
         """The sum of every process' tensor, in place. All processes must call it, in the same order."""
         if self.size > 1:
-            self._collective(dist.all_reduce, tensor)
+            self.collective(dist.all_reduce, tensor)
         return tensor
 
     def begin_sum(self, tensor):
         """Begin ``sum`` -> a function that waits for it. Until then the tensor may not be used."""
-        work = self._collective(partial(dist.all_reduce, async_op=True), tensor)
-        return partial(self._collective, work.wait)
+        work = self.collective(partial(dist.all_reduce, async_op=True), tensor)
+        return partial(self.collective, work.wait)
 
     def gather(self, item):
         """Every process' (picklable) item, as a list by rank. All must call it, in the same order."""
         items = [item]
         if self.size > 1:
             items = [None] * self.size
-            self._collective(dist.all_gather_object, items, item)
+            self.collective(dist.all_gather_object, items, item)
         return items
 
-    def _collective(self, operation, *args):
+    def collective(self, operation, *args):
+        """Call an operation that needs all processes. SystemExit if the connection to one of them broke."""
         try:
             return operation(*args)
         except torch.OutOfMemoryError:
@@ -82,27 +80,6 @@ class World:
             raise SystemExit(
                 f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
             ) from None
-
-    def sum_gradients(self, module):
-        """Replace every trained parameter's gradient by its sum over all processes.
-
-        A parameter that no token of this process has reached (an expert, say) has none, which counts as 0.
-        Nothing is sharded: each process holds all gradients.
-        """
-        parameters = [p for p in module.parameters() if p.requires_grad] if self.size > 1 else []
-        sums = []  # under way: the next bucket is put together while they run
-        for bucket in buckets(parameters):
-            for p in bucket:
-                p.grad = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
-            if len(bucket) == 1:  # summed where it lies: large parameters are not copied
-                flat = bucket[0].grad.view(-1)
-            else:
-                flat = torch.cat([p.grad.view(-1) for p in bucket])
-                for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                    p.grad = grad.view_as(p)
-            sums.append(self.begin_sum(flat))
-        for wait in sums:
-            wait()
 
     @contextmanager
     def all_or_none(self):
@@ -132,7 +109,8 @@ class World:
         """
         if self.size == 1:
             return
-        sums = {name: sum(map(bit_sum, module.parameters())) for name, module in modules.items()}
+        whole = {name: sharded_and_whole(module.parameters())[1] for name, module in modules.items()}
+        sums = {name: sum(map(bit_sum, parameters)) for name, parameters in whole.items()}
         everyone = self.gather(sums)
         if any(other != everyone[0] for other in everyone):
             raise SystemExit(
@@ -151,18 +129,6 @@ class World:
         if self.size > 1 and agreed:
             self.heartbeat.end()
             dist.destroy_process_group()
-
-
-def buckets(parameters):
-    """Parameters -> lists of neighbours with at most BUCKET numbers in all, or of a single larger one."""
-    found, count = [], 0
-    for p in parameters:
-        if not found or count + p.numel() > BUCKET:
-            found.append([])
-            count = 0
-        found[-1].append(p)
-        count += p.numel()
-    return found
 
 
 def bit_sum(tensor):
@@ -195,8 +161,10 @@ def init_world(device, require=False):
         raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
     if size == 1:
         return World(0, 1, device)
+    check_launcher()
     backend = "nccl" if device.type == "cuda" else "gloo"
     store, rank, size = next(dist.rendezvous("env://"))
+    store = store_of_attempt(store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return World(rank, size, device, Heartbeat(store.clone(), rank, size))
 
@@ -206,3 +174,11 @@ def share_of(items, world):
     if len(items) < world.size:  # too few to share: every process takes all, which gives the same means
         return [items[i] for i in range(len(items))]
     return [items[i] for i in range(world.rank, len(items), world.size)]
+
+
+def batches_of(count, size, world):
+    """This process' share of the places 0 to ``count`` - 1 -> lists of at most ``size`` places, equally many
+    in all processes: [] where only others have some left."""
+    places = share_of(range(count), world)
+    most = count if count < world.size else -(-count // world.size)
+    return [places[start : start + size] for start in range(0, most, size)]

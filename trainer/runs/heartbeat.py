@@ -33,6 +33,16 @@ class Heartbeat:
         """Stop the thread and tell the others that this process ends on purpose."""
         self.ended.set()
         self.thread.join()
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            self._wait_for_others()
+
+    def _wait_for_others(self):
+        """The store is in this process, and not torchrun's: it must not end before the others have."""
+        limit = time.monotonic() + LIMIT
+        while time.monotonic() < limit:
+            if all(self._beat_of(rank) == b"end" for rank in range(1, self.size)):
+                return
+            time.sleep(0.02)
 
     def _watch(self):
         parent = os.getppid()

@@ -8,6 +8,7 @@ import time
 from errors import InputError, SaidElsewhere
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
+from trainer.runs.elastic import note_end
 from trainer.runs.garbage import collect_garbage, collected_between_steps
 from trainer.runs.interrupts import StopRequest
 
@@ -19,19 +20,30 @@ def log_step(run, logger, step, metrics, rows=()):
     collect_garbage()
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
+        if run.world.is_main:
+            logger.folder.send(only_if_due=True)
 
 
 def save(run, logger):
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
-    with run.world.all_or_none():
-        if run.world.is_main:
-            start, folder = time.perf_counter(), logger.folder
-            if logger.saved_step != run.progress.step:
+    start, main = time.perf_counter(), run.world.is_main
+    if run.in_step:  # all processes write a checkpoint together
+        due = main and logger.saved_step != run.progress.step and logger.folder.path
+        if folder := run.world.gather(due)[0]:
+            with run.world.all_or_none():
+                if main:
+                    logger.flush()
+            checkpoints.save(folder, run, main and logger.folder.config, run.args.keep_checkpoints)
+    with run.world.all_or_none(), run.gathered():
+        if main:
+            folder = logger.folder
+            if not run.in_step and logger.saved_step != run.progress.step:
                 logger.flush()
                 checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             run.save_result()
+            logger.folder.send()
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
 
@@ -49,6 +61,8 @@ def end_if_broken(run, logger):
             "its line above and docs/health.md say what to try"
         )
         error.code, error.agreed = BROKEN, True
+        if run.world.is_main:
+            note_end(logger.folder.path, error)
         raise error
 
 

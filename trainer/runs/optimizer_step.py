@@ -8,13 +8,16 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from trainer.compute.batching import pass_size
+from model.shards import sharded_and_whole
+from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import halve_until_it_fits
+from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.learning_rate import SCHEDULES
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
@@ -32,12 +35,28 @@ class Learner:
     first_step: int = 0  # the optimizer step with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
+    sums: GradientSums | None = None  # of its gradients over all processes; None: it takes no steps
 
     def learning_rate(self, number):
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
         model trains (learning_rate.py)."""
         step, total = number - self.first_step, self.total_steps - self.first_step
         return SCHEDULES[self.schedule](self.peak, step, total, self.warmup_steps)
+
+    def each_micro_batch(self, lengths, token_budget, work, more=False):
+        """Call ``work(rows)``, a forward and a backward, for every micro-batch of at most ``token_budget``
+        tokens. lengths: of the sequences; more: whether others follow, in a call of their own."""
+        in_step = self.scorer.in_step
+        if in_step:
+            in_step.train(self.scorer, lengths, token_budget, work)
+            return
+        for rows in self.sums.overlap(micro_batches(lengths, token_budget), more):
+            work(rows)
+
+    def drop_gradients(self):
+        """Take no step: wait for the sums that have begun, and throw the gradients away."""
+        self.sums.finish()
+        self.optimizer.zero_grad()
 
 
 def gradients_that_fit(run, backward, lengths, pieces=1):
@@ -51,7 +70,10 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     total, longest = sum(lengths), max(lengths)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
     wanted = min(run.progress.token_budget, wanted)
-    sums, fitted = halve_until_it_fits(backward, wanted, longest, undo=lambda: forget_gradients(run))
+    if run.in_step:
+        wanted, longest = run.in_step.most(wanted, longest)
+    forget = partial(forget_gradients, run)
+    sums, fitted = halve_until_it_fits(backward, wanted, longest, forget, run.in_step)
     if fitted < wanted:
         run.progress.token_budget = fitted
     sums.add("perf/out_of_memory", fitted < wanted, 1)
@@ -81,15 +103,28 @@ def step_if_finite(run, learner, loss, number):
     """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
     --grad_clip, step, free the gradients -> ``Step``. If it is not ``finite``, the step is left out: weights,
     moments and weight decay do not move. ``note_steps`` has to be told of it."""
-    run.world.sum_gradients(learner.model)
+    learner.sums.finish()
     run.loss_scale.unscale(learner.model)
-    step = Step(loss, clip_grad_norm_(learner.model.parameters(), run.args.grad_clip).item())
+    step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.learning_rate(number)
     if step.finite:
         learner.optimizer.step()
     learner.optimizer.zero_grad()
     return step
+
+
+def clip_gradients(model, largest):
+    """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before, as a float."""
+    parts = sharded_and_whole(p for p in model.parameters() if p.grad is not None)
+    if not parts[0]:
+        return clip_grad_norm_(parts[1], largest).item()
+    norms = [get_total_norm([p.grad for p in part]) for part in parts if part]
+    norms[0] = norms[0].full_tensor()  # over all processes
+    norm = get_total_norm(norms)
+    for part in parts:
+        clip_grads_with_norm_(part, largest, norm)
+    return norm.item()
 
 
 def note_steps(run, steps):

@@ -21,6 +21,7 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     files                   [name of a file in the run folder]: a checkpoint has a copy of it
     fingerprints()          {flag: hash of what it names}: what resuming compares
     facts()                 {name: value}: what health.py says of a run's start
+    prepare()               makes the models ready for training, before a checkpoint is loaded
     save_result()           writes the files that users load
     result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
     best_metric             by which evaluations are compared; "": as its display says
@@ -43,6 +44,7 @@ from errors import InputError
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints, trackers
 from trainer.runs.commands import quoted
+from trainer.runs.elastic import note_job, torchrun_flag
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.run_logger import NullLogger, RunLogger
 
@@ -50,19 +52,24 @@ LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")
 
 
-def start_or_resume(run, about, argv):
+def start_or_resume(run, about, argv, job):
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
-    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
-    the folder is in use or holds another run.
+    about: lines that describe the run; argv: its command line; job: what ``take_up`` (job.py) returned.
+    Raises InputError, having changed nothing, if the folder is in use or holds another run.
     """
     args, world, folder = run.args, run.world, None
     with world.all_or_none():
         if world.is_main:
             trackers.check_packages(args)
-            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
+            where = args.out_dir, args.run_name, args.resume, run.display.folder
+            folder = RunFolder(*where, patience=job.patience, remote=job.remote)
+            folder.notes += job.notes
             write_config(run, folder, argv)
-    checkpoint = world.gather(folder and folder.checkpoint)[0]
+            note_job(folder.path, folder.kind, job.agents)
+            folder.send()
+    checkpoint = job.checkpoint_here(args.out_dir, folder, folder and folder.checkpoint, world)
+    run.prepare()
     with world.all_or_none():
         if checkpoint:
             checkpoints.load(checkpoint, run)
@@ -81,7 +88,7 @@ def write_config(run, folder, argv):
     """
     config, held = configuration(run), (folder.checkpoint or folder.path) / "config.json"
     config["command"] = quoted(command(argv, run.script))
-    config["resume_command"] = quoted([*command(argv, run.script), "--resume", str(folder.path)])
+    config["resume_command"] = quoted([*command(argv, run.script), "--resume", folder.address])
     config["run_id"] = secrets.token_hex(8)  # for trackers
     if held.exists():  # true without a checkpoint too, if the run was killed before its first one
         old = _read_json(held)
@@ -171,7 +178,10 @@ def command(argv, script):
     if "WORLD_SIZE" in os.environ:
         local = os.environ["LOCAL_WORLD_SIZE"]
         nodes = int(os.environ["WORLD_SIZE"]) // int(local)
-        launcher = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc_per_node", local]
+        nodes = torchrun_flag("nnodes") or str(nodes)  # 1:4: from one to four, as many as there are
+        launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc_per_node", local]
+        if (restarts := torchrun_flag("max_restarts")) not in ("", "0"):
+            launcher += ["--max_restarts", restarts]
     return [*launcher, str(Path(__file__).parents[1] / script), *kept]
 
 

@@ -17,6 +17,7 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     report.html                           all of it to look at, written again and again as the run goes
     curves.png summary.md                 written when the run ends or is stopped
     swanlog/ tensorboard/ wandb/          with --tracker (trackers.py)
+    torchrun.json                         under torchrun: whose job this is (elastic.py)
     .lock                                 locked while a process uses the folder
 
 PPO and stage 1 write their result with every checkpoint, stage 2 writes it at the end. A new run gets a new
@@ -26,6 +27,7 @@ run folder, but replaces the result of an earlier run with the same name.
 import contextlib
 import json
 import re
+import time
 from pathlib import Path
 
 from atomic_files import lock, writing
@@ -44,16 +46,14 @@ class RunFolder:
 
     ``path``: the folder; ``checkpoint``: the one to resume from, or None; ``notes``: lines to show to the
     user; ``config``: the content of config.json, once resume.py has written it.
+
+    patience: seconds to wait for the lock; remote: where the folder is copied to (remote_folder.py), or None.
     """
 
-    def __init__(self, out_dir, run_name, resume, kind="run"):
+    def __init__(self, out_dir, run_name, resume, kind="run", patience=0.0, remote=None):
         self.checkpoint, self.notes, self.kind, self.config = None, [], kind, {}
-        if resume and resume != "auto":
-            self.path, step = _named(resume)
-        else:
-            newest, step = max(_numbered(out_dir, kind), default=0), None
-            number = newest if resume and newest else newest + 1
-            self.path = Path(out_dir) / (run_name or f"{kind}_{number}")
+        self._patience, self.remote = patience, remote
+        self.path, step = choose(out_dir, run_name, resume, kind)
         self._found = self.path.exists()  # and not made by this run
         self._unlock = self._claim(out_dir, new=not run_name and not resume)
         if resume:
@@ -79,13 +79,18 @@ class RunFolder:
                     self.path = Path(out_dir) / f"{self.kind}_{number}"
             self._found = self._found and not new
             self.path.mkdir(exist_ok=True)
-            try:
-                return lock(self.path / ".lock")
-            except BlockingIOError:
-                holder = (self.path / ".lock").read_text(encoding="utf-8")
-                raise InputError(
-                    f"{self.path} is in use by {holder}; stop that process or name another run"
-                ) from None
+            end = time.monotonic() + self._patience
+            while True:
+                try:
+                    return lock(self.path / ".lock")
+                except BlockingIOError:
+                    if time.monotonic() < end:
+                        time.sleep(0.5)
+                        continue
+                    holder = (self.path / ".lock").read_text(encoding="utf-8")
+                    raise InputError(
+                        f"{self.path} is in use by {holder}; stop that process or name another run"
+                    ) from None
 
     def _find_checkpoint(self, step):
         """Find the checkpoint to resume from: that of the named step, or the newest undamaged one."""
@@ -107,7 +112,7 @@ class RunFolder:
         an evaluation, a sample, a checkpoint, a file of a tracker or of the user.
         """
         rows = ("samples.jsonl", "eval_samples.jsonl", "histograms.jsonl")
-        written = ("config.json", "metrics.jsonl", *rows, ".lock", ".lock.held")
+        written = ("config.json", "metrics.jsonl", *rows, "torchrun.json", ".lock", ".lock.held")
         with contextlib.suppress(OSError, ValueError):
             if self._found or any(path.name not in written for path in self.path.iterdir()):
                 return False
@@ -121,8 +126,31 @@ class RunFolder:
             self.path.rmdir()
         return not self.path.exists()
 
+    @property
+    def address(self):
+        """The folder's path, or where it is copied to: what --resume takes."""
+        return f"{self.remote.url.rstrip('/')}/{self.path.name}" if self.remote else str(self.path)
+
+    def send(self, only_if_due=False):
+        """Send what has changed to --out_dir, if that is an address (remote_folder.py). only_if_due: not if
+        it was sent a short time ago."""
+        if self.remote and (not only_if_due or self.remote.is_due()):
+            self.remote.send(self.path.name)
+
     def close(self):
         self._unlock()
+
+
+def choose(out_dir, run_name, resume, kind, strict=True):
+    """The flags -> (the folder of the run, the step of the checkpoint that --resume names, else None).
+
+    strict: InputError if --resume names a folder that holds no run.
+    """
+    if resume and resume != "auto":
+        return _named(resume, strict)
+    newest = max(_numbered(out_dir, kind), default=0)
+    number = newest if resume and newest else newest + 1
+    return Path(out_dir) / (run_name or f"{kind}_{number}"), None
 
 
 def _numbered(out, kind):
@@ -131,12 +159,15 @@ def _numbered(out, kind):
     return [int(m[1]) for path in found if (m := re.fullmatch(rf"{kind}_(\d+)", path.name, re.ASCII))]
 
 
-def _named(resume):
+def _named(resume, strict=True):
     """``--resume PATH`` -> (run folder, the step of the checkpoint if PATH names one, else None)."""
     path = Path(resume).resolve()
     run = path.parent.parent
     if path in list_checkpoints(run):
         return run, step_of(path)
+    if not strict:  # it may be at an address, and not here yet
+        step = step_of(path)
+        return (path, None) if step is None else (run, step)
     # A run killed before its first checkpoint. A checkpoint on its own has a config.json too, but also SUMS.
     killed_early = (path / "config.json").is_file() and not (path / SUMS).exists()
     if list_checkpoints(path) or killed_early:

@@ -1,0 +1,268 @@
+"""Cases of test_sharding.py that need several processes; the test starts this script once in each.
+
+argv: a folder. Each process writes what it found there, as RANK.json.
+"""
+
+import copy
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/model")]
+
+import torch
+from test_families import FAMILIES, VOCAB
+from tiny import tiny_llama
+from transformers import AutoModelForCausalLM
+
+from model.critic import CriticModel
+from model.lora import add_adapters, merged
+from model.shards import is_sharded, local_part, whole
+from trainer.compute.batching import pad_right
+from trainer.compute.layout import Layout
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.sharding import InStep, layers_of, shard
+from trainer.generation.sampler_copy import SamplerCopy
+from trainer.runs.adamw import make_optimizer
+from trainer.runs.distributed import init_world
+from trainer.runs.gradient_sums import GradientSums
+from trainer.runs.optimizer_step import clip_gradients
+
+FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
+PROMPT, RESPONSES = 3, {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens: of a prompt; of each process' responses
+
+
+def rows_of(rank):
+    """The sequences of a process -> lists of ids."""
+    generator = torch.Generator().manual_seed(rank)
+    counts = RESPONSES[rank % 2]
+    return [torch.randint(2, VOCAB, (PROMPT + n,), generator=generator).tolist() for n in counts]
+
+
+def run_through(scorer, ids):
+    """Loss of these sequences, as a sum."""
+    tokens, _ = pad_right(ids)
+    layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
+    x, *rest = getattr(scorer, "balanced", scorer)(tokens, layout)
+    return x.sin().sum() + rest[-1]
+
+
+def scores_of(scorer, ids):
+    """The loss of each of these sequences."""
+    tokens, _ = pad_right(ids)
+    layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
+    return scorer(tokens, layout)[0].sin().sum(1).tolist()
+
+
+def gradients(scorer, parameters, world):
+    """The gradients of all processes' sequences, by the weights of this one."""
+    for p in parameters:
+        p.grad = None
+    for rank in range(world.size):
+        run_through(scorer, rows_of(rank)).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def furthest(left, right):
+    """The largest difference, as a share of the largest number."""
+    most = max(x.abs().max().item() for x in right)
+    return max((whole(a) - b).abs().max().item() for a, b in zip(left, right, strict=True)) / most
+
+
+def of_scorer(scorer, plain, in_step, dtype):
+    """A sharded scorer beside the same one unsharded -> what differs."""
+    world = in_step.world
+    model, other = next(scorer.children()), next(plain.children())
+    wanted = [x.clone() for x in gradients(plain, trained(other), world)]
+    values = [run_through(plain, rows_of(rank)).item() for rank in range(world.size)]
+    shard(scorer, in_step, dtype)
+    sums = GradientSums((p for p in model.parameters() if not is_sharded(p)), world)
+    mine = run_through(scorer, rows_of(world.rank))
+    mine.backward()
+    sums.finish()
+    norm = clip_gradients(model, 1e9)
+    exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
+    parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
+    return {
+        "loss": abs(mine.item() - values[world.rank]) / (1 + abs(mine.item())),
+        "gradient": furthest([p.grad for p in trained(model)], wanted),
+        "norm": abs(norm / exact - 1),
+        "share": sum(map(torch.Tensor.numel, parts)) / sum(p.numel() for p in other.parameters()),
+        "layers": len(layers_of(model)),
+    }
+
+
+def family(name, in_step, dtype):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name]()).float().eval()
+    models = [model, copy.deepcopy(model)]
+    for x in models:
+        prepare_training(x.base_model, 0)
+    return of_scorer(*(PolicyScorer(x, dtype) for x in models), in_step, dtype)
+
+
+def llama(checkpointing=0, lora_r=0):
+    model = tiny_llama(VOCAB, layers=3, spread=2.0).requires_grad_(not lora_r)
+    prepare_training(model.base_model, checkpointing)
+    if lora_r:
+        add_adapters(model.base_model, lora_r, seed=1)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
+                p.data.normal_(generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def critic():
+    critic = CriticModel.from_model(llama())
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
+    prepare_training(critic.backbone, 0)
+    return critic
+
+
+def sampler(in_step):
+    """The sampler's copy of a sharded model, freed and loaded again."""
+    model = llama(lora_r=2)
+    plain = dict(merged(model))
+    copied = SamplerCopy(llama(), torch.float32, "cpu")
+    shard(PolicyScorer(model), in_step, torch.float32)
+    copied.unload()
+    freed = sum(x.untyped_storage().nbytes() for x in copied.weights.values())
+    copied.load(model)
+    return {
+        "freed": freed,
+        "equal": all(
+            torch.allclose(x, plain[name], atol=1e-6)
+            for name, x in copied.weights.items()
+            if x.untyped_storage().nbytes()
+        ),
+        "packed": all(layer.weight is not None for layer in copied.packed.values()),
+    }
+
+
+def steps(in_step, moments):
+    """Three optimizer steps of a sharded model and of a whole one -> the largest difference of weights."""
+    world, models = in_step.world, [llama(), llama()]
+    scorers = [PolicyScorer(x) for x in models]
+    shard(scorers[0], in_step, torch.float32)
+    sums = GradientSums((p for p in models[0].parameters() if not is_sharded(p)), world)
+    optimizers = []
+    for model in models:
+        parts = [[p for p in trained(model) if is_sharded(p) == kind] for kind in (True, False)]
+        groups = [{"params": part} for part in parts if part]
+        optimizers.append(make_optimizer(groups, 1e-2, moments, 0, weight_decay=0.0))
+    for _ in range(3):
+        run_through(scorers[0], rows_of(world.rank)).backward()
+        sums.finish()
+        gradients(scorers[1], trained(models[1]), world)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            clip_gradients(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return furthest(trained(models[0]), trained(models[1]))
+
+
+class Fault:
+    """Memory runs out in process 1, before collective number ``at`` of the pass, once."""
+
+    def __init__(self, in_step, at):
+        self.armed = in_step.world.rank == 1
+        for comm in (in_step.gather, in_step.scatter):
+            comm.counted = partial(self.counted, comm, in_step, at)
+
+    def counted(self, comm, in_step, at, *args, **options):
+        if self.armed and in_step.done == at:
+            self.armed = False
+            raise torch.OutOfMemoryError("out of memory")
+        return type(comm).counted(comm, *args, **options)
+
+
+def out_of_memory(in_step, checkpointing):
+    """Memory runs out in one process, before each of the gathers and sums of a pass."""
+    world, places, worst = in_step.world, 0, 0.0
+    plain = llama(checkpointing)
+    wanted = [x.clone() for x in gradients(PolicyScorer(plain), trained(plain), world)]
+    model = llama(checkpointing)
+    scorer, ids = PolicyScorer(model), rows_of(world.rank)
+    shard(scorer, in_step, torch.float32)
+    sums = GradientSums((p for p in model.parameters() if not is_sharded(p)), world)
+    lengths = [len(x) for x in ids]
+    run_through(scorer, ids[:1]).backward()
+    count, scores = in_step.done, []
+    for at in range(count):
+        Fault(in_step, at)
+        fitted = []
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = None
+            in_step.train(
+                scorer, lengths, 12, lambda rows: run_through(scorer, [ids[i] for i in rows]).backward()
+            )
+            fitted.append(in_step.all_fitted())
+        places += fitted == [False, True]
+        sums.finish()
+        worst = max(worst, furthest([p.grad for p in trained(model)], wanted))
+    with torch.no_grad():
+        exact = scores_of(PolicyScorer(plain), ids)
+        for at in range(count // 3):
+            Fault(in_step, at)
+            found = {}
+
+            def score(rows, found=found):
+                found |= zip(rows, scores_of(scorer, [ids[row] for row in rows]), strict=True)
+
+            in_step.score(scorer, lengths, 40, score, lambda: run_through(scorer, ids[:1]), "scoring")
+            scores.append(max(abs(found[row] - exact[row]) for row in range(len(ids))))
+    return {"collectives": count, "retried": places, "gradient": worst, "scores": max(scores)}
+
+
+def too_long(in_step):
+    """Not even a single sequence fits -> the message."""
+    scorer = PolicyScorer(llama())
+    shard(scorer, in_step, torch.float32)
+
+    def work(rows):
+        raise torch.OutOfMemoryError("out of memory")
+
+    try:
+        in_step.train(scorer, [9], 100, work)
+    except SystemExit as error:
+        return str(error.code)
+
+
+def passes(in_step):
+    """Cuts of processes that have different numbers of micro-batches."""
+    cases = [([[4, 3, 2, 1, 0]], [[0], [1], [2]]), ([], [[0, 1]]), ([[0], [1]], [[5]])]
+    return [in_step.passes(case[in_step.world.rank % 2]) for case in cases]
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    with init_world("cpu") as world:
+        in_step, found = InStep(world), {}
+        for name in FAMILIES if world.size == 2 else FEW:
+            found[name] = family(name, in_step, torch.float32)
+        for name in FEW:
+            found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
+        plain = torch.float32
+        both = PolicyScorer(llama(1)), PolicyScorer(llama(1))
+        found["checkpointing"] = of_scorer(*both, in_step, plain)
+        both = PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))
+        found["adapters"] = of_scorer(*both, in_step, plain)
+        found["critic"] = of_scorer(ValueScorer(critic()), ValueScorer(critic()), in_step, plain)
+        found["sampler"] = sampler(in_step)
+        found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
+        found["passes"] = passes(in_step)
+        found["out of memory"] = [out_of_memory(InStep(world), kind) for kind in (0, 1)]
+        found["too long"] = too_long(InStep(world))
+    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,76 @@
+"""benchmarks/plan.py: its tables are those of docs/scale.md, its figures follow from its formulas, and the
+plan was near what was measured."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from tiny import ROOT
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("plan")
+
+
+def test_the_page_has_the_tables_of_the_script(plan):
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for name, make in plan.TABLES.items():
+        assert plan.table(make()) in page, name
+
+
+def test_the_plan_was_within_a_tenth_of_every_measured_run(plan):
+    runs = json.loads((ROOT / "benchmarks/results/plan.json").read_text(encoding="utf-8"))["runs"]
+    assert [run["run"] for run in runs] == list(plan.CASES)
+    for run in runs:
+        assert run["ratio"] == pytest.approx(run["plan"] / run["measured"], abs=2e-3)
+        assert run["measured"] == max(run["peaks"][phase] for phase in ("building", "rollout", "update"))
+        assert abs(run["ratio"] - 1) <= 0.1, run["run"]
+        assert run["plan"] == pytest.approx(sum(run["parts"].values()), abs=len(run["parts"]))
+        assert abs(run["loading plan"] / run["peaks"]["loading"] - 1) <= 0.1, run["run"]
+
+
+def test_seconds_of_a_step_by_hand(plan):
+    """A card with round figures. 0.5B: 494M numbers, tied, so all of them multiply every token."""
+    args, sizes = plan.run_of("Qwen2.5-0.5B", "critic", torch.bfloat16)
+    card = plan.Card(1e12, operations=1e15, memory=1e12, within=1e11, between=1e10)
+    numbers, tokens = 494e6, 64 * 768
+    alone = plan.step_seconds(args, sizes, card, 1, 1 << 16)
+    assert alone["update"] == pytest.approx(2 * 8 * numbers * tokens / 0.4e15, rel=1e-2)
+    assert alone["score"] == pytest.approx(3 * 2 * numbers * tokens / 0.4e15, rel=1e-2)
+    cache = 64 * (256 + 256) * (2 * 24 * 2 * 64 * 2)
+    prompts = 2 * numbers * 64 * 256 / 0.4e15
+    assert alone["rollout"] == pytest.approx(512 * (2 * numbers + cache) / 0.5e12 + prompts, rel=1e-2)
+    assert alone["between GPUs"] == 0
+    two, nine = (plan.step_seconds(args, sizes, card, count, 1 << 16)["between GPUs"] for count in (2, 9))
+    assert two == pytest.approx(2 * 4 * 2 * 4 * numbers / 2 / 1e11, rel=1e-2)  # four steps of two models
+    assert nine == pytest.approx(two * 2 * 8 / 9 * 10, rel=1e-2)
+    adapters, sizes = plan.run_of("Qwen2.5-0.5B", "no critic, LoRA", torch.bfloat16)
+    without = plan.step_seconds(adapters, sizes, card, 1, 1 << 16)
+    assert without["update"] == pytest.approx(alone["update"] / 2 * 6 / 8)
+    assert without["score"] == pytest.approx(alone["score"] * 2 / 3)
+
+
+def test_what_sharded_gpus_send_by_hand(plan):
+    """Each pass gathers a model: layers in bf16, the embeddings in fp32."""
+    args, sizes = plan.run_of("Qwen2.5-0.5B", "critic", torch.bfloat16, shard=1)
+    numbers, table = sizes["actor"].all, sizes["actor"].table
+    model = (2 * (numbers - table) + 4 * table) / 2
+    scored = 3 * 64 * 768 / 8192  # old actor, reference and critic, 8,192 tokens a pass
+    sums, sampler = 2 * 4 * 4 * numbers / 2, 4 * numbers / 2
+    wanted = model * (2 * 2 * 4 + scored) + sums + sampler
+    assert plan.sent(args, sizes, 2, 2, passes=4, updates=4) == pytest.approx(wanted)
+
+
+def test_more_gpus_never_need_more_memory_each(plan):
+    for row in plan.each_gpu():
+        sizes = [float(row[f"{count}, sharded"]) for count in plan.SHARDED]
+        assert sizes == sorted(sizes, reverse=True), row
+        assert sizes[0] < float(row["2 or more"]), row
+
+
+def test_a_wrong_flag_is_said_in_one_line(plan):
+    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
+        plan.main([])

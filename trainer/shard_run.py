@@ -1,0 +1,72 @@
+"""``--shard 1``: which models of a PPO run its processes share, and what does not go with it.
+
+Actor, critic, old actor, reference and reward models that are classifiers are sharded (compute/sharding.py).
+The sampler is not: before a rollout every process gathers a whole copy of the old actor, in the dtype of
+sampling, and frees it after the rollout.
+"""
+
+import os
+
+from errors import InputError
+from model.lora import trained
+from model.pretrained import is_from_outside
+from model.shards import sharded_and_whole
+from trainer.compute.sharding import InStep, shard
+from trainer.rewards.reward_models import ClassifierRewardModel, scoring_models
+from trainer.runs.adamw import make_optimizer
+from trainer.runs.gradient_sums import GradientSums
+
+NOT_SHARDED = {  # flag -> why there is none with --shard 1
+    "ema_beta": "the average is kept of whole weights",
+    "offload_frozen": "frozen models are shared out instead",
+}
+
+
+def in_step_of(args, world, actor):
+    """``InStep`` of a run with --shard, None without or if there is one process: it has nobody to share with.
+    Raises InputError for what cannot be sharded."""
+    if not args.shard:
+        return None
+    for name, why in NOT_SHARDED.items():
+        if getattr(args, name):
+            raise InputError(f"--shard 1: leave out --{name}: {why}")
+    if args.grad_sum_dtype != "float32":
+        raise InputError(
+            f"--shard 1: leave out --grad_sum_dtype {args.grad_sum_dtype}: gradients are summed in fp32"
+        )
+    if is_from_outside(actor):
+        raise InputError(
+            f"--shard 1: --model {args.model} brings its own code, which may use its weights in other ways; "
+            "leave the flag out"
+        )
+    if args.out_url and int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) < world.size:
+        raise InputError(
+            f"--shard 1: all processes write checkpoints, and --out_dir {args.out_url} is written by one "
+            "machine; name a folder on a disk that all machines share"
+        )
+    return InStep(world) if world.size > 1 else None
+
+
+def shard_models(run):
+    """Shard all models of a run, and make their optimizers anew: of what each process keeps."""
+    learners = run.learners.values()
+    for learner in learners:
+        learner.optimizer = None  # it would hold the whole weights
+    scorers = [*(learner.scorer for learner in learners), *run.scorers.values()]
+    for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
+        shard(scorer, run.in_step, run.dtype)
+        scorer.in_step = run.in_step
+    for model in scoring_models(run.reward, run.judge):
+        # With --filter_groups each process calls them as often as its own prompts ask for.
+        if isinstance(model, ClassifierRewardModel) and not run.args.filter_groups:
+            model.shard(run.in_step)
+    for learner in learners:
+        learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
+        _, vectors = sharded_and_whole(learner.model.parameters())
+        learner.sums = GradientSums(vectors, run.world)
+
+
+def ppo_optimizer(model, peak, args):
+    """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
+    groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
+    return make_optimizer(groups, peak, args.moments_dtype, args.seed, weight_decay=0.0)
