@@ -97,7 +97,7 @@ class Ours:
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
-        self.run = build_run(self.args, train_ppo.flag_parser().flags, world, *load_inputs(self.args))
+        self.run = build_run(self.args, train_ppo.flag_parser().flags, world, *load_inputs(self.args, world))
         self.prompts = self.run.prompts
         self.run.prepare()
         self.number, self.metrics = 0, []

@@ -34,6 +34,7 @@ from trainer.generation.sampling_noise import noise_keys
 from trainer.inputs import OF_THE_CRITIC, load_inputs
 from trainer.rewards.reward import load_reward
 from trainer.rewards.rules import is_correct
+from trainer.runs.distributed import World
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
 RATES = ("learning_rate", "critic_learning_rate")
@@ -231,7 +232,7 @@ def run_trl(request, out):
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     args = train_ppo.parse_args(command_line(flags_of(request, out)))
-    policy, tokenizer, prompts, held_out, _ = load_inputs(args)
+    policy, tokenizer, prompts, held_out, _ = load_inputs(args, World(0, 1, torch.device("cpu")))
     reward = load_reward(args, torch.device("cpu"), torch.float32, tokenizer, prompts, held_out)
     judge = Judge(
         request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)

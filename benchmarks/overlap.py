@@ -126,14 +126,14 @@ def sleeping(layers=8, width=1600, seconds=0.2):
     return model, [torch.ones(1, requires_grad=True)], loss_of
 
 
-def pair(case, rounds, rate="", ways=WAYS):
-    """Run ``measure`` in two processes -> what the first one found; None without a slower network."""
+def pair(case, rounds, rate="", ways=WAYS, script=__file__):
+    """Run ``measure`` of a script in two processes -> what the first one found; None without a slower
+    network."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         asked = json.dumps({"case": case, "rounds": rounds, "ways": ways, "result": str(result)})
-        both = (
-            f'{sys.executable} {__file__} --worker "$0" 1 & {sys.executable} {__file__} --worker "$0" 0; wait'
-        )
+        start = f'{sys.executable} {script} --worker "$0"'
+        both = f"{start} 1 & {start} 0; wait"
         command = ["bash", "-c", both, asked]
         if rate:
             command = ["unshare", "-n", "bash", "-c", SHAPED.format(rate) + f"bash -c '{both}' \"$0\"", asked]
@@ -145,7 +145,7 @@ def pair(case, rounds, rate="", ways=WAYS):
         return json.loads(result.read_text()) if result.exists() else None
 
 
-def worker(asked, rank):
+def worker(measure, asked, rank):
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = rank
     asked = json.loads(asked)
     found = measure(*asked["case"], asked["rounds"], asked["ways"])
@@ -169,7 +169,7 @@ def main():
     parser.add_argument("--worker", nargs=2)
     args = parser.parse_args()
     if args.worker:
-        return worker(*args.worker)
+        return worker(measure, *args.worker)
     rows, memory = [], []
     for case in CASES:
         for rate in RATES:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from trainer.compute.batching import tokens_per_pass
 from trainer.generation.kv_cache import bytes_per_token
-from trainer.memory_check import USABLE, fitted_plan
+from trainer.memory_check import LOADING, USABLE, fitted_plan
 from trainer.memory_plan import GB, Sizes, memory_plan
 from trainer.train_ppo import parse_args
 
@@ -98,45 +98,50 @@ def fitting(args, sizes, card, count):
 
 
 def fewest():
-    """The fewest GPUs that a run needs, and the seconds of a step there: a column a card."""
+    """The fewest GPUs that a run needs, and the seconds of a step there: a column a card. With * where they
+    sample layer by layer; then how many need not follows."""
     rows = []
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for name, card in CARDS.items():
-            row[name] = "more than 64"
+            found = {}  # {whether layer by layer: text}
             for count in COUNTS:
                 args, sizes = run_of(model, method, card.dtype, shard=int(count > 1))
-                if plan := fitting(args, sizes, card, count):
-                    seconds = sum(step_seconds(args, sizes, card, count, plan.token_budget).values())
-                    row[name] = f"{count}: {shown(seconds)} s"
+                plan = fitting(args, sizes, card, count)
+                if plan and plan.layered not in found:
+                    seconds = sum(step_seconds(args, sizes, card, count, plan).values())
+                    found[plan.layered] = f"{count}: {shown(seconds)} s{' *' if plan.layered else ''}"
+                if False in found:
                     break
+            row[name] = ", ".join(found.values()) or "more than 64"
         rows.append(row)
     return rows
 
 
 def each_gpu():
-    """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling.
-    And the GB of main memory in which each process of a sharded run builds the whole models."""
+    """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling;
+    in brackets where a sharded run samples layer by layer, if that is less. And the GB of main memory in
+    which the main process of a sharded run loads the models for all."""
     rows, least = [], {"budget": 4096, "release_cache": True}
     kinds = [("1", 0, 1), ("2 or more", 0, 2), *((f"{n}, sharded", 1, n) for n in SHARDED)]
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for name, shard, count in kinds:
             args, sizes = run_of(model, method, torch.bfloat16, shard)
-            plan = memory_plan(args, sizes, GPU, torch.bfloat16, processes=count, **least)
-            row[name] = f"{plan.peak / GB:.1f}"
-        host = memory_plan(args, sizes, torch.device("cpu"), torch.bfloat16, processes=count, **least)
-        built = sum(host.building.values()) / GB
-        rows.append(row | {"main memory, sharded": f"{built:.0f}"})
+            given = args, sizes, GPU, torch.bfloat16
+            plans = [memory_plan(*given, processes=count, layered=x, **least) for x in (False, True)]
+            whole, layered = (f"{plan.peak / GB:.1f}" for plan in plans)
+            row[name] = whole if whole == layered else f"{whole} ({layered})"
+        rows.append(row | {"main memory, sharded": f"{LOADING * sizes['actor'].all / GB:.0f}"})
     return rows
 
 
 # -------------------------------------------------------------------------------------------------- time
 
 
-def step_seconds(args, sizes, card, count, budget):
+def step_seconds(args, sizes, card, count, plan):
     """{part: seconds} of a step on ``count`` GPUs. All prompts and responses have the full length. What goes
-    between GPUs is not hidden behind computing. budget: tokens of a micro-batch."""
+    between GPUs is not hidden behind computing. plan: of the memory (``Plan``)."""
     actor, small = sizes["actor"], card.dtype.itemsize
     answers, width = args.batch_size, args.max_seq_len + args.max_gen_len
     tokens, updates = answers * width, answers // args.mini_batch_size
@@ -151,13 +156,15 @@ def step_seconds(args, sizes, card, count, budget):
     scoring = 2 * product * tokens * (1 + models) / (ASSUMED["scoring"] * card.operations)
     each = (4 if args.lora_r else 6) + (2 if args.gradient_checkpointing else 0)  # operations a number, token
     training = each * product * tokens * models / (ASSUMED["training"] * card.operations)
-    passes = updates * ceil(args.mini_batch_size * width / budget)
-    traffic = sent(args, sizes, small, count, passes, updates) / link(card, count)
+    passes = updates * ceil(args.mini_batch_size * width / plan.token_budget)
+    rounds = args.max_gen_len * ceil(answers / plan.slots) if plan.layered else 0
+    traffic = sent(args, sizes, small, count, passes, updates, rounds) / link(card, count)
     return {"rollout": decoding + prompts, "score": scoring, "update": training, "between GPUs": traffic}
 
 
-def sent(args, sizes, small, count, passes, updates):
-    """Bytes that each GPU sends in a step. passes: micro-batches of an update of the whole batch."""
+def sent(args, sizes, small, count, passes, updates, rounds=0):
+    """Bytes that each GPU sends in a step. passes: micro-batches of an update of the whole batch; rounds: of
+    gathers of all layers for a token each, where they sample layer by layer."""
     share, actor = (count - 1) / count, sizes["actor"]
     models = 2 if "critic" in sizes else 1
     trained = args.lora_r * actor.adapters if args.lora_r else actor.all
@@ -169,7 +176,8 @@ def sent(args, sizes, small, count, passes, updates):
     gathers = 2 * passes * models + scoring * (
         1 + models
     )  # forward and backward; old actor, reference, critic
-    return gathered * gathers + models * passes * share * 4 * trained + share * 4 * actor.all
+    sampling = share * (4 * actor.all + rounds * small * (actor.all - root))
+    return gathered * gathers + models * passes * share * 4 * trained + sampling
 
 
 def link(card, count):
@@ -188,7 +196,7 @@ def seconds():
                 plan, name = fitting(args, sizes, card, count), f"{count}, sharded" if shard else str(count)
                 row[name] = ""
                 if plan:
-                    parts = step_seconds(args, sizes, card, count, plan.token_budget)
+                    parts = step_seconds(args, sizes, card, count, plan)
                     row[name] = f"{shown(sum(parts.values()))} ({shown(parts['between GPUs'])})"
         rows.append(row)
     return rows

@@ -56,7 +56,9 @@ def located(records, i):
 
 
 class LineRecords:
-    """The records of a text file. Blank lines are skipped."""
+    """The records of a text file. Blank lines are skipped. The file stays open as long as they exist."""
+
+    _file = None
 
     def __init__(self, path):
         self.path, self.what = path, ":"
@@ -70,8 +72,13 @@ class LineRecords:
         file = _unpacked(self.path) if self.path.endswith(".gz") else _seekable(self.path)
         if self.parse is parse_line and _first_byte(file) == b"[":
             self.what = ": record "  # our lines are not lines of the file
-            return _as_lines(file, self.path)
+            with file:
+                return _as_lines(file, self.path)
         return file
+
+    def __del__(self):
+        if self._file:  # else it could not be opened
+            self._file.close()
 
     def __getstate__(self):
         """For a worker process that is not forked: it opens the file again."""
@@ -187,10 +194,11 @@ def _seekable(path):
     file = _opened(path)
     if file.seekable():
         return file
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(f"{path}: several processes cannot read one pipe; write it to a file first")
-    with file, _temporary(path) as copy:
-        shutil.copyfileobj(file, copy, 1 << 20)
+    with file:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError(f"{path}: several processes cannot read one pipe; write it to a file first")
+        with _temporary(path) as copy:
+            shutil.copyfileobj(file, copy, 1 << 20)
     return copy
 
 
@@ -219,9 +227,11 @@ def _as_lines(file, path):
 def _temporary(path):
     """An unnamed file that stays open after this block. InputError, with its folder, if the disk is full."""
     try:
-        file = tempfile.TemporaryFile()  # noqa: SIM115  (open for as long as its records are)
-        yield file
-        file.flush()
+        with contextlib.ExitStack() as failed:
+            file = failed.enter_context(tempfile.TemporaryFile())
+            yield file
+            file.flush()
+            failed.pop_all()  # open for as long as its records are
     except OSError as error:
         place = tempfile.gettempdir()
         raise InputError(f"{path}: no room for it in {place} ({error.strerror}); set TMPDIR") from error

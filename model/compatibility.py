@@ -1,8 +1,8 @@
 """Checks that a tokenizer, a model and this trainer fit together. They run before training begins.
 
 No list of model families decides. Every causal language model of transformers is tried, and two checks refuse
-it if it would be trained wrong: ``check_output_head`` here and ``check_sampling`` in trainer/inputs.py. The
-families that were tried: docs/models.md.
+it if it would be trained wrong: ``check_output_head`` here and ``check_sampling`` in
+trainer/policy_checks.py. The families that were tried: docs/models.md.
 """
 
 import math

@@ -40,30 +40,33 @@ class CriticModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
-    def from_model(cls, model, share=False, weight=1.0):
+    def from_model(cls, model, share=False, weight=1.0, lend=False):
         """A trainable fp32 critic on a copy of ``model``'s backbone, on its device, with dropout off.
 
         ``model`` is a causal language model or a sequence classifier (a reward model) of transformers. Its
         results do not change. ``share=True`` is for LoRA: frozen weights of the backbone are shared, not
         copied, and become fp32 in both; nothing in the backbone trains until adapters are added.
-        ``weight``: of the reward model. The critic's first values are weight * (score - reward_offset).
+        lend: as of ``frozen_copy``. ``weight``: of the reward model. The critic's first values are weight *
+        (score - reward_offset).
         """
         if share:
             backbone = frozen_copy(model.base_model)
         else:
-            backbone = copy.deepcopy(model.base_model).requires_grad_(True)
+            base = model.base_model
+            backbone = (frozen_copy(base, lend) if lend else copy.deepcopy(base)).requires_grad_(True)
         make_fp32(backbone)
         disable_dropout(backbone)
         # Not config.hidden_size: OPT-350m has projections between embeddings and layers, so the two widths
         # differ, and last_hidden_state has the width of the embeddings.
         width = backbone.get_input_embeddings().embedding_dim
-        critic = cls(backbone, width).to(model.device)
+        critic = cls(backbone, width)
+        critic.value_head.to(model.device)
         score = dict(model.named_children()).get("score")  # the head of transformers' decoder classifiers
         if isinstance(score, nn.Linear) and score.weight.shape == critic.value_head.weight.shape:
-            bias = 0.0 if score.bias is None else score.bias.item()
+            bias = torch.zeros(1) if score.bias is None else score.bias.detach()
             offset = model.config.to_dict().get("reward_offset", 0.0)
             critic.value_head.weight.data.copy_(weight * score.weight)
-            critic.value_head.bias.data.fill_(weight * (bias - offset))
+            critic.value_head.bias.data.copy_(weight * (bias - offset))
         return critic
 
     def forward(self, tokens):

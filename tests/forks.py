@@ -27,8 +27,9 @@ class Forked(subprocess.Popen):
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            request = json.dumps({"argv": args[1:], "cwd": cwd, "environment": dict(env)}).encode()
-            socket.send_fds(self._connection(), [request], [c2pwrite, errwrite])
+            request = json.dumps({"argv": args[1:], "cwd": str(cwd), "environment": dict(env)}).encode()
+            read = [] if p2cread < 0 else [p2cread]
+            socket.send_fds(self._connection(), [request], [c2pwrite, errwrite, *read])
             self.pid = int(self._connection().recv(32))
         finally:
             prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -52,7 +53,7 @@ class Forked(subprocess.Popen):
 def serve(connection):
     """Fork a process for each request. Returns only in the forked process: the command line it has to run."""
     while True:
-        text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         if not text:
             os._exit(0)
         reader, writer = os.pipe()
@@ -69,15 +70,16 @@ def serve(connection):
             os.close(descriptor)
 
 
-def become(request, outputs, unwanted):
-    """Set session, folder, environment and output files as ``Popen`` would -> the command line."""
+def become(request, descriptors, unwanted):
+    """Set session, folder, environment and files (output, errors, and input if there is one) as ``Popen``
+    would -> the command line."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number, descriptor in enumerate(outputs, 1):
+    for number, descriptor in zip((1, 2, 0), descriptors, strict=False):
         os.dup2(descriptor, number)
-    for descriptor in (*outputs, *unwanted):
+    for descriptor in (*descriptors, *unwanted):
         os.close(descriptor)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (it was /dev/null, now a pipe)
     return request["argv"]
@@ -86,10 +88,14 @@ def become(request, outputs, unwanted):
 if __name__ == "__main__":
     import runpy
 
+    import pictures
+
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(folder)
     from trainer import train_ppo  # noqa: F401  (with all that it imports)
 
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
+    if pictures.WITHOUT in os.environ:
+        pictures.leave_out()
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")

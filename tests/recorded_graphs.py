@@ -94,9 +94,9 @@ class Recording(Waits):
 class RecordedGraphs(CudaGraphs):
     """``CudaGraphs`` with the captures of this file. ``warm_ups``: how many captures were tried."""
 
-    def __init__(self, device):
+    def __init__(self, device, possible=True):
         super().__init__(device)
-        self.possible = self.asynchronous = True
+        self.possible, self.asynchronous = possible, True
         self.warm_ups = 0
 
     def warm_up(self, step):

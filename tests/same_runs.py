@@ -24,7 +24,7 @@ def sizes(responses):
 def built(files, **values):
     """Flags -> a run as main builds it, in one process."""
     args = train_ppo.parse_args(flags(**{**files, **values}))
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args))
+    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args, ALONE))
 
 
 def run_in_two_processes(argv):

@@ -10,7 +10,8 @@ import time
 
 import pytest
 import torch
-from tiny import PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, word_tokenizer
+from forks import Forked
+from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -103,17 +104,18 @@ def converse(speakers, lines, monkeypatch, interactive=True, **flags):
 # ---------------------------------------------------------------- the command line
 
 
-def start(*flags, cwd=ROOT, **more):
+def start(*flags, cwd=ROOT, kind=Forked if LINUX else subprocess.Popen, **more):
     pipe = subprocess.PIPE
     streams = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True, "encoding": "utf-8", **more}
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "PYTHONWARNINGS": "default"}
     command = [PYTHON, str(ROOT / "chat.py"), *map(str, flags)]
-    return subprocess.Popen(command, cwd=cwd, env=environment, **streams)
+    return kind(command, cwd=cwd, env=environment, **streams)
 
 
 def test_one_prompt_from_any_folder(out, tmp_path):
     flags = ["--weight", "ppo_actor", "--hidden_size", 32, "--out_dir", out, "--max_gen_len", 12]
-    process = start(*flags, "--prompt", "w1 w2", "--device", "cpu", cwd=tmp_path)
+    flags += ["--prompt", "w1 w2", "--device", "cpu"]
+    process = start(*flags, cwd=tmp_path, kind=subprocess.Popen)  # warnings of imports too
     answer, noise = process.communicate(timeout=60)
     assert process.returncode == 0
     expected = trainers_answer(out / "ppo_actor_32.pth", [user("w1 w2")])

@@ -28,14 +28,14 @@ def is_documented(path):
     return pytest.param(path, id=path.name)
 
 
-@pytest.mark.parametrize("document", map(is_documented, DOCUMENTS))
+@pytest.mark.parametrize("document", [is_documented(path) for path in DOCUMENTS])
 def test_links_to_code_name_what_the_file_defines(document):
     for match in LINK.finditer(text_of(document)):
         path = (document.parent / match["path"]).resolve()
         assert defines(path, match["name"]), f"{document.name}: {match[0]}"
 
 
-@pytest.mark.parametrize("document", map(is_documented, DOCUMENTS))
+@pytest.mark.parametrize("document", [is_documented(path) for path in DOCUMENTS])
 def test_links_to_files_and_sections_exist(document):
     for target, section in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]+)?\)", text_of(document)):
         path = document.parent / target if target else document
@@ -146,7 +146,7 @@ def commands(path):
     return [" ".join(line.split("#")[0].split()) for line in lines if line.startswith(starts)]
 
 
-@pytest.mark.parametrize("readme", map(is_documented, READMES))
+@pytest.mark.parametrize("readme", [is_documented(path) for path in READMES])
 def test_the_demo_figures_are_those_of_the_results_file(readme):
     runs = json.loads(text_of(ROOT / "benchmarks/results/demo.json"))["runs"]
     run = next(run for run in runs if run["seed"] == 42)  # the default, so what `make train` does
@@ -169,7 +169,7 @@ def test_both_readmes_have_the_same_commands_figures_and_files():
         assert mine - {"README_zh.md"} == theirs - {"README.md"}, pattern
 
 
-@pytest.mark.parametrize("document", map(is_documented, [d for d in DOCUMENTS if d.name != "log.md"]))
+@pytest.mark.parametrize("document", [is_documented(path) for path in DOCUMENTS if path.name != "log.md"])
 def test_commands_have_flags_that_exist(document):
     parsers = {"train_ppo.py": train_ppo, "train_sft.py": train_sft, "train_reward.py": train_reward}
     for command in commands(document):

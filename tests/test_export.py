@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from test_families import FAMILIES, build
-from tiny import PYTHON, ROOT, WORDS, launch, word_tokenizer
+from tiny import PYTHON, ROOT, WORDS, launch, start_script, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import chat
@@ -317,7 +317,7 @@ def test_the_real_command_line(demo, tmp_path):
     good = launch([str(demo), str(tmp_path / "new")], script=script)
     out, err = good.communicate(timeout=120)
     assert (good.returncode, out.count("\n"), err) == (0, 1, ""), err
-    bad = launch([str(demo), str(tmp_path / "new")], script=script)
+    bad = start_script([PYTHON, str(script), str(demo), str(tmp_path / "new")], {})
     out, err = bad.communicate(timeout=120)
     assert (bad.returncode, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {tmp_path / 'new'}: is not empty")

@@ -31,6 +31,7 @@ from trainer.inputs import load_inputs
 from trainer.rewards.reward import Reward
 from trainer.rewards.reward_function import load_reward_function
 from trainer.runs import checkpoints
+from trainer.runs.distributed import World
 
 COUNT, SECONDS = Counter(), Counter()  # inputs of the code under test, and its time, by kind of input
 
@@ -637,7 +638,7 @@ def test_everything_that_a_run_loads(changes, file, model_folder, folder):
         counted("run: loading"),
         one_line_or_fine(),
     ):
-        actor, tokenizer, *_ = load_inputs(train_ppo.parse_args(argv))
+        actor, tokenizer, *_ = load_inputs(train_ppo.parse_args(argv), World(0, 1, torch.device("cpu")))
         eos_ids(tokenizer, actor)
         COUNT["run: loading: read"] += 1
 

@@ -42,7 +42,7 @@ def make_run(files, **values):
         "dtype": "float32",  # the invariants are exact, or to 1e-6
     }
     args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
-    actor, tokenizer, prompts, *_ = load_inputs(args)
+    actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
     return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts), prompts
 
 

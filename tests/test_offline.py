@@ -36,7 +36,7 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
-    actor, tokenizer, prompts, held_out, notes = load_inputs(args)
+    actor, tokenizer, prompts, held_out, notes = load_inputs(args, ALONE)
     return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out, notes)
 
 

@@ -99,13 +99,13 @@ def test_a_slow_phase_shows_its_bar_and_takes_it_away():
     screen = run_in_terminal(SLOW)
     both = [text for text in screen.seen if "outside" in text and "inside" in text]
     assert any(
-        re.search(r"outside: +0%.* 0/2 .*\n.*inside: +67%.* 2/3 \[00:00<00:00, .* things/s\]", t)
+        re.search(r"outside: +0%.* 0/2 .*\n.*inside: +67%.* 2/3 \[00:0\d<00:0\d, .* things/s\]", t)
         for t in both
     )
     assert any("1/2" in text and "parts" in text for text in both)
     clocks = [m[1] for text in screen.seen if (m := re.search(r"^a function: 00:(\d\d)$", text.strip()))]
     assert clocks == sorted(clocks)
-    assert set(clocks) == {"00", "01"}  # from its beginning on, although it counts nothing
+    assert {"00", "01"} <= set(clocks)  # from its beginning on, although it counts nothing
     assert screen.text == ""
 
 
@@ -220,8 +220,8 @@ def test_a_micro_batch_that_is_halved_is_counted_once(phases):
 
 def test_a_phase_costs_a_few_microseconds(phases):
     """A step has about ten of them; a step of the demo takes half a second."""
-    start, count = time.perf_counter(), 2000
+    start, count = time.process_time(), 2000
     for _ in range(count):
         with phase("short", 3, "things") as bar:
             bar.done += 1
-    assert (time.perf_counter() - start) / count < 1e-3 / 10
+    assert (time.process_time() - start) / count < 1e-3 / 10

@@ -1,12 +1,9 @@
 """Training on models and data that others made (../shared/data); skipped where that folder is absent."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from test_rewards import remote  # noqa: F401  (a fixture)
-from tiny import ROOT, SHARED, read_jsonl, save_reward_dir, train, write_jsonl
+from tiny import PYTHON, ROOT, SHARED, finish, read_jsonl, save_reward_dir, start_script, train, write_jsonl
 
 from model.loading import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -23,6 +20,7 @@ def score(prompts, responses, answers):
 '''
 
 
+@pytest.mark.slow
 def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
     (tmp_path / "water.py").write_text(WATER)
     starts = [
@@ -54,7 +52,7 @@ def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
     assert all(m["kl/k3"] >= 0 for m in metrics)
 
 
-@pytest.mark.parametrize("kind", ["classifier", "remote code"])
+@pytest.mark.parametrize("kind", ["classifier", pytest.param("remote code", marks=pytest.mark.slow)])
 def test_minimind_512x8_on_minimind_prompts(kind, remote, tmp_path):  # noqa: F811
     """MiniMind's own flags, prompts, tokenizer and sizes; random weights; both kinds of reward model."""
     tokenizer_path = str(SHARED / "minimind2-tokenizer")
@@ -95,8 +93,7 @@ def test_minimind_512x8_on_minimind_prompts(kind, remote, tmp_path):  # noqa: F8
     assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2, 3]
     if kind == "remote code":  # once is enough: the file is the same
         return
-    command = [sys.executable, str(ROOT / "chat.py"), "--out_dir", str(tmp_path), "--weight", "ppo_actor"]
+    command = [PYTHON, str(ROOT / "chat.py"), "--out_dir", str(tmp_path), "--weight", "ppo_actor"]
     command += ["--hidden_size", "512", "--prompt", "你好", "--max_gen_len", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    out, _ = finish(start_script(command, {}))
+    assert out.strip()

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import (
+    PYTHON,
     ROOT,
     finish,
     flags,
-    launch,
     launch_torchrun,
     load_weights,
     read_jsonl,
     save_policy_dir,
+    start_script,
     wait_for,
     without_time,
     word_tokenizer,
@@ -290,7 +291,7 @@ def test_sft_learns_and_ppo_starts_from_it(files, whole):
     plain = AutoModelForCausalLM.from_pretrained(out / "full_sft_32", dtype=torch.float32)
     more = {"hidden_size": 32, "reasoning": 0, "out_dir": out, "data_path": files["sft"]}
     args = train_ppo.parse_args(flags(**more, reward_fn="judge.py:score"))
-    actor, tokenizer, prompts, *_ = load_inputs(args)
+    actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
     tokens = torch.tensor([prompts[0].prompt_ids])
     assert torch.equal(actor(tokens).logits, plain(tokens).logits)
     assert AutoTokenizer.from_pretrained(out / "full_sft_32").get_vocab() == tokenizer.get_vocab()
@@ -424,7 +425,7 @@ def killed(files, tmp_path_factory):
         driver.write_text(
             DRIVER.format(root=str(ROOT), step=5, script=script.__name__.removeprefix("trainer."))
         )
-        processes.append(launch(argv_of(files, kind, outs[kind]), script=driver))
+        processes.append(start_script([PYTHON, str(driver), *argv_of(files, kind, outs[kind])], {}))
     for process in processes:
         finish(process, code=-signal.SIGKILL)
     return outs
@@ -468,10 +469,8 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, ca
 
 def test_a_signal_saves_and_says_how_to_go_on(files, tmp_path):
     argv = argv_of(files, "sft", tmp_path, max_steps=5000, epochs=5000, save_interval=9999, eval_interval=0)
-    process, metrics = (
-        launch(argv, script=ROOT / "trainer" / "train_sft.py"),
-        tmp_path / "r" / "metrics.jsonl",
-    )
+    process = start_script([PYTHON, str(ROOT / "trainer" / "train_sft.py"), *argv], {})
+    metrics = tmp_path / "r" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
     process.send_signal(signal.SIGTERM)
     out, err = finish(process, code=143)

@@ -588,7 +588,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))
-    actor, tokenizer, prompts, *_ = load_inputs(args)
+    actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
     untouched = copy.deepcopy(actor)
     run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts)
     critic = copy.deepcopy(run.critic)

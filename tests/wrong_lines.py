@@ -26,11 +26,15 @@ ENTROPY_TOP = "tests/test_entropy_top.py"
 KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
 SUMS = "tests/runs/test_gradient_sums.py"
+EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
+LAYERS = "tests/generation/test_layer_by_layer.py"
 ELASTIC, REMOTE = "tests/runs/test_elastic.py", "tests/runs/test_remote_folder.py"
 PLAN, FREED = "tests/test_memory_plan.py::test_", "tests/compute/test_memory.py"
 BUILT = f"{PLAN}what_is_there_while_a_run_is_built_by_hand"
 SHARED = f"{PLAN}a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand"
+IN_LAYERS = f"{PLAN}layers_are_gathered_only_where_a_whole_copy_does_not_fit"
+LAYERS_BY_HAND = f"{PLAN}a_sampler_that_is_gathered_layer_by_layer_by_hand"
 GATHERED = f"{PLAN}what_a_sharded_run_gathers_by_hand"
 OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
 
@@ -232,8 +236,8 @@ BUILD_RUN = [
     ),
     (', "schedule": args.lr_schedule}', "}", "--lr_schedule is ignored"),
     (
-        "CriticModel.from_model(start, args.lora_r > 0, weight)",
-        "CriticModel.from_model(start, args.lora_r > 0)",
+        "lent = args.lora_r > 0, weight, lend",
+        "lent = args.lora_r > 0, 1.0, lend",
         "the critic starts without the reward model's weight",
         STARTS,
     ),
@@ -1181,7 +1185,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
         ("2 * dtype.itemsize * model.layer", "dtype.itemsize * model.layer", "one layer", GATHERED),
         ("+ 8 * root if trained", "if trained", "embeddings have no gradients", GATHERED),
         ('copies["critic"] = 0 if args.lora_r else', 'copies["critic"] = 0 if True else', "no critic", BUILT),
-        ('{} if device.type == "cuda" else building', "building", "a GPU builds whole models", BUILT),
+        ("building = {}  #", "pass  #", "each process of a sharded run builds all", BUILT),
     ],
 }
 
@@ -1318,6 +1322,9 @@ ENDS = {
 
 SCALE = {  # sharded models, more machines, and addresses
     "trainer/compute/sharding.py": [
+        ("(dist.broadcast, x, 0)", "(id, x)", "vectors have any numbers", SHARDING),
+        ("local_part(p).copy_(local_part(x))", "pass", "rows have any numbers", SHARDING),
+        ("(loaded, list(model.p", "(loaded, list(root.p", "a score head is not sent", RESUMED),
         (
             "set_gradient_divide_factor(1.0)",
             "set_gradient_divide_factor(2.0)",
@@ -1331,6 +1338,28 @@ SCALE = {  # sharded models, more machines, and addresses
             "fp32 is gathered in bf16",
             SHARDING,
         ),
+        ("return -self.most(-int(number))[0]", "return self.most(int(number))[0]", "the most", LAYERS),
+    ],
+    "trainer/memory_check.py": [
+        ("for option in options] if args.shard", "for option in []] if args.shard", "no layers", IN_LAYERS),
+        ('options += [option | {"layered"', 'options[:0] = [option | {"layered"', "always", IN_LAYERS),
+        ("    plan.layered |= pieces.layered\n", "", "no copy fits", IN_LAYERS),
+        (
+            "room, sizes = in_step.least(room), ",
+            "sizes = ",
+            "processes plan for themselves",
+            f"{PLAN}processes_plan_with_what_the_one_with_least_memory_has",
+        ),
+    ],
+    "trainer/memory_plan.py": [
+        ("// parts + 2 * model.layer)", "// parts + model.layer)", "one buffer", LAYERS_BY_HAND),
+        ("layered = layered and parts > 1 and", "layered = layered and", "alone", LAYERS_BY_HAND),
+    ],
+    "trainer/build_run.py": [
+        ("world if plan.layered else None", "None", "the plan is not followed", LAYERS),
+    ],
+    "trainer/generation/cuda_graphs.py": [
+        ("self.possible = possible and self", "self.possible = self", "gathers are captured", LAYERS),
     ],
     "trainer/runs/optimizer_step.py": [
         (
@@ -1349,12 +1378,48 @@ SCALE = {  # sharded models, more machines, and addresses
             RESUMED,
         ),
     ],
+    "model/shards.py": [
+        (
+            "return build_outline, (type(thing), thing.config), vars(thing)",
+            "return NotImplemented",
+            "transformers does not know what the class records",
+            EXPERTS_RUN,
+        ),
+        ("            _stop_recording(thing)\n", "            pass\n", "hooks are pickled", EXPERTS_RUN),
+    ],
+    "trainer/generation/experts.py": [
+        (
+            "copy.deepcopy(experts, {id(p): _numbers_like(p) for p in experts.parameters()})",
+            "experts",
+            "experts whose numbers are not set are compared",
+            "tests/generation/test_cuda_branches.py",
+        ),
+    ],
+    "trainer/generation/layer_by_layer.py": [
+        ("first = self.world.rank * len(part)", "first = 0", "everyone has the first part", LAYERS),
+        ("begin, end = max(start, first)", "begin, end = max(start, first) + 1", "gaps", LAYERS),
+        ("self.buffers[number % 2].as_strided", "self.buffers[0].as_strided", "one buffer", LAYERS),
+        ("+ x.storage_offset()", "", "three times the queries", LAYERS),
+        ("if number != self.expected:", "if False:", "layers in any order", LAYERS),
+        ("if any(other != places[0] for", "if any(False for", "weights anywhere", LAYERS),
+        ("        self.parts = None\n\n", "\n", "parts that stay", LAYERS),
+        ("        if failed:\n            raise failed", "        pass", "an error is lost", LAYERS),
+        ("captured = False", "captured = True", "gathers are captured", LAYERS),
+        ("            if id(p) not in views:\n", "            if True:\n", "weights of their own", LAYERS),
+        ("{id(p): without_memory(p.shape, dtype, False)", "{id(p): p", "the policy's own", LAYERS),
+    ],
     "trainer/generation/sampler_copy.py": [
         (
             "if layer and waiting.keys().isdisjoint(layer.names):",
             "if layer:",
             "packed too early",
             "tests/generation/test_engine.py",
+        ),
+        (
+            'if policy.device.type != "meta":',
+            "if True:",
+            "numbers that are not set are compared",
+            f"{LAYERS}::test_an_outline_is_copied_as_it_was_found_to_be",
         ),
     ],
     "trainer/runs/elastic.py": [
@@ -1407,6 +1472,8 @@ EMA_DECIDES = "tests/test_best.py::test_the_average_of_the_actor_decides_nothing
 TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_tokenizer"
 SHOWN_LATE = "tests/test_chat.py::test_what_may_begin_a_stop_string_is_shown_late"
 RESULT_ENDS = "tests/test_endings.py::test_the_result_knows_what_ends_its_answers"
+UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_too"
+CLOSED = "tests/dataset/test_record_files.py::test_a_file_is_closed_with_its_records"
 READ_ONCE = "tests/dataset/test_logged_answers.py::test_each_record_of_a_pair_is_read_once"
 REST = {
     "chat.py": [
@@ -1444,6 +1511,12 @@ REST = {
     ],
     "trainer/compute/scoring.py": [
         ("count = 2 if wanted else 1", "count = 2", "entropies are kept for nothing", ENTROPY_TOP),
+    ],
+    "trainer/compute/sharding.py": [
+        ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
+    ],
+    "dataset/record_files.py": [
+        ("            self._file.close()\n", "            pass\n", "record files stay open", CLOSED),
     ],
     "dataset/logged_answers.py": [
         ("dict.fromkeys(i // 2 for i in indices)", "[i // 2 for i in indices]", "read twice", READ_ONCE),

@@ -22,6 +22,7 @@ endings.py         what ends the responses of a run: EOS ids, stop strings, a le
 entropy_top.py     the tokens of high entropy, of which the policy loss is
 kl_controller.py   the weight of the KL, constant or moved so that the KL stays at a target
 inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
+policy_checks.py   can this causal LM be trained here? tried before anything else is built
 memory_plan.py     how much memory a PPO run needs, part by part
 memory_check.py    whether there is enough, and which flags would help
 response_stats.py  what a batch's responses look like: repetition, equal ones, whether long ones score more

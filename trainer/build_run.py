@@ -4,6 +4,7 @@
 """
 
 from functools import partial
+from operator import call
 
 import torch
 
@@ -13,6 +14,7 @@ from trainer.best import choose_best
 from trainer.compute.memory import free_unused_memory, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.sharding import InStep
 from trainer.endings import keep_endings, load_endings
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_rates, count_steps, sampling_sizes
@@ -25,7 +27,19 @@ from trainer.rewards.reward import Reward, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of
 from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.optimizer_step import Learner
-from trainer.shard_run import in_step_of, ppo_optimizer
+from trainer.shard_run import load_once, ppo_optimizer, shares_models
+
+
+def load_rewards(args, world, dtype, tokenizer, prompts, held_out):
+    """-> (``Reward`` of the run, its ``Judge``), with their reward models."""
+    load = call
+    if not (args.trust_remote_code or args.filter_groups):  # else each process has whole ones
+        place = torch.device("cpu") if shares_models(args, world) else world.device
+        load = partial(load_once, args, world, place=place)
+    judge = load_judge(args, world.device, dtype, held_out, load)
+    if args.offline_data_path:  # logged answers come with their scores
+        return Reward(reasoning=False), judge
+    return load_reward(args, world.device, dtype, tokenizer, prompts, held_out, load=load), judge
 
 
 def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, notes=()):
@@ -34,16 +48,14 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     ``--advantage gae`` only. No model has dropout: the training forward is the scoring forward. flags: {name:
     ``Flag``}, of ``flag_parser``."""
     device, dtype = world.device, set_precision(args.dtype, world.device, args.deterministic)
-    in_step = in_step_of(args, world, actor)
-    place = torch.device("cpu") if in_step else device  # whole models need not fit on a GPU
+    in_step = InStep(world) if shares_models(args, world) else None
     free_unused_memory()  # the copies with which the policy was checked
     keep_freed_memory(sharded=in_step is not None)
     check_range(actor, dtype, f"--model {args.model}: ")
-    reward = Reward(reasoning=False)  # logged answers come with their scores
-    if not args.offline_data_path:
-        reward = load_reward(args, device, dtype, tokenizer, prompts, held_out)
-    judge = load_judge(args, device, dtype, held_out)
-    actor.to(place).eval().requires_grad_(not args.lora_r)
+    reward, judge = load_rewards(args, world, dtype, tokenizer, prompts, held_out)
+    actor.eval().requires_grad_(not args.lora_r)
+    if not in_step:  # else it need not fit on a GPU
+        actor.to(device)
     start, weight = None, 1.0  # without a critic
     if args.advantage == "gae":
         start, weight = critic_start(args.critic_init, reward.models, tokenizer) or (actor, 1.0)
@@ -51,17 +63,17 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     ptx, pairs = load_ptx(args, world, tokenizer, actor, per_batch), held_out_pairs(args, tokenizer, actor)
     sizes = sampling_sizes(args, prompts, held_out)
     longest = ptx.data.longest if ptx else 0
-    plan, memory = check_memory(
-        args, actor, start, modules_of(reward, judge), device, dtype, sizes, demonstration=longest
-    )
+    judges, more = modules_of(reward, judge), {"demonstration": longest, "in_step": in_step}
+    plan, memory = check_memory(args, actor, start, judges, device, dtype, sizes, **more)
     notes = [*notes, choose_rates(args, actor, start), memory]
     room, sampler = plan.cache if device.type == "cuda" else None, None  # None: what suits a CPU
     if plan.slots:  # else nothing is sampled
-        sampler = Sampler(actor, dtype, plan.slots, room, sizes, device)
+        sampler = Sampler(actor, dtype, plan.slots, room, sizes, device, world if plan.layered else None)
     lend = in_step is not None  # each process soon has a part of each model, and a whole one of none
     if lend and sampler:
         sampler.copy.unload()
-    critic = CriticModel.from_model(start, args.lora_r > 0, weight).to(place).eval() if start else None
+    lent = args.lora_r > 0, weight, lend and start is actor
+    critic = CriticModel.from_model(start, *lent).eval() if start else None
     for backbone in (actor.base_model, critic.backbone) if critic else (actor.base_model,):
         prepare_training(backbone, args.gradient_checkpointing)
     ref = frozen_copy(actor, lend)  # before there are adapters: the reference has none

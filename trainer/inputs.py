@@ -13,23 +13,14 @@ from dataset.lm_dataset import RLAIFDataset
 from dataset.logged_answers import LoggedAnswers
 from dataset.prompt_template import set_system_prompt, set_template
 from errors import InputError
-from model.compatibility import (
-    check_output_head,
-    check_tokenizer,
-    is_moe,
-    most_positions,
-    not_finite,
-    tokenizer_note,
-)
-from model.loading import as_input_error, load_policy, load_tokenizer, quiet, tokenizer_source
-from trainer.compute.scoring import PolicyScorer
+from model.compatibility import most_positions, tokenizer_note
+from model.loading import load_tokenizer, tokenizer_source
 from trainer.evaluation import BATCH
 from trainer.flags import AUTO, ROOT, complete_output_flags
-from trainer.generation.engine import sample
-from trainer.generation.sampling_noise import noise_keys
-from trainer.memory_check import check_loading
 from trainer.offline import check_offline, load_logged
+from trainer.policy_checks import load_checked
 from trainer.runs.learning_rate import rate_note, suited_rate
+from trainer.shard_run import check_shard, load_once
 
 THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
 
@@ -228,41 +219,6 @@ def choose_rates(args, actor, critic_start):
     return "\n".join(filter(None, lines)) or None
 
 
-def check_sampling(policy):
-    """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward.
-
-    It does not for models that keep more than keys and values from token to token (a recurrent state,
-    positions of their own). Without this check their samples would silently come from another distribution.
-    """
-    kind = policy.config.model_type
-    rows = policy.get_input_embeddings().weight.shape[0]
-    prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
-    what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
-    with quiet(), as_input_error(what):
-        rollout = sample(policy, prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0, slots=2)
-        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
-    gap = (scored - rollout.sampler_logprobs).abs().max().item()
-    if not gap < 1e-2:
-        raise InputError(
-            f"models of type {kind} are not supported: sampling with a KV cache gives other log-probs than "
-            f"their training forward (they differ by {gap:.3g})"
-        )
-
-
-def check_policy(args, policy, tokenizer):
-    """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
-    check_tokenizer(tokenizer, policy)
-    if name := not_finite(policy):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
-    check_output_head(policy)
-    for flag in ("hidden_size", "num_hidden_layers"):
-        wanted = getattr(args, flag)
-        if wanted and wanted != (has := getattr(policy.config, flag)):
-            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
-    if args.use_moe and not is_moe(policy):
-        raise InputError(f"--use_moe 1: {args.model} is not a mixture of experts; leave the flag out")
-
-
 def check_positions(args, model):
     """Raise InputError if a conversation of --max_seq_len tokens is too long for the model."""
     if args.max_seq_len > (limit := most_positions(model.config)):
@@ -286,16 +242,15 @@ def sampling_sizes(args, prompts, held_out):
     return rows, longest + args.max_gen_len, args.max_gen_len
 
 
-def load_inputs(args):
+def load_inputs(args, world):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None, lines that say what was chosen).
 
-    All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
+    All are checked against each other: raises InputError. The policy is in fp32 on the CPU. In a run with
+    --shard the processes other than the main one get its ``outline``.
     """
+    check_shard(args, world)
     tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
-    check_loading(args.model)
-    actor = load_policy(args.model, args.trust_remote_code)
-    check_policy(args, actor, tokenizer)
-    check_sampling(actor)
+    actor = load_once(args, world, load_checked, args, tokenizer)
     keys = Keys(args.prompt_key, args.answer_key)
     prompts, held_out = (
         RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys) if path else None

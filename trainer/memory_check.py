@@ -26,19 +26,27 @@ MB = 1e6
 # Tokens of a micro-batch on a GPU: the first that fits. With deterministic algorithms they never change.
 BUDGETS = [1 << 16, 1 << 15, 1 << 14, 1 << 13, 1 << 12]
 USABLE = {"cuda": 0.9, "cpu": 0.95}  # of what is left: the plan is about right, and memory has gaps
+# Bytes of code that is loaded or compiled while a run goes on, by oneDNN, gloo and others. Those of a GPU are
+# small beside what is not ``USABLE``.
+LATER = {"cuda": 0, "cpu": 80e6}
 LORA_R = 16  # the rank that is suggested
+LOADING = 3 * 4  # bytes a number: fp32, and two copies for the test of sampling
 LEAST_SLOTS = 16  # so many sequences should be sampled together, or rollouts take too long
+LAYERED = "the sampler has no room for all weights: it gathers each layer for each token, which is slow"
 WEIGHTS = ("*.safetensors", "*.bin")  # the files of a model directory, of the first kind that is there
 
 
-def check_memory(args, actor, start, reward_models, device, dtype, sampled=None, demonstration=0):
+def check_memory(
+    args, actor, start, reward_models, device, dtype, sampled=None, demonstration=0, in_step=None
+):
     """-> (``Plan``, a note that says where memory goes and how much is free).
 
     actor: the policy; start: the model that the critic starts from, None without a critic; reward_models:
     with ``start`` among them, if it is one; sampled: (most prompts of a call, longest prompt plus response,
     …) from ``sampling_sizes``; None: what the flags allow; demonstration: tokens of the longest one of
-    --ptx_data_path, 0 without any. Raises InputError where the run cannot fit, for --offload_frozen without a
-    GPU, or for adapters that cannot be made.
+    --ptx_data_path, 0 without any; in_step: of a sharded run, whose processes plan with what the one has that
+    has least. Raises InputError where the run cannot fit, for --offload_frozen without a GPU, or for adapters
+    that cannot be made.
     """
     held_out, width, *_ = sampled or (0, args.max_seq_len + args.max_gen_len)
     args = _with(args, max_seq_len=width - args.max_gen_len)  # no prompt is longer
@@ -54,26 +62,32 @@ def check_memory(args, actor, start, reward_models, device, dtype, sampled=None,
     if args.trust_remote_code:  # such code keeps its weights as they are
         for one in found.values():
             one.rounds = one.exact = False
-    loaded = sum(one.bytes for one in found.values())
-    room = USABLE[device.type] * (free_memory(device) + loaded)
+    models = dict.fromkeys((*trained, *reward_models))
+    here = [m for m in models if not in_step or m.device == device]  # others come when they are sharded
+    loaded = sum(found[id(model)].bytes for model in here)
+    room = USABLE[device.type] * (free_memory(device) + loaded) - LATER[device.type]
+    if in_step:  # one plan for all
+        room, sizes = in_step.least(room), in_step.world.from_main(sizes)
     plan, fits = fitted_plan(args, sizes, device, dtype, held_out, room)
-    text = describe(plan, room, device)
     if fits:
-        return plan, text
+        return plan, describe(plan, room, device)
     remedy = remedies(args, sizes, device, dtype, held_out, room)
-    if not works_in_pieces(args, sizes, device, dtype, room):
+    pieces = in_pieces(args, sizes, device, dtype, room)
+    if pieces is None:
         other = "shorten the texts (--max_gen_len, --max_seq_len), or take a smaller model"
         flags = f"add {remedy}" if remedy else f"no flags make it fit: {other}"
         raise InputError(f"--model {args.model}: does not fit: {one_line(plan, room, device)}; {flags}")
-    text += "\n         it will work in smaller pieces"
+    plan.layered |= pieces.layered
+    text = f"{describe(plan, room, device)}\n         it will work in smaller pieces"
     return plan, text + (f"; to avoid that: {remedy}" if remedy else "")
 
 
-def check_loading(path):
-    """Raise InputError where loading the policy at ``path`` would fill the main memory.
+def check_loading(path, alone=False):
+    """Raise InputError where loading the policy at ``path`` would fill the main memory. alone: no other
+    process of the machine loads it too.
 
-    It is loaded in fp32, and ``check_sampling`` in inputs.py needs two copies for a moment. How many numbers
-    it has follows from the size of its files. Hub names, and files that say nothing, pass.
+    It is loaded in fp32, and ``check_sampling`` in policy_checks.py needs two copies for a moment. How many
+    numbers it has follows from the size of its files. Hub names, and files that say nothing, pass.
     """
     folder, kind = Path(path), ""
     files = [folder] if folder.is_file() else next(filter(None, map(list, map(folder.glob, WEIGHTS))), [])
@@ -81,7 +95,7 @@ def check_loading(path):
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = str(settings.get("dtype") or settings.get("torch_dtype"))
     numbers = sum(file.stat().st_size for file in files) // (2 if "16" in kind else 4)
-    needs, free = 3 * 4 * numbers, free_memory(torch.device("cpu"))
+    needs, free = LOADING * numbers, free_memory(torch.device("cpu"), alone)
     if needs > free:
         raise InputError(
             f"--model {path}: loading takes about {shown(needs)} of main memory, and {shown(free)} are free; "
@@ -91,23 +105,26 @@ def check_loading(path):
 
 def fitted_plan(args, sizes, device, dtype, held_out, room, **more):
     """-> (the plan with the largest micro-batches that fit into ``room`` bytes, True), or (the one that needs
-    the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, and
-    fewer sequences are sampled together. more: ``processes``, by default those of torchrun."""
+    the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, fewer
+    sequences are sampled together, and last a sharded run has no whole copy that samples: its layers are
+    gathered one by one. more: ``processes``, by default those of torchrun."""
     budgets = [tokens_per_pass(device)]
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         budgets = BUDGETS
     options = [{"budget": budget, "release_cache": free} for free in (False, True) for budget in budgets]
     options += [options[-1] | {"slots": slots} for slots in (128, 64, 32, LEAST_SLOTS)]
+    options += [option | {"layered": True} for option in options] if args.shard else []
     plans = [_plan(args, sizes, device, dtype, held_out, **more, **option) for option in options]
     fitting = [plan for plan in plans if plan.peak <= room]
     return (fitting[0], True) if fitting else (min(plans, key=lambda plan: plan.peak), False)
 
 
-def works_in_pieces(args, sizes, device, dtype, room):
-    """Whether a run works with one sequence at a time. A GPU falls back to that by itself. On a CPU memory
-    that runs out is not an error that can be caught."""
+def in_pieces(args, sizes, device, dtype, room):
+    """The plan of a run with one sequence at a time, or None where not even that fits. A GPU falls back to it
+    by itself. On a CPU memory that runs out is not an error that can be caught."""
     least = {"budget": args.max_seq_len + args.max_gen_len, "release_cache": True, "slots": 1}
-    return device.type == "cuda" and _plan(args, sizes, device, dtype, 0, **least).peak <= room
+    plans = [_plan(args, sizes, device, dtype, 0, **least, layered=x) for x in (False, True)]
+    return next((plan for plan in plans if device.type == "cuda" and plan.peak <= room), None)
 
 
 def remedies(args, sizes, device, dtype, held_out, room):
@@ -155,7 +172,8 @@ def describe(plan, room, device):
     if plan.release_cache:
         text += f", with {plan.slots} sequences sampled at a time and the KV cache freed after sampling"
     rows = [", ".join(parts[start : start + 6]) for start in range(0, len(parts), 6)]
-    return f"{text}; in {unit}:\n         " + ",\n         ".join(rows)
+    text = f"{text}; in {unit}:\n         " + ",\n         ".join(rows)
+    return text + (f"\n         {LAYERED}" if plan.layered else "")
 
 
 def one_line(plan, room, device):

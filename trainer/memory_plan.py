@@ -11,7 +11,7 @@ building    before the first step: the sampler begins as a copy in fp32; there a
 
 With --shard 1 each process has its part of what stays: weights, gradients, moments. Whole are activations,
 keys and values, the sampler, which is there in rollouts only, and what is gathered to compute with
-(``_gathered``).
+(``_gathered``). Of a sampler that is gathered layer by layer each process has a part (``_layered_sampler``).
 
 No model is needed, only its ``Sizes``, so the same arithmetic serves for other flags and other machines.
 """
@@ -71,7 +71,7 @@ class Sizes:
             head=tables[0].numel() if tables else 0,
             own_head=tables[1].numel() if len(known) == 2 else 0,
             adapters=adapters,
-            exact=all(p.is_meta or holds(p, dtype) for p in (*linear, *tables[:1])),
+            exact=all(holds(p, dtype) for p in (*linear, *tables[:1])),
             bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         )
 
@@ -107,6 +107,7 @@ class Plan:
     slots: int  # sequences that are sampled together
     token_budget: int
     release_cache: bool  # whether keys and values are freed between rollouts
+    layered: bool = False  # whether the sampler's weights are gathered layer by layer
 
     def parts(self, phase):
         """{part: bytes} of all that is there in a phase."""
@@ -127,7 +128,16 @@ class Plan:
 
 
 def memory_plan(
-    args, sizes, device, dtype, held_out=0, budget=None, release_cache=False, slots=SLOTS, processes=1
+    args,
+    sizes,
+    device,
+    dtype,
+    held_out=0,
+    budget=None,
+    release_cache=False,
+    slots=SLOTS,
+    processes=1,
+    layered=False,
 ):
     """The memory of a run with these flags -> ``Plan``.
 
@@ -135,7 +145,7 @@ def memory_plan(
     from, "demonstration": tokens of the longest one that the actor learns besides, if it does; dtype: of
     mixed precision; held_out: responses of the evaluation, which are sampled like a batch's; budget: tokens
     of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled together at
-    most; processes: that train together.
+    most; processes: that train together; layered: whether a sharded run samples layer by layer.
     """
     actor, small, parts = sizes["actor"], dtype.itemsize, _parts(args, processes)
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
@@ -150,24 +160,34 @@ def memory_plan(
         "update": max(updates, key=lambda parts: sum(parts.values())),
         "rollout": {"logits": 16 * slots * actor.config.vocab_size},  # fp32, and what sampling makes of them
     }
-    building = _building(args, sizes, weights, parts, small)
+    building = _building(args, sizes, weights)
+    layered = layered and parts > 1 and "sampler" in weights
     if parts > 1:
-        phases["rollout"]["sampler"] = weights.pop("sampler", 0)
+        sampler = weights.pop("sampler", 0)
+        phases["rollout"]["sampler"] = _layered_sampler(actor, small, parts) if layered else sampler
         phases["rollout"]["gathered"] = 4 * actor.table  # it gets one matrix after the other
         phases["score"] = _gathered(actor, dtype, "actor", False)
-        building = {} if device.type == "cuda" else building  # in the host's memory
+        building = {}  # by the main process, in main memory: less than loading takes (memory_check.py)
     weights = {name: size // parts for name, size in weights.items()}
     if args.offload_frozen:
         for phase, names in {"reward": ["reward models"], "score": ["reference", "old actor"]}.items():
             phases[phase] = phases.get(phase, {}) | {x: weights.pop(x) for x in names if x in weights}
     moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values()) // parts
     cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
-    return Plan(weights | {"moments": moments}, phases, building, cache, slots, budget, release_cache)
+    weights["moments"] = moments
+    return Plan(weights, phases, building, cache, slots, budget, release_cache, layered)
 
 
 def _parts(args, processes):
     """Into how many parts models are cut, of which each process has one."""
     return processes if args.shard else 1
+
+
+def _layered_sampler(model, small, parts):
+    """The bytes of a sampler's copy that is gathered layer by layer: embeddings and head, a part of all
+    layers, and two layers in turn."""
+    root = model.table + model.own_head
+    return small * (root + (model.all - root) // parts + 2 * model.layer)
 
 
 def _gathered(model, dtype, name, trained):
@@ -216,20 +236,17 @@ def _weights(args, sizes, device, small, parts):
     return weights | {"sampler": small * (actor.all + (tied if device.type == "cpu" else 0))}
 
 
-def _building(args, sizes, weights, parts, small):
+def _building(args, sizes, weights):
     """{part: bytes} while the run is built, at the fuller of two moments: when the sampler's copy is in fp32,
     which is made first, and when all models are there. None of them is rounded; with adapters they share the
-    actor's weights. In a sharded run the sampler is empty again, and copies lend weights until rounding."""
+    actor's weights."""
     actor, critic = sizes["actor"], sizes.get("critic")
     shared = critic.all if critic and args.lora_r and critic is not actor else 0
     rewards = sum(4 * model.all if shared and model is critic else model.bytes for model in sizes["rewards"])
     building = {"actor": 4 * actor.all, "reward models": rewards}
     sampler = weights.get("sampler", 0)
     names = [name for name in ("reference", "old actor") if name in weights and not args.lora_r]
-    if parts > 1:
-        copies = {name: weights[name] if small < 4 else 0 for name in names}
-    else:
-        copies = {"sampler": sampler} | dict.fromkeys(names, 4 * actor.all)
+    copies = {"sampler": sampler} | dict.fromkeys(names, 4 * actor.all)
     if critic:
         copies["critic"] = 0 if args.lora_r else 4 * critic.body
     first = {"sampler": sampler and max(4 * actor.all, sampler)}

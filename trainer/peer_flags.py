@@ -214,7 +214,7 @@ NOT_HERE = {
     "kl_estimator": "--kl_in says which one: loss takes k2, reward takes k1",
     "whiten_rewards": "rewards are not whitened, advantages always are",
     "reward_clip_range": "scores of reward models are always clipped to -3 and 3",
-    "zero_stage": "no sharding, every process holds the whole models",
+    "zero_stage": "--shard 1 splits models, gradients and moments over the processes",
     "thinking_ratio": "the chat template is rendered as it is, the same way for every prompt",
     "push_to_hub": "nothing is uploaded; export.py writes a Hugging Face directory",
 }

@@ -287,12 +287,14 @@ def prepare_frozen(run):
     frozen, trained = [run.ref, *run.judges], [learner.model for learner in run.learners.values()]
     if run.old_actor is not run.actor:
         frozen.append(run.old_actor)
+    agree = [run.world.from_main] if run.in_step else []
     if not args.trust_remote_code:  # code from outside may use its weights in other ways
         if args.lora_r:  # all share frozen weights of which the result is made: nothing may be lost
-            keep_exact([*trained, *frozen], run.dtype)
+            keep_exact([*trained, *frozen], run.dtype, *agree)
         else:
             round_frozen(frozen, run.dtype)
-            keep_exact([run.ref, *run.judges], run.dtype)  # not the old actor, which will change
+            # Not the old actor, which will change.
+            keep_exact([run.ref, *run.judges], run.dtype, *agree)
     free_unused_memory()  # the gaps that weights of other types have left
     if args.offload_frozen:
         run.host.take(frozen, trained)

@@ -23,7 +23,7 @@ from trainer.evaluation import BATCH, EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import check_sampling
+from trainer.policy_checks import check_sampling
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import share_of
 from trainer.runs.fingerprints import short_hash, weights_hash

@@ -2,16 +2,20 @@
 
 Actor, critic, old actor, reference and reward models that are classifiers are sharded (compute/sharding.py).
 The sampler is not: before a rollout every process gathers a whole copy of the old actor, in the dtype of
-sampling, and frees it after the rollout.
+sampling, and frees it after the rollout. Where it does not fit: generation/layer_by_layer.py.
+
+The main process loads the models and tries them. The others build the same run from outlines, which take no
+memory, and receive their rows when the models are sharded.
 """
 
 import os
+import pickle
 
 from errors import InputError
 from model.lora import trained
-from model.pretrained import is_from_outside
-from model.shards import sharded_and_whole
-from trainer.compute.sharding import InStep, shard
+from model.shards import outline, sharded_and_whole
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.sharding import shard
 from trainer.rewards.reward_models import ClassifierRewardModel, scoring_models
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.gradient_sums import GradientSums
@@ -22,11 +26,30 @@ NOT_SHARDED = {  # flag -> why there is none with --shard 1
 }
 
 
-def in_step_of(args, world, actor):
-    """``InStep`` of a run with --shard, None without or if there is one process: it has nobody to share with.
-    Raises InputError for what cannot be sharded."""
+def shares_models(args, world):
+    """Whether a run's processes share its models. A single one has nobody to share with."""
+    return bool(args.shard) and world.size > 1
+
+
+def load_once(args, world, load, *arguments, **options):
+    """-> ``load(*arguments, **options)``, a model or an object with models in it. In a sharded run only the
+    main process calls it; the others get an outline, until ``shard`` sends them their part of the weights.
+    What depends on numbers must be done in ``load``: an outline has none."""
+    if not shares_models(args, world):
+        return load(*arguments, **options)
+    keep_freed_memory(sharded=True)  # before loading, which would leave gaps that nothing else fits into
+    loaded = None
+    with world.all_or_none():
+        if world.is_main:
+            loaded = load(*arguments, **options)
+    sent = world.from_main(world.is_main and outline(loaded))
+    return loaded if world.is_main else pickle.loads(sent)
+
+
+def check_shard(args, world):
+    """Raise InputError for flags that do not go with --shard 1."""
     if not args.shard:
-        return None
+        return
     for name, why in NOT_SHARDED.items():
         if getattr(args, name):
             raise InputError(f"--shard 1: leave out --{name}: {why}")
@@ -34,17 +57,11 @@ def in_step_of(args, world, actor):
         raise InputError(
             f"--shard 1: leave out --grad_sum_dtype {args.grad_sum_dtype}: gradients are summed in fp32"
         )
-    if is_from_outside(actor):
-        raise InputError(
-            f"--shard 1: --model {args.model} brings its own code, which may use its weights in other ways; "
-            "leave the flag out"
-        )
     if args.out_url and int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) < world.size:
         raise InputError(
             f"--shard 1: all processes write checkpoints, and --out_dir {args.out_url} is written by one "
             "machine; name a folder on a disk that all machines share"
         )
-    return InStep(world) if world.size > 1 else None
 
 
 def shard_models(run):

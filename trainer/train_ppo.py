@@ -420,7 +420,7 @@ def main(argv=None):
     with init_world(args.device, args.ddp) as world:
         job = take_up(args, world, "run")
         with world.all_or_none():
-            run = build_run(args, flag_parser().flags, world, *load_inputs(args))
+            run = build_run(args, flag_parser().flags, world, *load_inputs(args, world))
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv, job)
         restore_best(run, logger)
         run_to_the_end(run, logger, train)

@@ -79,7 +79,8 @@ from trainer.compute.layout import Layout
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.packing import packed_states, take_rows
 from trainer.compute.precision import autocast
-from trainer.inputs import DEMO, check_policy, check_positions, load_trained_tokenizer
+from trainer.inputs import DEMO, check_positions, load_trained_tokenizer
+from trainer.policy_checks import check_policy
 from trainer.reward_offset import load_reference, make_reference, write_centred
 from trainer.rewards.reward_models import score_places
 from trainer.runs import displays
@@ -93,8 +94,7 @@ def parse_args(argv=None):
     args = flag_parser().parse_args(argv)
     complete_output_flags(args)
     if not args.model and (args.hidden_size or args.use_moe):
-        name = f"full_sft_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
-        args.model = str(Path(args.out_dir) / name)
+        args.model = str(Path(args.out_dir, f"full_sft_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"))
     if not args.model:
         args.model = str(DEMO["model"])
         if not args.data_path:

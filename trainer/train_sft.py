@@ -63,7 +63,8 @@ from model.loading import load_policy, tokenizer_source
 from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.scoring import PolicyScorer, score_learned
-from trainer.inputs import check_policy, check_positions, load_trained_tokenizer
+from trainer.inputs import check_positions, load_trained_tokenizer
+from trainer.policy_checks import check_policy
 from trainer.runs import displays
 from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics

@@ -1,12 +1,15 @@
 """Cases of test_sharding.py that need several processes; the test starts this script once in each.
 
-argv: a folder. Each process writes what it found there, as RANK.json.
+argv: a folder. Each process writes what it found there, as RANK.json. Process 0 has the models that are
+sharded, others have outlines of them.
 """
 
 import copy
 import json
 import os
+import pickle
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -16,23 +19,34 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/model")]
 import torch
 from test_families import FAMILIES, VOCAB
 from tiny import tiny_llama
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
+from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
-from model.shards import is_sharded, local_part, whole
+from model.shards import is_sharded, local_part, outline, whole
 from trainer.compute.batching import pad_right
 from trainer.compute.layout import Layout
+from trainer.compute.packing import pack_sequences
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.distributed import init_world
+from trainer.runs.distributed import World, init_world
 from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.optimizer_step import clip_gradients
+from trainer.shard_run import load_once
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
+ALONE = World(0, 1, torch.device("cpu"))
 PROMPT, RESPONSES = 3, {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens: of a prompt; of each process' responses
+
+
+def loaded(world, model):
+    """A model as ``load_once`` gives it to this process."""
+    return model if world.is_main else pickle.loads(outline(model))
 
 
 def rows_of(rank):
@@ -105,11 +119,14 @@ def family(name, in_step, dtype):
     models = [model, copy.deepcopy(model)]
     for x in models:
         prepare_training(x.base_model, 0)
+    models[0] = loaded(in_step.world, model)
     return of_scorer(*(PolicyScorer(x, dtype) for x in models), in_step, dtype)
 
 
-def llama(checkpointing=0, lora_r=0):
+def llama(checkpointing=0, lora_r=0, world=ALONE):
     model = tiny_llama(VOCAB, layers=3, spread=2.0).requires_grad_(not lora_r)
+    prepare_training(model.base_model, 0)
+    model = loaded(world, model)
     prepare_training(model.base_model, checkpointing)
     if lora_r:
         add_adapters(model.base_model, lora_r, seed=1)
@@ -119,8 +136,8 @@ def llama(checkpointing=0, lora_r=0):
     return model
 
 
-def critic():
-    critic = CriticModel.from_model(llama())
+def critic(world=ALONE):
+    critic = CriticModel.from_model(llama(world=world), lend=world is not ALONE)
     torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
     prepare_training(critic.backbone, 0)
     return critic
@@ -166,6 +183,44 @@ def steps(in_step, moments):
             optimizer.step()
             optimizer.zero_grad()
     return furthest(trained(models[0]), trained(models[1]))
+
+
+class Experts(nn.Module):
+    """A layer of which a process uses one expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+        self.first = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, expert):
+        return self.experts[expert](self.first(x))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x, expert):
+        for layer in self.layers:
+            x = layer(x, expert)
+        return x.sum()
+
+
+def unreached(in_step):
+    """Each process uses an expert of its own, and none the last one -> the largest difference of gradients,
+    or None where torch cannot sum them."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return None
+    model, world = Layers(), in_step.world
+    plain = copy.deepcopy(model)
+    shard(model, in_step, torch.float32)
+    model(torch.ones(2, 6) * (1 + world.rank), world.rank % 2).backward()
+    for rank in range(world.size):
+        plain(torch.ones(2, 6) * (1 + rank), rank % 2).backward()
+    wanted = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(plain)]
+    return furthest([p.grad for p in trained(model)], wanted)
 
 
 class Fault:
@@ -236,6 +291,39 @@ def too_long(in_step):
         return str(error.code)
 
 
+def loading(world):
+    """What only the main process loads, and errors on the way."""
+    calls = []
+
+    def load(name):
+        calls.append(name)
+        if name == "bad":
+            raise InputError("bad: no such model")
+        return {"model": llama()}
+
+    args = Namespace(shard=1)
+    model = load_once(args, world, load, "good")["model"]
+    tokens = torch.arange(6)[None]
+    found = {
+        "calls": list(calls),
+        "outline": all(p.is_meta for p in model.parameters()),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "buffers": torch.equal(model.model.rotary_emb.inv_freq, llama().model.rotary_emb.inv_freq),
+        "methods": all(x.forward.__self__ is x for x in model.modules() if "forward" in vars(x)),
+        "packs": pack_sequences(model.base_model),
+        "copied": SamplerCopy(model, torch.float32, "cpu").model(tokens).logits.shape[-1],
+    }
+    for name in ("bad", "good"):  # the second time process 1 fails before the others load
+        try:
+            with world.all_or_none():
+                if name == "good" and world.rank == 1:
+                    raise InputError("its own mistake")
+                load_once(args, world, load, name)
+        except InputError as error:
+            found[f"after {name}"] = [str(error), error.agreed]
+    return found
+
+
 def passes(in_step):
     """Cuts of processes that have different numbers of micro-batches."""
     cases = [([[4, 3, 2, 1, 0]], [[0], [1], [2]]), ([], [[0, 1]]), ([[0], [1]], [[5]])]
@@ -251,14 +339,17 @@ def main(folder):
         for name in FEW:
             found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
         plain = torch.float32
-        both = PolicyScorer(llama(1)), PolicyScorer(llama(1))
+        both = PolicyScorer(llama(1, world=world)), PolicyScorer(llama(1))
         found["checkpointing"] = of_scorer(*both, in_step, plain)
-        both = PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))
+        both = PolicyScorer(llama(1, 2, world)), PolicyScorer(llama(1, 2))
         found["adapters"] = of_scorer(*both, in_step, plain)
-        found["critic"] = of_scorer(ValueScorer(critic()), ValueScorer(critic()), in_step, plain)
+        both = ValueScorer(critic(world)), ValueScorer(critic())
+        found["critic"] = of_scorer(*both, in_step, plain)
+        found["loading"] = loading(world)
         found["sampler"] = sampler(in_step)
         found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
         found["passes"] = passes(in_step)
+        found["unreached"] = unreached(in_step)
         found["out of memory"] = [out_of_memory(InStep(world), kind) for kind in (0, 1)]
         found["too long"] = too_long(InStep(world))
     (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -1,13 +1,10 @@
 """The C kernels: the same values and gradients as torch's operations; machines without a C compiler."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from tiny import ROOT, tiny_llama
+from tiny import PYTHON, ROOT, finish, start_script, tiny_llama
 
 from trainer.compute import attention, fused_layers, logprobs
 from trainer.compute.cpu import kernels
@@ -271,22 +268,22 @@ def test_without_kernels_the_same_noise_gives_the_same_tokens(monkeypatch):
     assert plain.model.config._attn_implementation == attention.ATTENTION
 
 
+BUILD = """import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from trainer.compute.cpu import kernels
+kernels.SOURCES = Path(sys.argv[2])
+print(kernels.library() is not None)
+"""
+
+
 def build(folder, **environment):
     """Compile in a process of its own, with the source in ``folder`` -> (whether it worked, cached files)"""
     shutil.copytree(kernels.SOURCES, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    code = (
-        "import sys; from pathlib import Path; from trainer.compute.cpu import kernels;"
-        "kernels.SOURCES = Path(sys.argv[1]); print(kernels.library() is not None)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    return done.stdout.strip() == "True", list((folder / "__pycache__").glob("*"))
+    (folder / "build.py").write_text(BUILD)
+    out, err = finish(start_script([PYTHON, str(folder / "build.py"), str(ROOT), str(folder)], environment))
+    assert err == ""
+    return out.strip() == "True", list((folder / "__pycache__").glob("*"))
 
 
 def test_compiled_once_and_kept(tmp_path):

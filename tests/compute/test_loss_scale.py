@@ -21,7 +21,7 @@ from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import check_sampling
+from trainer.policy_checks import check_sampling
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import step_if_finite

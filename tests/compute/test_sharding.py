@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from test_families import FAMILIES
+from test_families import FAMILIES, VOCAB
 from tiny import PYTHON, finish, ranks, start_script
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families that three processes try
@@ -51,6 +51,29 @@ def test_checkpointed_layers_adapters_and_the_critic_do(found, case):
         assert mine[case]["loss"] <= 1e-6
         assert mine[case]["gradient"] <= 2e-6
         assert mine[case]["layers"] == 3
+
+
+def test_only_the_main_process_loads_a_model(found):
+    """The others have its outline: no numbers, but shared weights are shared, and methods are their own."""
+    for rank, mine in enumerate(found):
+        case = mine["loading"]
+        assert case["calls"] == ["good"] * (rank == 0)
+        assert case["outline"] == (rank > 0)
+        assert case["tied"] and case["buffers"] and case["methods"] and case["packs"]
+        assert case["copied"] == VOCAB
+
+
+def test_an_error_of_one_process_while_models_are_loaded_ends_all(found):
+    """Also of a process that fails before the main one loads, while the others wait for that."""
+    for mine in found:
+        assert mine["loading"]["after bad"] == ["bad: no such model", True]
+        assert mine["loading"]["after good"] == ["process 1: its own mistake", True]
+
+
+def test_experts_that_a_process_does_not_reach_are_summed_too(found):
+    """Without torch 2.13's option the sums would be those of different experts, and nothing would say so."""
+    for mine in found:
+        assert mine["unreached"] is None or mine["unreached"] < 1e-6
 
 
 def test_three_optimizer_steps_are_those_of_a_whole_model(found):

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from errors import InputError
 from model.model_minimind import MiniMindConfig
+from model.shards import outline
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
@@ -595,8 +597,16 @@ def test_an_expert_that_was_not_chosen_may_be_infinite():
     assert torch.allclose(moe(hidden), expected, atol=1e-5)
 
 
-def test_experts_that_compute_something_else_stay_as_they_are(monkeypatch):
+@pytest.mark.parametrize("numbers", ["set", "zero", "without memory"])
+def test_experts_that_compute_something_else_stay_as_they_are(monkeypatch, numbers):
+    """Also where the weights are not there yet: in a process of a sharded run."""
     policy = build(EXPERTS["qwen3"], SPREAD)
+    if numbers == "zero":
+        torch.nn.utils.vector_to_parameters(torch.zeros(10**6), policy.parameters())
+    if numbers == "without memory":
+        policy = pickle.loads(outline(policy))
+        use_all_experts(other := pickle.loads(outline(policy)))
+        assert sum("forward" in vars(m) for m in other.modules()) == 2
     experts = next(m for m in policy.modules() if hasattr(m, "gate_up_proj"))
     own = type(experts).forward
     monkeypatch.setattr(type(experts), "forward", lambda *args: 1.1 * own(*args))  # of another layout, say

@@ -18,7 +18,7 @@ from trainer.generation.kv_cache import KVCache
 from trainer.generation.results import response_texts
 from trainer.generation.sampling import sample_tokens
 from trainer.generation.sampling_noise import noise_keys, uniform
-from trainer.inputs import check_sampling
+from trainer.policy_checks import check_sampling
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 VOCABULARY = 12

@@ -667,7 +667,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
     with pytest.raises(InputError, match=message) as caught:
         LOADERS[kind]("nobody/no-such-model")
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < 5  # huggingface_hub alone takes 46 s
+    assert time.monotonic() - start < 20  # huggingface_hub alone takes 46 s
 
 
 def test_a_hub_that_hangs_is_given_up(monkeypatch):

@@ -86,7 +86,7 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 def evaluated_run(files, more, **values):
     """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args))
+    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args, ALONE))
 
 
 def test_one_part_alone_has_no_second_name():

@@ -75,7 +75,7 @@ def make(given, world, case, overlap=True):
     if "ptx_coef" in values:
         values["ptx_data_path"] = given["texts"]
     args = train_ppo.parse_args(flags(**{**sources, **PPO, **values}))
-    actor, tokenizer, prompts, *_ = load_inputs(args)
+    actor, tokenizer, prompts, *_ = load_inputs(args, world)
     run = build_run(args, train_ppo.flag_parser().flags, world, actor, tokenizer, prompts)
     for learner in run.learners.values():
         choose(learner, overlap)

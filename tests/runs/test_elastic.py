@@ -301,7 +301,7 @@ def test_processes_that_are_killed_at_random_moments_cost_no_step(slow, tmp_path
     """kill -9 of one process, six times ($KILLS), while it loads, samples, learns or saves."""
     files, pause = slow
     train_ppo.main(argv_of(files, tmp_path / "one", ONE, run_name="r"))
-    pause.write_text("0.3")
+    pause.write_text("1.5")  # so the run goes on until the last of them
     options = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--max_restarts", "99"]
     argv = argv_of(files, tmp_path, {2: TWO, 4: FOUR}[processes], shard=shard)
     agent = launch_torchrun(processes, argv, *options)

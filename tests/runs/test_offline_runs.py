@@ -8,6 +8,8 @@ from tiny import run_files as policy_files
 from errors import InputError
 from trainer import train_ppo
 
+PICTURES = True  # see pictures.py
+
 RUN = EXACT | CRITIC | {"max_gen_len": 8, "max_steps": 4, "ppo_epochs": 2, "seed": 1}
 RUN |= {"accumulation_steps": 2, "eval_interval": 2, "lr_schedule": "constant"}
 ONE, TWO = sizes(16), sizes(8)

@@ -16,6 +16,8 @@ from trainer.runs.run_folder import RunFolder
 from trainer.runs.run_logger import RunLogger, describe
 from trainer.runs.summary import evaluation_table, step_table, verdict
 
+PICTURES = True  # see pictures.py
+
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "device": "cpu"}
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772

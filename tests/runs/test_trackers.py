@@ -29,6 +29,8 @@ from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import displays, run_logger, trackers
 from trainer.runs.run_folder import RunFolder
 
+PICTURES = True  # see pictures.py
+
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 wandb_records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 

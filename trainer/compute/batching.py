@@ -36,6 +36,12 @@ def micro_batches(lengths, token_budget):
     return batches
 
 
+def halves(rows):
+    """A list of rows -> its two halves; a single row stays as it is."""
+    half = len(rows) // 2
+    return [rows[:half], rows[half:]] if half else [rows]
+
+
 def pad_right(sequences, device="cpu", value=0):
     """Lists of ids -> (tokens [B, T] int64, padded with ``value``, lengths [B] int64). Padding changes no
     result."""

@@ -11,12 +11,13 @@ from trainer.compute.threads import CGROUPS, OWN, own_groups
 UNLIMITED = 1 << 60  # version 1 writes a number of this size where there is no limit
 
 
-def free_memory(device):
-    """Bytes that this process can still get: of the GPU, or its share of the machine's main memory."""
+def free_memory(device, alone=False):
+    """Bytes that this process can still get: of the GPU, or its share of the machine's main memory; alone:
+    all of that."""
     if device.type == "cuda":
         return _free_on_gpu(device)
     free = min(psutil.virtual_memory().available, free_in_groups())
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free // (1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _free_on_gpu(device):

@@ -19,7 +19,7 @@ import torch
 
 from errors import InputError
 from progress_bar import phase
-from trainer.compute.batching import micro_batches
+from trainer.compute.batching import halves, micro_batches
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -90,8 +90,7 @@ def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, du
             elif len(rows) == 1:
                 raise out_of_memory_error(lengths[rows[0]])
             else:
-                half = len(rows) // 2
-                waiting += [rows[half:], rows[:half]]
+                waiting += halves(rows)[::-1]
 
 
 def out_of_memory_error(length):

@@ -89,7 +89,7 @@ def check_range(model, dtype, what):
     begins, before the name of the weight."""
     limit = torch.finfo(torch.float16).max
     for name, p in model.named_parameters() if dtype == torch.float16 else ():
-        if (p.abs() > limit).any():
+        if not p.is_meta and (p.abs() > limit).any():
             raise InputError(
                 f"{what}{name} has numbers beyond {limit:.0f}, the limit of fp16; use --dtype float32"
             )
@@ -134,20 +134,24 @@ def round_frozen(models, dtype):
         round_linears(model, dtype)
 
 
-def keep_exact(models, dtype):
+def keep_exact(models, dtype, agree=lambda found: found):
     """Keep frozen weights of linear layers and embeddings in ``dtype``, in place, where they are the same
     numbers in it. A model that was saved in 16 bits has such weights. Results stay the same.
 
     models: all that share these weights. Weights of theirs that train, and adapters, stay as they are.
+    agree: what was found here -> what the process found that has the weights.
     """
     if dtype == torch.float32:
         return
-    kinds, stay = (*LINEAR, nn.Embedding, HalfEmbedding), set()
+    kinds, stay, weights = (*LINEAR, nn.Embedding, HalfEmbedding), set(), {}
     for model in models:
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):
-                if p.requires_grad or "lora_" in name or type(module) not in kinds or not holds(p, dtype):
+                weights[id(p)] = p
+                if p.requires_grad or "lora_" in name or type(module) not in kinds:
                     stay.add(id(p))
+    exact = agree([key not in stay and holds(p, dtype) for key, p in weights.items()])
+    stay = {key for key, kept in zip(weights, exact, strict=True) if not kept}
     for model in models:
         for module in model.modules():
             for p in module.parameters(recurse=False):
@@ -158,8 +162,8 @@ def keep_exact(models, dtype):
 
 
 def holds(p, dtype):
-    """Whether every number of this tensor is the same in ``dtype``."""
-    return p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
+    """Whether every number of this tensor is the same in ``dtype``. One without memory counts as if."""
+    return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
 
 
 def compute_dtype(x):

@@ -5,7 +5,7 @@ gradient and AdamW's moments. Before a layer computes, all processes gather its 
 mixed precision, and forget them after it; the backward gathers them again and then sums the layer's gradient:
 each process receives the sum of its rows. Embeddings, head and value head are gathered in fp32 for a whole
 forward or backward. Vectors (norms, biases) stay whole in every process and compute in fp32; their gradients
-are summed as those of unsharded runs are (gradient sums in distributed.py). So sharded and unsharded runs
+are summed as those of unsharded runs are (runs/gradient_sums.py). So sharded and unsharded runs
 compute the same, up to the order in which sums are made.
 
 Every gather needs all processes. So they go through a model in step (``InStep``): with the same number of
@@ -26,24 +26,29 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from model.shards import is_sharded, local_part
 from progress_bar import phase
-from trainer.compute.batching import micro_batches
+from trainer.compute.batching import halves, micro_batches
 from trainer.compute.memory import attempt, out_of_memory_error
 
 
-def shard(root, in_step, dtype):
-    """Shard the matrices of a module in place, layer by layer. All processes must call it; each takes its
-    rows of its own copy, so nothing is sent.
+def shard(root, in_step, dtype, model=None):
+    """Shard the matrices of a module in place, layer by layer. All processes must call it. The main
+    process has the whole, and sends the others their rows; where all have it, each takes its own.
 
     root: a module that is only used by calling it: a scorer (scoring.py) or a backbone; dtype: of mixed
-    precision, in which layers are gathered. What has one or no dimension stays whole, on the device.
+    precision, in which layers are gathered; model: of which the root is a part, default none. What has one
+    or no dimension stays whole, on the device, and so does what the model has besides the root.
     """
     device = in_step.world.device
-    whole = {p for p in root.parameters() if p.dim() < 2}
+    model, sharded = model or root, set(root.parameters())
+    loaded = [p.detach() for p in model.parameters()]
+    whole = {p for p in model.parameters() if p.dim() < 2 or p not in sharded}
     for p in whole:
-        p.data = p.data.to(device)
+        p.data = p.data if p.is_meta else p.data.to(device)
     options = {"mesh": in_step.mesh, "reshard_after_forward": True, "ignored_params": whole}
     kinds = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
     layers = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, **kinds)
@@ -58,6 +63,15 @@ def shard(root, in_step, dtype):
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(in_step.gather)
             module.set_custom_reduce_scatter(in_step.scatter)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+                # A matrix that only some processes use (an expert of its own) would be added to another one.
+                module.set_reduce_scatter_unused_params(True)
+    waits = any(x.is_meta for x in loaded)
+    if waits:
+        assert not any(x.is_meta for x in model.buffers()), "an outline's buffers have numbers"
+        model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
+    if in_step.most(waits)[0]:
+        in_step.hand_out(loaded, list(model.parameters()))
 
 
 def layers_of(module):
@@ -84,11 +98,31 @@ class InStep:
         self.failed = False  # whether memory has run out here since ``all_fitted``
         self.gather, self.scatter = _Gather(self), _Scatter(self)
 
+    @torch.no_grad()
+    def hand_out(self, loaded, parameters):
+        """Fill parameters, sharded or whole, with the numbers that the main process has loaded. loaded: its
+        whole tensors, which are forgotten one by one; other processes' have no memory."""
+        for p in parameters:
+            x = loaded.pop(0)
+            x = torch.empty_like(x, device=p.device) if x.is_meta else x.to(p.device)
+            if is_sharded(p):  # each receives its rows only
+                x = self.world.collective(distribute_tensor, x, p.device_mesh, p.placements)
+            else:
+                self.world.collective(dist.broadcast, x, 0)
+            local_part(p).copy_(local_part(x))
+
     def most(self, *numbers):
         """The largest of each number over all processes, as a list of ints."""
         numbers = torch.tensor(numbers, device=self.world.device)
         self.world.collective(dist.all_reduce, numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
+
+    def least(self, number):
+        """The smallest of a number over all processes, as an int. Where one of them has failed and left a
+        block of ``World.all_or_none``, the others, which are still in it, raise its error here."""
+        with self.world.all_or_none():
+            pass
+        return -self.most(-int(number))[0]
 
     def all_fitted(self, fitted=True):
         """Whether memory sufficed in all processes."""
@@ -158,12 +192,6 @@ def _end(length):
     """-> what ends this process where a sequence does not fit. Not an InputError, on which all processes
     agree after a block: the others wait in the middle of a pass, and end when this process has."""
     return SystemExit(f"error: {out_of_memory_error(length)}")
-
-
-def halves(rows):
-    """A list of rows -> its two halves; a single row stays as it is."""
-    half = len(rows) // 2
-    return [rows[:half], rows[half:]] if half else [rows]
 
 
 class _Counted:

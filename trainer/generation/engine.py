@@ -1,16 +1,14 @@
 """The sampler: prompts -> responses by continuous batching, for any transformers model with a KV cache.
 
-Which policy samples is said by ``Sampler.load``: in training the old actor (``collect`` in train_ppo.py), in
-evaluation the actor.
+``Sampler.load`` says which policy samples: in training the old actor, in evaluation the actor.
 
 A fixed number of slots each hold one sequence, at its own position. A decoding step gives every live sequence
 one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
 prefilled into the slots behind. The sampled tokens do not depend on any of this: see sampling_noise.py.
 
-Where a response ends (``Engine._sample_and_store``): at its first EOS, which is any of ``eos_ids``, collected
-from the tokenizer and the generation config (model/compatibility.py). The EOS is a response token, and
-``finished`` is True. A response without an EOS is cut at ``max_gen_len`` tokens, and ``finished`` is False;
-rewards/reward.py takes ``--missing_eos_penalty`` off its score. It is trained on like every other response.
+Where a response ends (``Engine._sample_and_store``): at its first EOS, which is any of ``eos_ids``
+(model/compatibility.py). The EOS is a response token, and ``finished`` is True. A response without an EOS is
+cut at ``max_gen_len`` tokens, and ``finished`` is False; it is trained on like every other response.
 With ``--stop`` the token that completes a stop string ends it as well (stops.py), and ``finished`` is True.
 With ``--min_gen_len`` no EOS can be drawn before (compute/early_ends.py).
 """
@@ -28,6 +26,7 @@ from trainer.compute.precision import check_finite
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.done_flags import DoneFlags
 from trainer.generation.kv_cache import KVCache, sequence_bytes
+from trainer.generation.layer_by_layer import LayeredCopy
 from trainer.generation.results import as_rollout
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens
@@ -35,8 +34,7 @@ from trainer.generation.sampling_noise import uniform
 from trainer.generation.stop_checks import StopChecks
 
 SLOTS, NONE = 256, (0, 0, 0)  # at most so many sequences decode together; sizes of calls to come: none known
-# At most this much memory for their keys and values; if it is too little, fewer slots. On a GPU it is a share
-# of what is free, because updates need memory too (``cache_room``)
+# At most this much memory for their keys and values, on a GPU a share of what is free (``cache_room``)
 CACHE_BYTES, CACHE_SHARE = 4 << 30, 1 / 4
 # Compact the batch once an eighth of the rows have finished, because moving cache rows costs time
 COMPACT_AT = 8
@@ -50,16 +48,19 @@ class Sampler:
     """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it.
 
     cache_bytes: of keys and values, at most; None: ``cache_room``. sizes: (most prompts of a call, longest
-    prompt plus response, longest response) of the calls to come, as far as they are known. The engine is
-    built with room for them, so that a longer prompt does not need another one. device: default the policy's.
+    prompt plus response, longest response) of the calls to come, as far as they are known: the engine is
+    built with room for them. device: default the policy's. world: of the processes that gather the copy
+    layer by layer (layer_by_layer.py); None: each has a whole one.
     """
 
-    def __init__(self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=NONE, device=None):
-        self.copy = SamplerCopy(policy, dtype, device or policy.device)
+    def __init__(
+        self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=NONE, device=None, world=None
+    ):
+        given = policy, dtype, device or policy.device
+        self.copy = LayeredCopy(*given, world) if world else SamplerCopy(*given)
         self.slots, self.cache_bytes = slots, cache_bytes
-        self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
-        # A CPU has no graphs to lose, and a long prompt may never come.
-        self.sizes = sizes if self.graphs.asynchronous else NONE
+        self.graphs, self.engine = CudaGraphs(self.copy.model.device, self.copy.steps_can_be_captured), None
+        self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""
@@ -78,12 +79,11 @@ class Sampler:
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
         response; min_gen_len, max_gen_len: in tokens; temperature 0 is greedy; stops: ``StopStrings`` or
-        None. When memory runs out, sampling starts again with half the keys and values, so half the slots,
-        and gives the same tokens. InputError if a single sequence does not fit, or if the model gives NaN (a
-        large model in fp16).
+        None. When memory runs out, sampling starts again with half the slots, and gives the same tokens.
+        InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
         call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
-        with torch.inference_mode():
+        with self.copy.together(), torch.inference_mode():
             while not attempt(self._run, *call)[0]:
                 slots, width = self.tried
                 self.release()  # before anything is built again, so that no two caches fill the memory

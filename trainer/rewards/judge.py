@@ -8,6 +8,7 @@ response, neither clipped nor normalised.
 
 import re
 from contextlib import contextmanager
+from operator import call
 
 import torch
 
@@ -45,15 +46,16 @@ class Judge:
         return {"judge": torch.stack(list(parts.values())).sum(0)} | more
 
 
-def load_judge(args, device, dtype, held_out):
+def load_judge(args, device, dtype, held_out, load=call):
     """Flags -> the ``Judge`` of the run. held_out: the dataset whose records its function may ask for, or
-    None. Raises InputError as ``load_reward`` does, with the names of these flags."""
+    None. load: as of ``load_reward_models``. Raises InputError as ``load_reward`` does, with the names of
+    these flags."""
     with named_as_evaluation():
         function = load_reward_function(args.eval_reward_fn) if args.eval_reward_fn else None
         if function and held_out:
             check_columns(function, held_out.columns, held_out.path)
         how = device, args.trust_remote_code, dtype, args.reward_dtype
-        return Judge(load_reward_models(args.eval_reward_model, *how), function, args.reward_timeout)
+        return Judge(load_reward_models(args.eval_reward_model, *how, load), function, args.reward_timeout)
 
 
 @contextmanager
@@ -63,4 +65,4 @@ def named_as_evaluation():
     try:
         yield
     except InputError as error:
-        raise InputError(re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error))) from error
+        raise error.reworded(re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error))) from error

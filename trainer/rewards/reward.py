@@ -15,6 +15,7 @@ Where to add a reward of one's own:
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from operator import call
 
 import torch
 
@@ -227,16 +228,17 @@ def finite(flag, scores, responses):
     return scores
 
 
-def load_reward(args, device, dtype, tokenizer, *datasets):
+def load_reward(args, device, dtype, tokenizer, *datasets, load=call):
     """Flags -> the ``Reward`` of the run. tokenizer: the policy's; it renders the prompts for a server.
-    datasets: those whose records a function may ask for, or None."""
+    datasets: those whose records a function may ask for, or None. load: as of
+    ``load_reward_models``."""
     function = load_reward_function(args.reward_fn) if args.reward_fn else None
     for data in datasets if function else ():
         if data:
             check_columns(function, data.columns, data.path)
     return Reward(
         models=load_reward_models(
-            args.reward_model, device, args.trust_remote_code, dtype, args.reward_dtype
+            args.reward_model, device, args.trust_remote_code, dtype, args.reward_dtype, load
         ),
         function=function,
         server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,

@@ -13,6 +13,7 @@ and then applies the model's weight. It also clips a server's scores, but only w
 import math
 from contextlib import nullcontext
 from functools import partial
+from operator import call
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ class ClassifierRewardModel:
         the model together. Code from outside stays whole: it may use its weights in other ways."""
         if not is_from_outside(self.model):
             self.root = self.model.base_model if self.packs else self.model
-            shard(self.root, in_step, self.dtype)
+            shard(self.root, in_step, self.dtype, self.model)
             self.root.in_step = in_step
 
     @torch.no_grad()
@@ -160,11 +161,12 @@ def reward_offset(config):
     return float(offset)
 
 
-def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto"):
+def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto", place=None):
     """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
 
-    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. Raises
-    InputError if it cannot be loaded or is not a reward model.
+    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. place:
+    where it waits until it is sharded; default: on the device. Raises InputError if it cannot be loaded or is
+    not a reward model.
     """
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
@@ -175,7 +177,7 @@ def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32
             if weights == "auto" and (device.type, dtype) == ("cpu", torch.float32):
                 # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
                 weights = "auto" if is_from_outside(config) else torch.float32
-            return ClassifierRewardModel(path, device, trust_remote_code, dtype, weights)
+            return ClassifierRewardModel(path, place or device, trust_remote_code, dtype, weights)
         if "AutoModel" in config.to_dict().get("auto_map", {}):
             if not trust_remote_code:
                 raise InputError("it brings its own code; add --trust_remote_code to run it")
@@ -236,11 +238,12 @@ def parse_spec(text):
     return path, weight
 
 
-def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype):
+def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype, load=call):
     """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
 
     A single model is the part "model"; several are named after their folders, "model_<folder>". dtype: of
-    mixed precision; reward_dtype: the flag.
+    mixed precision; reward_dtype: the flag. load(function, *arguments): loads one (``load_once`` in
+    shard_run.py).
     """
     loaded, weights = {}, "auto" if reward_dtype == "auto" else getattr(torch, reward_dtype)
     for spec in specs:
@@ -248,7 +251,8 @@ def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype):
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
         while name in loaded:
             name += "_"
-        loaded[name] = load_reward_model(path, device, trust_remote_code, dtype, weights), weight
+        how = device, trust_remote_code, dtype, weights
+        loaded[name] = load(load_reward_model, path, *how), weight
     return loaded
 
 

@@ -27,14 +27,18 @@ def time_limit(seconds):
 
 @contextmanager
 def _signals(seconds):
+    on = [True]
+
     def end(number, frame):
-        raise TimeUp
+        if on:
+            raise TimeUp
 
     old = signal.signal(signal.SIGALRM, end)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # a very short time is up before the next line
         yield
     finally:
+        on.clear()  # first, and in one instruction: the time may be up in each of the following lines
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
 

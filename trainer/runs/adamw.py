@@ -38,8 +38,6 @@ class AdamWInHalf(Optimizer):
     state of a parameter: these two, and ``step``, a tensor on the CPU, so that reading it waits for no GPU.
     """
 
-    half = True
-
     def __init__(self, parameters, lr, seed, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
         self.seed = seed
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -61,9 +59,7 @@ class AdamWInHalf(Optimizer):
     def _step_of(self, p, group, number):
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros(())
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(p, dtype=torch.bfloat16)
+            state |= zero_moments(self, p)
         state["step"] += 1
         step, (beta1, beta2), size = int(state["step"]), group["betas"], CHUNK[p.device.type]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
@@ -80,6 +76,14 @@ class AdamWInHalf(Optimizer):
             root = v.sqrt().mul_(correction2**-0.5).add_(group["eps"])
             weight.addcdiv_(m, root, value=-group["lr"] / correction1)
             second.copy_(rounded_at_random(v, bits[: len(v)]))
+
+
+def zero_moments(optimizer, p):
+    """What an optimizer of ``make_optimizer`` keeps of a parameter before its first step."""
+    half = isinstance(optimizer, AdamWInHalf)
+    step = torch.zeros((), device="cpu" if half else p.device)
+    kind = torch.bfloat16 if half else torch.float32
+    return {"step": step} | {name: torch.zeros_like(p, dtype=kind) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def rounded_at_random(x, bits):

@@ -65,25 +65,20 @@ def save(folder, run, config, keep):
     """
     root, step, main = Path(folder) / "checkpoints", run.progress.step, run.world.is_main
     temporary = root / f".step_{step}.tmp"
+    together = run.world.all_or_none if run.in_step else nullcontext
+    write_weights = sharded_checkpoints.write if run.in_step else _write_weights
     try:
-        with run.world.all_or_none() if run.in_step else nullcontext():
-            for name, module in run.modules.items():
-                if not_finite(module):
-                    raise InputError(
-                        f"after step {step} the {name} has weights that are not finite: not saved; lower the "
-                        "learning rates"
-                    )
+        with together(), writing(temporary):
+            _check_finite(run)
             if main:
-                with writing(temporary):
-                    root.mkdir(exist_ok=True)
-                    tidy(folder, step - 1)
-                    temporary.mkdir()
-        if run.in_step:
-            with run.world.all_or_none(), writing(temporary):
-                sharded_checkpoints.write(temporary, run)
-        with run.world.all_or_none() if run.in_step else nullcontext(), writing(temporary):
+                root.mkdir(exist_ok=True)
+                tidy(folder, step - 1)
+                temporary.mkdir()
+        with together(), writing(temporary):
+            write_weights(temporary, run)
+        with together(), writing(temporary):
             if main:
-                _write_files(temporary, run, config)
+                _write_rest(temporary, run, config)
                 for name in run.files:
                     shutil.copyfile(Path(folder) / name, temporary / name)
                 _seal(temporary)
@@ -95,9 +90,16 @@ def save(folder, run, config, keep):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_files(folder, run, config):
-    if not run.in_step:
-        _write_weights(folder, run)
+def _check_finite(run):
+    for name, module in run.modules.items():
+        if not_finite(module):
+            raise InputError(
+                f"after step {run.progress.step} the {name} has weights that are not finite: not saved; "
+                "lower the learning rates"
+            )
+
+
+def _write_rest(folder, run, config):
     for name, holder in run.tensors.items():
         save_file(holder.tensors(), folder / f"{name}.safetensors")
     state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}

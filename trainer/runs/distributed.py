@@ -1,6 +1,7 @@
 """Training with several processes or GPUs: how they keep gradients and weights the same, and how they end.
 
-Every process holds the whole models and trains on its own share of each batch (dataset/data_order.py):
+Without ``--shard 1`` every process holds the whole models. It trains on its own share of each batch
+(dataset/data_order.py):
 
 1. All start with equal weights, because they load the same files and use the same seed.
 2. Losses are sums over tokens (or pairs), divided by their number in the minibatch over all processes
@@ -16,7 +17,8 @@ the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it
 sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. heartbeat.py notices processes that have died.
 
 With ``--shard 1`` no process has a whole model: compute/sharding.py, shard_run.py, sharded_checkpoints.py.
-Then torch sums the gradients of matrices, 3. holds for vectors, and 4. compares these.
+Then the main process loads for all, torch sums the gradients of matrices, 3. holds for vectors, and 4.
+compares these.
 """
 
 import os
@@ -69,6 +71,13 @@ class World:
             self.collective(dist.all_gather_object, items, item)
         return items
 
+    def from_main(self, item):
+        """The main process' (picklable) item. All must call it, in the same order."""
+        items = [item]
+        if self.size > 1:
+            self.collective(dist.broadcast_object_list, items)
+        return items[0]
+
     def collective(self, operation, *args):
         """Call an operation that needs all processes. SystemExit if the connection to one of them broke."""
         try:
@@ -86,12 +95,15 @@ class World:
         """If this block raises ``InputError`` in one process, all processes raise it at the end of the block.
 
         The main process raises ``InputError``, whose message is printed; the others raise ``SaidElsewhere``,
-        which prints nothing. All processes must enter the block.
+        which prints nothing. All processes must enter the block, unless they raise before, in a block around
+        it: then those inside raise that error.
         """
         error = None
         try:
             yield
         except InputError as met:
+            if met.agreed:  # in a block inside this one
+                raise
             error = met
         met = [(rank, text) for rank, text in enumerate(self.gather(error and str(error))) if text]
         if met:

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint import (
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from model.shards import is_sharded, local_part
+from trainer.runs.adamw import zero_moments
 
 SHARDS = "shard-*.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write(folder, run):
@@ -77,13 +77,10 @@ def trained_by(learner):
 def make_moments(learner, has):
     """Give the parameters whose names ``has`` accepts moments of zero, to be loaded into."""
     optimizer = learner.optimizer
-    half = getattr(optimizer, "half", False)
     for key, p in trained_by(learner):
         optimizer.state.pop(p, None)
         if has(key):
-            kind = torch.bfloat16 if half else torch.float32
-            step = torch.zeros((), device="cpu" if half else p.device)
-            optimizer.state[p] = {"step": step} | {x: torch.zeros_like(p, dtype=kind) for x in MOMENTS}
+            optimizer.state[p] = zero_moments(optimizer, p)
 
 
 def load_from_whole(folder, run):
