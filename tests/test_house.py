@@ -1,4 +1,4 @@
-"""The structure of the code: imports go one way, files and functions stay short, and have docstrings."""
+"""The structure of the code: imports go one way, and what is public has docstrings."""
 
 import ast
 from pathlib import Path
@@ -82,17 +82,6 @@ def test_a_wrong_import_is_noticed():
 def test_every_file_has_a_place():
     assert all(room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES)
     assert len(FILES) > 50
-
-
-def test_files_and_functions_can_be_read_in_one_sitting():
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        most = 430 if path.name == "train_ppo.py" else 320
-        assert text.count("\n") <= most, f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= 80, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"
 
 
 def test_public_functions_and_classes_have_docstrings():

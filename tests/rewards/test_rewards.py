@@ -13,6 +13,7 @@ from trainer.rewards.reward import RawScores, Reward
 from trainer.rewards.reward_function import load_reward_function
 from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
 from trainer.rewards.rules import (
+    after_thinking,
     answer_text,
     format_reward,
     is_correct,
@@ -99,6 +100,15 @@ def test_answer_text():
     assert is_correct(GOOD, " 2 ", reasoning=True)
     assert not is_correct("2", "2", reasoning=True)
     assert is_correct(" 2", "2", reasoning=False)
+
+
+def test_what_a_model_that_thinks_says():
+    assert after_thinking("<think>\n1 + 1\n</think>\n\n2\n") == "2"
+    assert after_thinking("1 + 1\n</think>\n\n2") == "2"  # the template has opened the thought
+    assert after_thinking("a </think> b </think> c") == "c"
+    assert after_thinking("<think>\n1 + 1") == "<think>\n1 + 1"  # cut while it thinks
+    assert after_thinking(" 2 ") == " 2 "
+    assert after_thinking("1 + 1 </think>") == ""
 
 
 def test_the_answer_block_is_scored_on_its_own():

@@ -25,6 +25,13 @@ def mark_reward(response):
     return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
 
 
+def after_thinking(response: str) -> str:
+    """What a model that thinks says: the text behind the last ``</think>``, without the spaces around it. The
+    whole response where there is no such tag."""
+    _, tag, said = response.rpartition(TAGS[1])
+    return said.strip() if tag else response
+
+
 def answer_text(response):
     """The text of the first answer block without surrounding spaces, or None if there is no block."""
     match = ANSWER.search(response)
