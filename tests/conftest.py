@@ -26,7 +26,6 @@ LONGEST = [
     "stages",
     "real_data",
     "faults",
-    "remote_folder",
     "gradient_sums",
     "families",
     "memory_plan",

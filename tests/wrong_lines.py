@@ -29,7 +29,7 @@ SUMS = "tests/runs/test_gradient_sums.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
 LAYERS = "tests/generation/test_layer_by_layer.py"
-ELASTIC, REMOTE = "tests/runs/test_elastic.py", "tests/runs/test_remote_folder.py"
+RESTARTS = "tests/runs/test_restarts.py"
 PLAN, FREED = "tests/test_memory_plan.py::test_", "tests/compute/test_memory.py"
 BUILT = f"{PLAN}what_is_there_while_a_run_is_built_by_hand"
 SHARED = f"{PLAN}a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand"
@@ -1422,43 +1422,8 @@ SCALE = {  # sharded models, more machines, and addresses
             f"{LAYERS}::test_an_outline_is_copied_as_it_was_found_to_be",
         ),
     ],
-    "trainer/runs/elastic.py": [
-        ("setattr(args, name, size // processes)", "setattr(args, name, size)", "no shares", ELASTIC),
-        ("whole = {name: config[name] * before", "whole = {name: config[name]", "one share", ELASTIC),
-        ("return all(share.is_integer()", "return any(share.is_integer()", "half a minibatch", ELASTIC),
-        (" and shares[0] % answers == 0", "", "answers to a prompt apart", ELASTIC),
-        ("and not set(agents).isdisjoint(", "and set(agents) == set(", "no machine may come", ELASTIC),
-        ('job["kind"] == kind and', "", "a run of another script", ELASTIC),
-        ("        if ended:\n", "        if False:\n", "a broken run goes on", ELASTIC),
-        ('again = ":" in nodes or', "again =", "1:4 may not meet", ELASTIC),
-        ("if len(set(agents)) > 1 and not", "if False and not", "a disk nobody shares", ELASTIC),
-    ],
-    "trainer/runs/heartbeat.py": [
-        ("            self._wait_for_others()\n", "            pass\n", "the store ends first", ELASTIC),
-    ],
-    "trainer/runs/remote_folder.py": [
-        ("self._send(files[:-1])", "self._send(files[::-1])", "sums first", REMOTE),
-        ("key=lambda n: not n.endswith(SUMS)))", "key=lambda n: n.endswith(SUMS)))", "sums stay", REMOTE),
-        ("if n <= newest)[-self.keep :]", ")[-self.keep :]", "later ones stay", REMOTE),
-        ("if holder != self.holder:", "if False:", "two writers", REMOTE),
-        ("newest < max(there, default=0)", "False", "an old copy is taken", REMOTE),
-        ("if not damage(target):", "if True:", "only a damaged one", REMOTE),
-        ("(target / SUMS).read_bytes() != sums or", "", "the copy of another run", REMOTE),
-        ("if self.sent.get(path) != state]", "]", "all is sent again", REMOTE),
-        ("        self.failed = True\n        remedy", "        remedy", "it waits again", REMOTE),
-    ],
-    "trainer/runs/job.py": [
-        ("        args.resume = str(begun)\n", "        pass\n", "a restart begins anew", ELASTIC),
-        ("note = fit_sizes(args, world.size, config) if", 'note = "" if', "the batch shrinks", ELASTIC),
-        ("        job.remote.look()\n", "        pass\n", "numbers that are taken", REMOTE),
-        ("            elif found and not world.is_main and", "            elif False and", "no copy", REMOTE),
-    ],
     "trainer/runs/run_folder.py": [
-        ("if time.monotonic() < end:", "if False:", "no patience for a lock", ELASTIC),
-        ("and (not only_if_due or self.remote.is_due())", "and only_if_due", "nothing is sent", REMOTE),
-    ],
-    "trainer/flags.py": [
-        ('if "://" in text and not (', "if False and not (", "addresses taken for paths", REMOTE),
+        ("if time.monotonic() < end:", "if False:", "no patience for a lock", RESTARTS),
     ],
 }
 

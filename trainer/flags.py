@@ -13,9 +13,7 @@ of the default. Bad flags raise ``InputError`` in one line.
 import argparse
 import difflib
 import errno
-import hashlib
 import os
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,9 +121,10 @@ class FlagParser(argparse.ArgumentParser):
             value = getattr(args, name)
             for text in value if isinstance(value, list) else [value]:
                 check_path(name, text)
-                if "://" in text and not ("resume" in self.flags and name in ("out_dir", "resume")):
+                if "://" in text:
                     raise InputError(
-                        f"--{name} {text[:100]}: is an address; give a file or folder of this machine"
+                        f"--{name} {text[:100]}: is an address; give a file or folder of this machine, such "
+                        "as a mounted volume (docs/scale.md)"
                     )
         return args
 
@@ -159,14 +158,6 @@ def check_path(name, text):
             raise InputError(f"--{name} {text[:100]}…: is too long for a path; shorten it") from error
 
 
-def mirror_of(url):
-    """The folder of this machine in which a run with ``--out_dir url`` works (runs/remote_folder.py)."""
-    name = re.sub(r"\W+", "-", url)[-60:].strip("-")
-    key = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:8]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.abspath(os.path.join(cache, "small-lm-ppo", f"{name}-{key}"))
-
-
 def add_machine_flags(p, seed):
     """The flags of all three training scripts that say where and how it is computed. ``seed``: its help."""
     add = p.add_argument
@@ -197,7 +188,7 @@ def add_output_flags(p, save_interval, eval_interval):
         default=str(ROOT / "out"),
         type=path,
         may_change=True,
-        help="where all is written; or s3://…",
+        help="where all is written",
     )
     add("--run_name", default="", type=path, may_change=True, help="folder of this run; default: numbered")
     add("--resume", default="", type=path, may_change=True, help="auto, or a run or checkpoint folder")
@@ -245,20 +236,8 @@ def add_stage_flags(p):
 
 def complete_output_flags(args):
     """Make --out_dir absolute: where things are written must not depend on the working directory, which a
-    reward function may change. An address becomes the folder of its copy here, and ``out_url`` keeps it.
-    InputError for a --run_name that is a path, or trackers that exclude each other."""
-    args.out_url = args.out_dir if "://" in args.out_dir else ""
-    if args.out_url:
-        args.out_dir = mirror_of(args.out_url)
-    if "://" in args.resume:
-        inside = args.resume.removeprefix(args.out_url.rstrip("/") + "/")
-        if not args.out_url or inside == args.resume:
-            raise InputError(
-                f"--resume {args.resume}: is not below --out_dir; give that address to --out_dir"
-            )
-        args.resume = os.path.join(args.out_dir, inside)
-    elif args.out_url and args.resume not in ("", "auto"):
-        raise InputError(f"--resume {args.resume}: give auto, or an address below --out_dir {args.out_url}")
+    reward function may change. InputError for a --run_name that is a path, or trackers that exclude each
+    other."""
     if args.run_name in (".", "..") or "/" in args.run_name or "\\" in args.run_name:
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)

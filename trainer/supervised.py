@@ -31,7 +31,6 @@ from trainer.runs.distributed import init_world, share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.job import take_up
 from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
@@ -257,12 +256,10 @@ def train(run, logger):
         run.complete()
 
 
-def run_stage(build, args, argv, kind):
-    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun; kind: the
-    name of its run folders."""
+def run_stage(build, args, argv):
+    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun."""
     with init_world(args.device, args.ddp) as world:
-        job = take_up(args, world, kind)
         with world.all_or_none():
             run = build(args, world)
-        logger = start_or_resume(run, run.about(), argv, job)
+        logger = start_or_resume(run, run.about(), argv)
         run_to_the_end(run, logger, train)

@@ -158,7 +158,6 @@ from trainer.inputs import complete_flags, load_inputs
 from trainer.offline import collect_logged, take_reference
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.job import take_up
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
@@ -418,10 +417,9 @@ def train(run, logger):
 def main(argv=None):
     args = parse_args(argv)
     with init_world(args.device, args.ddp) as world:
-        job = take_up(args, world, "run")
         with world.all_or_none():
             run = build_run(args, flag_parser().flags, world, *load_inputs(args, world))
-        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv, job)
+        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         restore_best(run, logger)
         run_to_the_end(run, logger, train)
 

@@ -313,7 +313,7 @@ def build(args, world):
 
 def main(argv=None):
     args = parse_args(argv)
-    supervised.run_stage(build, args, sys.argv[1:] if argv is None else argv, displays.PAIRS.folder)
+    supervised.run_stage(build, args, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

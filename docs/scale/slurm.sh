@@ -1,26 +1,23 @@
 #!/bin/bash
-# A training run on two to four machines of a Slurm cluster. Submit it with the flags of the trainer:
+# A training run on two machines of a Slurm cluster. Submit it with the flags of the trainer:
 #
 #     sbatch docs/scale/slurm.sh --model PATH --reward_model PATH --data_path prompts.jsonl --out_dir SHARED_DISK
 #
-# Three minutes before the time limit the run saves and ends. Submit the same line again, and it goes on. If a
-# machine is lost, the others go on without it. Edit: time, machines and GPUs; SCRIPT for stages 1 and 2.
+# Three minutes before the time limit the run saves and ends. Submit the same line again, and it goes on. Edit:
+# time, machines and GPUs; SCRIPT for stages 1 and 2.
 #SBATCH --job-name=ppo
-#SBATCH --nodes=2-4
+#SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --time=4:00:00
 #SBATCH --signal=TERM@180
-#SBATCH --no-kill
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
 SCRIPT=${SCRIPT:-trainer/train_ppo.py}
 GPUS=${SLURM_GPUS_ON_NODE:-1} # processes of a machine: one for each GPU
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted processes find each other
 
-srun --kill-on-bad-exit=0 torchrun --nnodes "1:$SLURM_NNODES" --nproc_per_node "$GPUS" --max_restarts 3 \
-    --rdzv_backend c10d --rdzv_endpoint "$HOST:${PORT:-29500}" --rdzv_id "$SLURM_JOB_ID" \
-    --rdzv_conf last_call_timeout="${WAIT:-60}" --shutdown_timeout 170 \
+srun torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS" \
+    --rdzv_backend c10d --rdzv_endpoint "$HOST:${PORT:-29500}" --rdzv_id "$SLURM_JOB_ID" --shutdown_timeout 170 \
     "$SCRIPT" --run_name "${NAME:-ppo}" --resume auto "$@"

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 from same_runs import same_metrics
@@ -30,7 +31,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from errors import InputError
 from trainer import train_ppo
 from trainer.runs.distributed import World
-from trainer.runs.heartbeat import Heartbeat
 
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
@@ -301,23 +301,24 @@ def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
 
 
 HANG = """import sys
+from datetime import timedelta
 sys.path.insert(0, sys.argv.pop(1))
-from trainer.runs import heartbeat
+from trainer.runs import distributed
 from trainer import train_ppo
-heartbeat.LIMIT = 4.0
+distributed.PATIENCE = timedelta(seconds=8)
 train_ppo.main(sys.argv[1:])
 """
 
 
 def test_one_that_hangs_is_noticed(files, tmp_path):
-    """A C function that does not return and holds the GIL: the process lives, but sends no heartbeat."""
+    """A C function that does not return and holds the GIL: the other process waits as long as it may."""
     (tmp_path / "hang.py").write_text(HANG)
     fault = "import ctypes; ctypes.PyDLL(None).sleep(100)"
     argv = [str(ROOT), *argv_of(files, tmp_path, TWO, target_kl=0)]
     environment = {"FAULT": fault, "FAULT_RANK": "1", "FAULT_AT": "9"}
     process = launch_torchrun(2, argv, script=tmp_path / "hang.py", **environment)
     _, err = finish(process, code=1, seconds=60)
-    assert "error: process 0 ends: process 1 sent no heartbeat for 4 s" in err
+    assert "error: process 0 lost contact with the others" in err
 
 
 @pytest.mark.parametrize("group", [True, False])
@@ -391,7 +392,9 @@ def test_two_nodes(files, one, tmp_path):
 def test_a_node_that_dies_ends_the_other(files, tmp_path):
     nodes = launch_two_nodes(argv_of(files, tmp_path, TWO, max_steps=900))
     wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), nodes[0])
-    nodes[1].kill()  # the agent: its process notices and ends, then the other node's
+    for process in psutil.Process(nodes[1].pid).children():
+        process.kill()
+    nodes[1].kill()
     start = time.monotonic()
     nodes[0].communicate(timeout=60)
     nodes[1].communicate(timeout=60)
@@ -399,31 +402,10 @@ def test_a_node_that_dies_ends_the_other(files, tmp_path):
     print(f"the other node had ended after {time.monotonic() - start:.0f} s")
 
 
-# ----------------------------------------------------------------------------------- one process, heartbeats
+# ---------------------------------------------------------------------------------------------- one process
 
 
 def test_one_process_does_not_communicate():
     assert ALONE.gather(3) == [3]
     with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
         raise InputError("mine")
-
-
-def test_a_heartbeat_that_ends_on_purpose_alarms_nobody(monkeypatch):
-    monkeypatch.setattr("trainer.runs.heartbeat.BEAT", 0.05)
-    monkeypatch.setattr("trainer.runs.heartbeat.LIMIT", 1.0)
-    store = torch.distributed.HashStore()
-    died = []
-    monkeypatch.setattr(Heartbeat, "_die", lambda self, why: died.append((self.rank, why)))
-    beats = [Heartbeat(store, rank, 2) for rank in range(2)]
-    time.sleep(0.3)
-    beats[1].end()
-    time.sleep(1.5)
-    beats[0].end()
-    assert died == []
-    silent = Heartbeat(store, 0, 3)  # process 2 never started
-    end = time.monotonic() + 20
-    while not died and time.monotonic() < end:
-        time.sleep(0.02)
-    silent.end()
-    assert died[0][0] == 0
-    assert "process 2 sent no heartbeat" in died[0][1]

@@ -14,7 +14,8 @@ Without ``--shard 1`` every process holds the whole models. It trains on its own
 
 Models are not wrapped (as by DistributedDataParallel), because a forward that bypasses its wrapper would skip
 the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it a run has one process, whose
-sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. heartbeat.py notices processes that have died.
+sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. torchrun ends all processes when one has died.
+When one hangs, the others wait for it up to ``PATIENCE`` and then end.
 
 With ``--shard 1`` no process has a whole model: compute/sharding.py, shard_run.py, sharded_checkpoints.py.
 Then the main process loads for all, torch sums the gradients of matrices, 3. holds for vectors, and 4.
@@ -33,20 +34,17 @@ import torch.distributed as dist
 
 from errors import InputError, SaidElsewhere, first_line
 from model.shards import sharded_and_whole
-from trainer.runs.elastic import check_launcher, store_of_attempt
-from trainer.runs.heartbeat import Heartbeat
 
 PATIENCE = timedelta(minutes=30)  # how long to wait for a live but slow process (its reward function, say)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process: its ``rank`` among ``size`` processes, its device and heartbeat (None if it is alone)."""
+    """This process: its ``rank`` among ``size`` processes, and its device."""
 
     rank: int
     size: int
     device: torch.device
-    heartbeat: Heartbeat | None = None
 
     @property
     def is_main(self):
@@ -133,13 +131,11 @@ class World:
         return self
 
     def __exit__(self, kind, error, trace):
-        """End the heartbeat and leave the group if all processes end here: at the end of a run, after an
-        ``InputError`` that all have raised, or after a signal. After any other error this process ends
-        without that, so that the others notice its missing heartbeat and end too."""
+        """Leave the group if all processes end here: at the end of a run, after an ``InputError`` that all
+        have raised, or after a signal. After any other error this process ends without waiting for them."""
         signal = isinstance(error, SystemExit) and isinstance(error.code, int)
         agreed = kind is None or signal or (isinstance(error, InputError) and error.agreed)
         if self.size > 1 and agreed:
-            self.heartbeat.end()
             dist.destroy_process_group()
 
 
@@ -173,12 +169,9 @@ def init_world(device, require=False):
         raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
     if size == 1:
         return World(0, 1, device)
-    check_launcher()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store, rank, size = next(dist.rendezvous("env://"))
-    store = store_of_attempt(store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    return World(rank, size, device, Heartbeat(store.clone(), rank, size))
+    dist.init_process_group(backend, timeout=PATIENCE)
+    return World(dist.get_rank(), size, device)
 
 
 def share_of(items, world):

@@ -8,7 +8,6 @@ import time
 from errors import InputError, SaidElsewhere
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
-from trainer.runs.elastic import note_end
 from trainer.runs.garbage import collect_garbage, collected_between_steps
 from trainer.runs.interrupts import StopRequest
 
@@ -20,8 +19,6 @@ def log_step(run, logger, step, metrics, rows=()):
     collect_garbage()
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
-        if run.world.is_main:
-            logger.folder.send(only_if_due=True)
 
 
 def save(run, logger):
@@ -43,7 +40,6 @@ def save(run, logger):
                 logger.flush()
                 checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             run.save_result()
-            logger.folder.send()
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
 
@@ -61,8 +57,6 @@ def end_if_broken(run, logger):
             "its line above and docs/health.md say what to try"
         )
         error.code, error.agreed = BROKEN, True
-        if run.world.is_main:
-            note_end(logger.folder.path, error)
         raise error
 
 

@@ -44,31 +44,36 @@ from errors import InputError
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints, trackers
 from trainer.runs.commands import quoted
-from trainer.runs.elastic import note_job, torchrun_flag
 from trainer.runs.run_folder import RunFolder
 from trainer.runs.run_logger import NullLogger, RunLogger
 
+LOCK_PATIENCE = 60.0  # seconds in which a process that torchrun has ended may still be ending
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")
 
 
-def start_or_resume(run, about, argv, job):
+def start_or_resume(run, about, argv):
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
-    about: lines that describe the run; argv: its command line; job: what ``take_up`` (job.py) returned.
-    Raises InputError, having changed nothing, if the folder is in use or holds another run.
+    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
+    the folder is in use or holds another run, or if a process of another machine does not see it.
     """
     args, world, folder = run.args, run.world, None
     with world.all_or_none():
         if world.is_main:
             trackers.check_packages(args)
             where = args.out_dir, args.run_name, args.resume, run.display.folder
-            folder = RunFolder(*where, patience=job.patience, remote=job.remote)
-            folder.notes += job.notes
+            # torchrun may have just ended the process that held the lock, and started this one in its place.
+            started_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            folder = RunFolder(*where, patience=LOCK_PATIENCE if started_again else 0.0)
             write_config(run, folder, argv)
-            note_job(folder.path, folder.kind, job.agents)
-            folder.send()
-    checkpoint = job.checkpoint_here(args.out_dir, folder, folder and folder.checkpoint, world)
+    path, checkpoint = world.from_main(folder and (folder.path, folder.checkpoint))
+    with world.all_or_none():
+        if not path.is_dir():
+            raise InputError(
+                f"--out_dir {args.out_dir}: {platform.node()} does not see {path}; name a folder on a disk "
+                "that all machines share"
+            )
     run.prepare()
     with world.all_or_none():
         if checkpoint:
@@ -88,7 +93,7 @@ def write_config(run, folder, argv):
     """
     config, held = configuration(run), (folder.checkpoint or folder.path) / "config.json"
     config["command"] = quoted(command(argv, run.script))
-    config["resume_command"] = quoted([*command(argv, run.script), "--resume", folder.address])
+    config["resume_command"] = quoted([*command(argv, run.script), "--resume", str(folder.path)])
     config["run_id"] = secrets.token_hex(8)  # for trackers
     if held.exists():  # true without a checkpoint too, if the run was killed before its first one
         old = _read_json(held)
@@ -177,11 +182,8 @@ def command(argv, script):
     launcher = [sys.executable]
     if "WORLD_SIZE" in os.environ:
         local = os.environ["LOCAL_WORLD_SIZE"]
-        nodes = int(os.environ["WORLD_SIZE"]) // int(local)
-        nodes = torchrun_flag("nnodes") or str(nodes)  # 1:4: from one to four, as many as there are
+        nodes = str(int(os.environ["WORLD_SIZE"]) // int(local))
         launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc_per_node", local]
-        if (restarts := torchrun_flag("max_restarts")) not in ("", "0"):
-            launcher += ["--max_restarts", restarts]
     return [*launcher, str(Path(__file__).parents[1] / script), *kept]
 
 

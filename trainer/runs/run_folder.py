@@ -17,7 +17,6 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     report.html                           all of it to look at, written again and again as the run goes
     curves.png summary.md                 written when the run ends or is stopped
     swanlog/ tensorboard/ wandb/          with --tracker (trackers.py)
-    torchrun.json                         under torchrun: whose job this is (elastic.py)
     .lock                                 locked while a process uses the folder
 
 PPO and stage 1 write their result with every checkpoint, stage 2 writes it at the end. A new run gets a new
@@ -47,12 +46,12 @@ class RunFolder:
     ``path``: the folder; ``checkpoint``: the one to resume from, or None; ``notes``: lines to show to the
     user; ``config``: the content of config.json, once resume.py has written it.
 
-    patience: seconds to wait for the lock; remote: where the folder is copied to (remote_folder.py), or None.
+    patience: seconds to wait for the lock.
     """
 
-    def __init__(self, out_dir, run_name, resume, kind="run", patience=0.0, remote=None):
+    def __init__(self, out_dir, run_name, resume, kind="run", patience=0.0):
         self.checkpoint, self.notes, self.kind, self.config = None, [], kind, {}
-        self._patience, self.remote = patience, remote
+        self._patience = patience
         self.path, step = choose(out_dir, run_name, resume, kind)
         self._found = self.path.exists()  # and not made by this run
         self._unlock = self._claim(out_dir, new=not run_name and not resume)
@@ -126,28 +125,15 @@ class RunFolder:
             self.path.rmdir()
         return not self.path.exists()
 
-    @property
-    def address(self):
-        """The folder's path, or where it is copied to: what --resume takes."""
-        return f"{self.remote.url.rstrip('/')}/{self.path.name}" if self.remote else str(self.path)
-
-    def send(self, only_if_due=False):
-        """Send what has changed to --out_dir, if that is an address (remote_folder.py). only_if_due: not if
-        it was sent a short time ago."""
-        if self.remote and (not only_if_due or self.remote.is_due()):
-            self.remote.send(self.path.name)
-
     def close(self):
         self._unlock()
 
 
-def choose(out_dir, run_name, resume, kind, strict=True):
+def choose(out_dir, run_name, resume, kind):
     """The flags -> (the folder of the run, the step of the checkpoint that --resume names, else None).
-
-    strict: InputError if --resume names a folder that holds no run.
-    """
+    InputError if --resume names a folder that holds no run."""
     if resume and resume != "auto":
-        return _named(resume, strict)
+        return _named(resume)
     newest = max(_numbered(out_dir, kind), default=0)
     number = newest if resume and newest else newest + 1
     return Path(out_dir) / (run_name or f"{kind}_{number}"), None
@@ -159,15 +145,12 @@ def _numbered(out, kind):
     return [int(m[1]) for path in found if (m := re.fullmatch(rf"{kind}_(\d+)", path.name, re.ASCII))]
 
 
-def _named(resume, strict=True):
+def _named(resume):
     """``--resume PATH`` -> (run folder, the step of the checkpoint if PATH names one, else None)."""
     path = Path(resume).resolve()
     run = path.parent.parent
     if path in list_checkpoints(run):
         return run, step_of(path)
-    if not strict:  # it may be at an address, and not here yet
-        step = step_of(path)
-        return (path, None) if step is None else (run, step)
     # A run killed before its first checkpoint. A checkpoint on its own has a config.json too, but also SUMS.
     killed_early = (path / "config.json").is_file() and not (path / SUMS).exists()
     if list_checkpoints(path) or killed_early:

@@ -177,7 +177,7 @@ class RunLogger:
         self.say(
             f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
             f"{self.display.unit}{minibatches}, {world.size} x {world.device.type} in {dtype}, "
-            f"in {self.folder.address}"
+            f"in {self.folder.path}"
             + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
             + "".join(f"\n{line}" for line in self._trackers.about())
         )
@@ -233,7 +233,6 @@ class RunLogger:
             )
             + f"\nsummary  {folder / 'summary.md'}\nreport   {folder / 'report.html'}"
             f"\ncurves   {folder / 'curves.png'}\n{run.results()}"
-            + (f"\ncopied   to {self.folder.remote.url}" if self.folder.remote else "")
         )
 
     def _write_summary(self, run, state):
@@ -261,10 +260,7 @@ class RunLogger:
         self._bar.close()
         self._trackers.finish()
         self._close_files()
-        try:
-            self.folder.send()
-        finally:
-            self.folder.close()
+        self.folder.close()
 
 
 def describe(metrics, line, only=None):
