@@ -7,8 +7,7 @@
 
 In each case this program and the peer run alternately in one process, several times. The tables have medians
 with the least and the most. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
-learning.py, learning_rates.py, overlap.py, plan.py, preferences.py, recipes.py,
-sharding.py.
+learning.py, learning_rates.py, plan.py, preferences.py, recipes.py.
 """
 
 import sys

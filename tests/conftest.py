@@ -26,7 +26,6 @@ LONGEST = [
     "stages",
     "real_data",
     "faults",
-    "gradient_sums",
     "families",
     "memory_plan",
     "cuda_decode",

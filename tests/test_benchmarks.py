@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import json
 import sys
 
 import pytest
@@ -59,12 +58,6 @@ def test_a_model_ends_its_responses_at_the_rate_that_was_asked_for(benchmark):
     with torch.no_grad():
         odds = model(torch.randint(2, 6400, (4, 32))).logits.softmax(-1)[..., common.EOS].mean()
     assert odds.item() == pytest.approx(1 / 20, rel=0.3)
-
-
-def test_the_page_has_the_table_of_sharded_steps(benchmark):
-    sharding, page = benchmark("sharding"), (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "benchmarks/results/sharding.json").read_text(encoding="utf-8"))
-    assert sharding.table(sharding.rows_of(results)) in page
 
 
 def test_the_parts_for_a_gpu_end_in_time_and_say_how(benchmark, monkeypatch):

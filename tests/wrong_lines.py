@@ -25,7 +25,6 @@ EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
 KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
-SUMS = "tests/runs/test_gradient_sums.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
 LAYERS = "tests/generation/test_layer_by_layer.py"
@@ -225,8 +224,8 @@ BUILD_RUN = [
         "the critic learns at the actor's rate",
     ),
     (
-        "peak, total_steps * per_batch, **schedule, sums=sums)",
-        "peak, total_steps, **schedule, sums=sums)",
+        "peak, total_steps * per_batch, **schedule)",
+        "peak, total_steps, **schedule)",
         "a schedule as long as batches",
     ),
     (
@@ -759,37 +758,7 @@ ELSEWHERE = {
             "1.0",
             "no gradient clip",
         ),
-        (
-            "        self.sums.finish()\n        self.optimizer",
-            "        self.optimizer",
-            "sums of a step that was left out become those of the next",
-            SUMS,
-        ),
         ('group["lr"] = learner.learning_rate(number)', 'group["lr"] = learner.peak', "the rate never falls"),
-    ],
-    "trainer/runs/gradient_sums.py": [
-        ("len(pieces) and not more", "len(pieces)", "sums begin before the demonstrations", SUMS),
-        ("        if not more:\n", "        if False:\n", "the rest is sent outside an attempt", SUMS),
-        ("number < self.kept:", "False:", "new gradients of sent buckets stay", SUMS),
-        ("self.kept = len(self.sent)", "self.kept = 0", "a second attempt is taken for the first", SUMS),
-        ("reversed(list(parameters))", "list(parameters)", "the first layers come first", SUMS),
-        ("if p.requires_grad and world.size > 1]", "if p.requires_grad]", "one process sums", SUMS),
-        ("key=lambda p: p.dim() < 2", "key=lambda p: 0", "norms hold up the matrices", SUMS),
-        ("            wait()\n", "", "sums are used before they are there", SUMS),
-        ("if p not in self.missing[number]:", "if False:", "a gradient in two parts is sent twice", SUMS),
-        (
-            "and not self.missing[len(self.sent)]",
-            "and not self.missing[number]",
-            "a bucket is sent before it is complete",
-            SUMS,
-        ),
-        (
-            "        for p in bucket:\n            p.grad = None\n",
-            "",
-            "gradients are held twice",
-            SUMS,
-        ),
-        (".to(self.dtype) for", ".float() for", "--grad_sum_dtype does nothing", SUMS),
     ],
     "trainer/generation/sampling_noise.py": [
         (

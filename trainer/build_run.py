@@ -25,7 +25,6 @@ from trainer.ptx import load_ptx
 from trainer.rewards.judge import load_judge
 from trainer.rewards.reward import Reward, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of
-from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.optimizer_step import Learner
 from trainer.shard_run import load_once, ppo_optimizer, shares_models
 
@@ -88,12 +87,10 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     scorer_of = partial(PolicyScorer, dtype=dtype, early_ends=endings.early)
     total_steps = count_steps(args, len(prompts), world.size)
     schedule = {"warmup_steps": args.lr_warmup_steps * per_batch, "schedule": args.lr_schedule}
-    sum_dtype = getattr(torch, args.grad_sum_dtype)
 
     def learner(model, scorer, peak):
         optimizer = ppo_optimizer(model, peak, args)
-        sums = None if in_step else GradientSums(model.parameters(), world, sum_dtype)
-        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule, sums=sums)
+        return Learner(model, scorer, optimizer, peak, total_steps * per_batch, **schedule)
 
     policy_scorer = scorer_of(actor, learn_entropy=args.entropy_coef > 0)
     learners = {"actor": learner(actor, policy_scorer, args.learning_rate)}

@@ -173,8 +173,6 @@ def add_machine_flags(p, seed):
     )
     add("--gradient_checkpointing", default=0, choices=[0, 1], may_change=True, help="1: less memory, slower")
     add("--moments_dtype", default="float32", choices=["float32", "bfloat16"], help="of AdamW's two moments")
-    sums = "several processes: of gradients sent; bfloat16: half as much, rounded"
-    add("--grad_sum_dtype", default="float32", choices=["float32", "bfloat16"], help=sums)
     add("--seed", default=42, at_least=0, at_most=2**63 - 1, help=seed)
 
 

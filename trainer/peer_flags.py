@@ -232,6 +232,8 @@ NOT_HERE |= {
     "dataset_test_split": "add it to the name in --eval_data_path, as user/name:split",
     "prompt_split": "add it to the name in --data_path, as user/name:split",
     "eval_split": "add it to the name in --eval_data_path, as user/name:split",
+    # ours, until November 2026
+    "grad_sum_dtype": "leave it out, gradients are summed in float32",
     # others
     "eval_strategy": "--eval_interval says after how many steps; 0 evaluates first and last only",
     "debug_mode": "not needed, samples.jsonl in the run folder has responses and their scores",

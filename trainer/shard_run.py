@@ -17,7 +17,6 @@ from trainer.compute.memory import keep_freed_memory
 from trainer.compute.sharding import shard
 from trainer.rewards.reward_models import ClassifierRewardModel, scoring_models
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.gradient_sums import GradientSums
 
 NOT_SHARDED = {  # flag -> why there is none with --shard 1
     "ema_beta": "the average is kept of whole weights",
@@ -52,10 +51,6 @@ def check_shard(args, world):
     for name, why in NOT_SHARDED.items():
         if getattr(args, name):
             raise InputError(f"--shard 1: leave out --{name}: {why}")
-    if args.grad_sum_dtype != "float32":
-        raise InputError(
-            f"--shard 1: leave out --grad_sum_dtype {args.grad_sum_dtype}: gradients are summed in fp32"
-        )
 
 
 def shard_models(run):
@@ -73,8 +68,6 @@ def shard_models(run):
             model.shard(run.in_step)
     for learner in learners:
         learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
-        _, vectors = sharded_and_whole(learner.model.parameters())
-        learner.sums = GradientSums(vectors, run.world)
 
 
 def ppo_optimizer(model, peak, args):

@@ -29,7 +29,6 @@ from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world, share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
-from trainer.runs.gradient_sums import GradientSums
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
@@ -83,9 +82,8 @@ class SupervisedRun:
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
         self.total_steps = total = min(steps, args.max_steps or steps)
         warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
-        sums = GradientSums(parameters, world, getattr(torch, args.grad_sum_dtype))
         learner = (self.trained, None, optimizer, args.learning_rate, total)
-        self.learner = Learner(*learner, warmup_steps=warmup, sums=sums)
+        self.learner = Learner(*learner, warmup_steps=warmup)
         self.loss_scale = LossScale(self.dtype)
         self.states, self.tensors = {"loss_scale": self.loss_scale}, {}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
@@ -173,7 +171,7 @@ def backward(run, items, lengths, totals, token_budget):
     """Compute the gradients of this process' part of a batch, micro-batch by micro-batch -> Metrics."""
     sums = Metrics()
     with phase("gradients", len(lengths), "sequences") as bar:
-        for index in run.learner.sums.overlap(micro_batches(lengths, token_budget)):
+        for index in micro_batches(lengths, token_budget):
             loss, metrics = run.loss([items[i] for i in index], totals)
             run.loss_scale.scaled(loss).backward()
             sums.merge(metrics)

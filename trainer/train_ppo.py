@@ -303,7 +303,7 @@ def backward(run, minibatch, token_count, name, token_budget, number=0):
         run.loss_scale.scaled(loss).backward()
         sums.merge(metrics)
 
-    run.learners[name].each_micro_batch(minibatch.lengths.tolist(), token_budget, learn_from, mixed_in)
+    run.learners[name].each_micro_batch(minibatch.lengths.tolist(), token_budget, learn_from)
     if mixed_in:
         sums.merge(run.ptx.backward(run, number, token_budget))
     return sums
@@ -320,7 +320,7 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     totals = run.world.sum(sums.totals(watched, run.world.device))
     loss, *approx_kl = (totals / token_count).tolist()
     if name == "actor" and 0 < run.args.target_kl < approx_kl[0]:
-        run.learners[name].drop_gradients()  # no step: momentum must not move the weights either
+        run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
     step = step_if_finite(run, run.learners[name], loss, number)
     note_step(run, name, step, metrics)

@@ -34,8 +34,7 @@ from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.distributed import World, init_world
-from trainer.runs.gradient_sums import GradientSums
+from trainer.runs.distributed import World, init_world, sum_gradients
 from trainer.runs.optimizer_step import clip_gradients
 from trainer.shard_run import load_once
 
@@ -97,10 +96,9 @@ def of_scorer(scorer, plain, in_step, dtype):
     wanted = [x.clone() for x in gradients(plain, trained(other), world)]
     values = [run_through(plain, rows_of(rank)).item() for rank in range(world.size)]
     shard(scorer, in_step, dtype)
-    sums = GradientSums((p for p in model.parameters() if not is_sharded(p)), world)
     mine = run_through(scorer, rows_of(world.rank))
     mine.backward()
-    sums.finish()
+    sum_gradients(model.parameters(), world)
     norm = clip_gradients(model, 1e9)
     exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
     parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
@@ -168,7 +166,6 @@ def steps(in_step, moments):
     world, models = in_step.world, [llama(), llama()]
     scorers = [PolicyScorer(x) for x in models]
     shard(scorers[0], in_step, torch.float32)
-    sums = GradientSums((p for p in models[0].parameters() if not is_sharded(p)), world)
     optimizers = []
     for model in models:
         parts = [[p for p in trained(model) if is_sharded(p) == kind] for kind in (True, False)]
@@ -176,7 +173,7 @@ def steps(in_step, moments):
         optimizers.append(make_optimizer(groups, 1e-2, moments, 0, weight_decay=0.0))
     for _ in range(3):
         run_through(scorers[0], rows_of(world.rank)).backward()
-        sums.finish()
+        sum_gradients(models[0].parameters(), world)
         gradients(scorers[1], trained(models[1]), world)
         for model, optimizer in zip(models, optimizers, strict=True):
             clip_gradients(model, 0.5)
@@ -246,7 +243,6 @@ def out_of_memory(in_step, checkpointing):
     model = llama(checkpointing)
     scorer, ids = PolicyScorer(model), rows_of(world.rank)
     shard(scorer, in_step, torch.float32)
-    sums = GradientSums((p for p in model.parameters() if not is_sharded(p)), world)
     lengths = [len(x) for x in ids]
     run_through(scorer, ids[:1]).backward()
     count, scores = in_step.done, []
@@ -261,7 +257,7 @@ def out_of_memory(in_step, checkpointing):
             )
             fitted.append(in_step.all_fitted())
         places += fitted == [False, True]
-        sums.finish()
+        sum_gradients(model.parameters(), world)
         worst = max(worst, furthest([p.grad for p in trained(model)], wanted))
     with torch.no_grad():
         exact = scores_of(PolicyScorer(plain), ids)

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs.distributed import World
+from trainer.runs.distributed import World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
@@ -409,3 +409,24 @@ def test_one_process_does_not_communicate():
     assert ALONE.gather(3) == [3]
     with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
         raise InputError("mine")
+
+
+class Twice(World):
+    """A world of two processes with the same numbers."""
+
+    def sum(self, tensor):
+        return tensor.mul_(2)
+
+
+def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch):
+    monkeypatch.setattr("trainer.runs.distributed.SUMMED", 7)
+    parameters = [torch.nn.Parameter(torch.ones(n, 2)) for n in (1, 2, 5, 1)]
+    parameters.append(torch.nn.Parameter(torch.ones(3), requires_grad=False))
+    for number, p in enumerate(parameters[:3], 1):
+        p.grad = torch.full_like(p, number)
+    sum_gradients(parameters, ALONE)
+    assert parameters[3].grad is None
+    sum_gradients(parameters, Twice(0, 2, ALONE.device))
+    assert [p.grad.unique().tolist() for p in parameters[:4]] == [[2.0], [4.0], [6.0], [0.0]]
+    assert [p.grad.shape for p in parameters[:4]] == [p.shape for p in parameters[:4]]
+    assert parameters[4].grad is None

@@ -1,4 +1,4 @@
-"""torchrun --max_restarts with --run_name and --resume auto: processes that are killed, and the run that goes on."""
+"""torchrun --max_restarts with --run_name and --resume auto: after a kill the run goes on."""
 
 import os
 import random

@@ -5,7 +5,7 @@ gradient and AdamW's moments. Before a layer computes, all processes gather its 
 mixed precision, and forget them after it; the backward gathers them again and then sums the layer's gradient:
 each process receives the sum of its rows. Embeddings, head and value head are gathered in fp32 for a whole
 forward or backward. Vectors (norms, biases) stay whole in every process and compute in fp32; their gradients
-are summed as those of unsharded runs are (runs/gradient_sums.py). So sharded and unsharded runs
+are summed as those of unsharded runs are (runs/distributed.py). So sharded and unsharded runs
 compute the same, up to the order in which sums are made.
 
 Every gather needs all processes. So they go through a model in step (``InStep``): with the same number of

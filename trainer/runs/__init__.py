@@ -12,7 +12,6 @@ interrupts.py       Ctrl-C and SIGTERM: stop after the current step
 optimizer_step.py   ``Learner``; gradients that fit into memory, clipping, the optimizer step
 adamw.py            AdamW, and one whose moments are kept in bf16
 learning_rate.py    the schedule of learning rates
-gradient_sums.py    several processes: gradients are summed while the backward goes on
 distributed.py      several processes or GPUs: sums, comparing weights, errors of one process
 
 metrics.py          ``Metrics``: means over micro-batches and processes

@@ -7,8 +7,8 @@ Without ``--shard 1`` every process holds the whole models. It trains on its own
 2. Losses are sums over tokens (or pairs), divided by their number in the minibatch over all processes
    (``update`` and ``backward`` in train_ppo.py, ``learn`` in supervised.py). So the gradients of all
    processes add up to the gradient of the whole minibatch.
-3. They are added up while the last of them are still computed (gradient_sums.py). Every process then clips
-   the same gradient and does the same AdamW step.
+3. They are added up after the backward (``sum_gradients``). Every process then clips the same gradient and
+   does the same AdamW step.
 4. After each batch ``check_identical`` compares the weights of all processes bit for bit. If they differ, the
    run ends and saves nothing.
 
@@ -24,10 +24,10 @@ compares these.
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from errors import InputError, SaidElsewhere, first_line
 from model.shards import sharded_and_whole
 
+SUMMED = 1 << 24  # numbers of gradients that are added up at a time: 64 MiB, which are copied
 PATIENCE = timedelta(minutes=30)  # how long to wait for a live but slow process (its reward function, say)
 
 
@@ -55,11 +56,6 @@ class World:
         if self.size > 1:
             self.collective(dist.all_reduce, tensor)
         return tensor
-
-    def begin_sum(self, tensor):
-        """Begin ``sum`` -> a function that waits for it. Until then the tensor may not be used."""
-        work = self.collective(partial(dist.all_reduce, async_op=True), tensor)
-        return partial(self.collective, work.wait)
 
     def gather(self, item):
         """Every process' (picklable) item, as a list by rank. All must call it, in the same order."""
@@ -142,6 +138,22 @@ class World:
 def bit_sum(tensor):
     """The sum of a tensor's fp32 bit patterns, as an int: a checksum that depends on every bit."""
     return int(tensor.detach().float().view(torch.int32).sum(dtype=torch.int64))
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
+    """Replace the gradients of all parameters that train by their sums over all processes; one that a process
+    does not have counts as 0. Sharded parameters are left out: torch has summed theirs in the backward."""
+    if world.size == 1:
+        return
+    waiting = [p for p in sharded_and_whole(parameters)[1] if p.requires_grad]
+    while waiting:
+        some = [waiting.pop()]
+        while waiting and sum(p.numel() for p in [*some, waiting[-1]]) <= SUMMED:
+            some.append(waiting.pop())
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+        numbers = world.sum(torch.cat([grad.reshape(-1) for grad in grads]))
+        for p, grad in zip(some, numbers.split([p.numel() for p in some]), strict=True):
+            p.grad = grad.view_as(p)
 
 
 def init_world(device, require=False):

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from model.shards import sharded_and_whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import halve_until_it_fits
-from trainer.runs.gradient_sums import GradientSums
+from trainer.runs.distributed import sum_gradients
 from trainer.runs.learning_rate import SCHEDULES
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
@@ -35,7 +35,6 @@ class Learner:
     first_step: int = 0  # the optimizer step with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
-    sums: GradientSums | None = None  # of its gradients over all processes; None: it takes no steps
 
     def learning_rate(self, number):
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
@@ -43,20 +42,15 @@ class Learner:
         step, total = number - self.first_step, self.total_steps - self.first_step
         return SCHEDULES[self.schedule](self.peak, step, total, self.warmup_steps)
 
-    def each_micro_batch(self, lengths, token_budget, work, more=False):
+    def each_micro_batch(self, lengths, token_budget, work):
         """Call ``work(rows)``, a forward and a backward, for every micro-batch of at most ``token_budget``
-        tokens. lengths: of the sequences; more: whether others follow, in a call of their own."""
+        tokens. lengths: of the sequences."""
         in_step = self.scorer.in_step
         if in_step:
             in_step.train(self.scorer, lengths, token_budget, work)
             return
-        for rows in self.sums.overlap(micro_batches(lengths, token_budget), more):
+        for rows in micro_batches(lengths, token_budget):
             work(rows)
-
-    def drop_gradients(self):
-        """Take no step: wait for the sums that have begun, and throw the gradients away."""
-        self.sums.finish()
-        self.optimizer.zero_grad()
 
 
 def gradients_that_fit(run, backward, lengths, pieces=1):
@@ -103,7 +97,7 @@ def step_if_finite(run, learner, loss, number):
     """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
     --grad_clip, step, free the gradients -> ``Step``. If it is not ``finite``, the step is left out: weights,
     moments and weight decay do not move. ``note_steps`` has to be told of it."""
-    learner.sums.finish()
+    sum_gradients(learner.model.parameters(), run.world)
     run.loss_scale.unscale(learner.model)
     step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
     for group in learner.optimizer.param_groups:
