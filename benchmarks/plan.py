@@ -98,30 +98,25 @@ def fitting(args, sizes, card, count):
 
 
 def fewest():
-    """The fewest GPUs that a run needs, and the seconds of a step there: a column a card. With * where they
-    sample layer by layer; then how many need not follows."""
+    """The fewest GPUs that a run needs, and the seconds of a step there: a column a card."""
     rows = []
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for name, card in CARDS.items():
-            found = {}  # {whether layer by layer: text}
+            row[name] = "more than 64"
             for count in COUNTS:
                 args, sizes = run_of(model, method, card.dtype, shard=int(count > 1))
-                plan = fitting(args, sizes, card, count)
-                if plan and plan.layered not in found:
+                if plan := fitting(args, sizes, card, count):
                     seconds = sum(step_seconds(args, sizes, card, count, plan).values())
-                    found[plan.layered] = f"{count}: {shown(seconds)} s{' *' if plan.layered else ''}"
-                if False in found:
+                    row[name] = f"{count}: {shown(seconds)} s"
                     break
-            row[name] = ", ".join(found.values()) or "more than 64"
         rows.append(row)
     return rows
 
 
 def each_gpu():
-    """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling;
-    in brackets where a sharded run samples layer by layer, if that is less. And the GB of main memory in
-    which the main process of a sharded run loads the models for all."""
+    """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling.
+    And the GB of main memory in which the main process of a sharded run loads the models for all."""
     rows, least = [], {"budget": 4096, "release_cache": True}
     kinds = [("1", 0, 1), ("2 or more", 0, 2), *((f"{n}, sharded", 1, n) for n in SHARDED)]
     for model, method in RUNS:
@@ -129,9 +124,7 @@ def each_gpu():
         for name, shard, count in kinds:
             args, sizes = run_of(model, method, torch.bfloat16, shard)
             given = args, sizes, GPU, torch.bfloat16
-            plans = [memory_plan(*given, processes=count, layered=x, **least) for x in (False, True)]
-            whole, layered = (f"{plan.peak / GB:.1f}" for plan in plans)
-            row[name] = whole if whole == layered else f"{whole} ({layered})"
+            row[name] = f"{memory_plan(*given, processes=count, **least).peak / GB:.1f}"
         rows.append(row | {"main memory, sharded": f"{LOADING * sizes['actor'].all / GB:.0f}"})
     return rows
 
@@ -157,14 +150,12 @@ def step_seconds(args, sizes, card, count, plan):
     each = (4 if args.lora_r else 6) + (2 if args.gradient_checkpointing else 0)  # operations a number, token
     training = each * product * tokens * models / (ASSUMED["training"] * card.operations)
     passes = updates * ceil(args.mini_batch_size * width / plan.token_budget)
-    rounds = args.max_gen_len * ceil(answers / plan.slots) if plan.layered else 0
-    traffic = sent(args, sizes, small, count, passes, updates, rounds) / link(card, count)
+    traffic = sent(args, sizes, small, count, passes, updates) / link(card, count)
     return {"rollout": decoding + prompts, "score": scoring, "update": training, "between GPUs": traffic}
 
 
-def sent(args, sizes, small, count, passes, updates, rounds=0):
-    """Bytes that each GPU sends in a step. passes: micro-batches of an update of the whole batch; rounds: of
-    gathers of all layers for a token each, where they sample layer by layer."""
+def sent(args, sizes, small, count, passes, updates):
+    """Bytes that each GPU sends in a step. passes: micro-batches of an update of the whole batch."""
     share, actor = (count - 1) / count, sizes["actor"]
     models = 2 if "critic" in sizes else 1
     trained = args.lora_r * actor.adapters if args.lora_r else actor.all
@@ -176,7 +167,7 @@ def sent(args, sizes, small, count, passes, updates, rounds=0):
     gathers = 2 * passes * models + scoring * (
         1 + models
     )  # forward and backward; old actor, reference, critic
-    sampling = share * (4 * actor.all + rounds * small * (actor.all - root))
+    sampling = share * 4 * actor.all
     return gathered * gathers + models * passes * share * 4 * trained + sampling
 
 

@@ -168,34 +168,6 @@ def test_what_a_sharded_run_gathers_by_hand():
     assert adapters["gathered"] == 4 * layer + 4 * TABLE  # what is frozen has no gradients
 
 
-def test_a_sampler_that_is_gathered_layer_by_layer_by_hand():
-    """Embeddings, the process' part of the rest, and two layers in turn. Alone a process has a whole copy."""
-    given = {"device": GPU, "shard": 1, "processes": 4}
-    whole, layered = (planned(**given, layered=x) for x in (False, True))
-    assert (whole.layered, layered.layered) == (False, True)
-    layer, least = TOTAL - TABLE, whole.phases["rollout"] | {"sampler": 0}
-    assert whole.phases["rollout"] == least | {"sampler": 2 * TOTAL}
-    assert layered.phases["rollout"] == least | {"sampler": 2 * (TABLE + layer // 4 + 2 * layer)}
-    assert planned(shard=1, layered=True) == planned()
-
-
-def test_layers_are_gathered_only_where_a_whole_copy_does_not_fit(monkeypatch):
-    """Not even with few sequences at a time."""
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    argv = ["--shard", "1", "--gradient_checkpointing", "1", "--lora_r", "16"]
-    found = [checked(monkeypatch, ONE_AND_A_HALF, room * GB, *argv) for room in (9, 7, 6, 5)]
-    assert [plan.layered for plan, _ in found] == [False, False, True, True]
-    assert [plan.slots for plan, _ in found[:3]] == [64, 32, 64]
-    assert [memory_check.LAYERED in note for _, note in found] == [False, False, True, True]
-    assert ["pieces" in note for _, note in found] == [False, False, False, True]
-    assert found[2][0].peak < 0.9 * 6 * GB
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    del argv[2:4]  # then updates take the most, and only smaller pieces of them fit
-    found = [checked(monkeypatch, ONE_AND_A_HALF, room * GB, *argv) for room in (6, 5)]
-    assert [plan.layered for plan, _ in found] == [False, True]
-    assert ["pieces" in note for _, note in found] == [True, True]
-
-
 def test_processes_plan_with_what_the_one_with_least_memory_has(monkeypatch):
     """And with the sizes that the main one has found, which has the weights."""
     monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)

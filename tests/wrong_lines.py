@@ -27,13 +27,10 @@ KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_
 PTX = "tests/test_ptx.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
-LAYERS = "tests/generation/test_layer_by_layer.py"
 RESTARTS = "tests/runs/test_restarts.py"
 PLAN, FREED = "tests/test_memory_plan.py::test_", "tests/compute/test_memory.py"
 BUILT = f"{PLAN}what_is_there_while_a_run_is_built_by_hand"
 SHARED = f"{PLAN}a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand"
-IN_LAYERS = f"{PLAN}layers_are_gathered_only_where_a_whole_copy_does_not_fit"
-LAYERS_BY_HAND = f"{PLAN}a_sampler_that_is_gathered_layer_by_layer_by_hand"
 GATHERED = f"{PLAN}what_a_sharded_run_gathers_by_hand"
 OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
 
@@ -1307,12 +1304,9 @@ SCALE = {  # sharded models, more machines, and addresses
             "fp32 is gathered in bf16",
             SHARDING,
         ),
-        ("return -self.most(-int(number))[0]", "return self.most(int(number))[0]", "the most", LAYERS),
+        ("return -self.most(-int(number))[0]", "return self.most(int(number))[0]", "the most", SHARDING),
     ],
     "trainer/memory_check.py": [
-        ("for option in options] if args.shard", "for option in []] if args.shard", "no layers", IN_LAYERS),
-        ('options += [option | {"layered"', 'options[:0] = [option | {"layered"', "always", IN_LAYERS),
-        ("    plan.layered |= pieces.layered\n", "", "no copy fits", IN_LAYERS),
         (
             "room, sizes = in_step.least(room), ",
             "sizes = ",
@@ -1320,16 +1314,9 @@ SCALE = {  # sharded models, more machines, and addresses
             f"{PLAN}processes_plan_with_what_the_one_with_least_memory_has",
         ),
     ],
-    "trainer/memory_plan.py": [
-        ("// parts + 2 * model.layer)", "// parts + model.layer)", "one buffer", LAYERS_BY_HAND),
-        ("layered = layered and parts > 1 and", "layered = layered and", "alone", LAYERS_BY_HAND),
-    ],
-    "trainer/build_run.py": [
-        ("world if plan.layered else None", "None", "the plan is not followed", LAYERS),
-    ],
-    "trainer/generation/cuda_graphs.py": [
-        ("self.possible = possible and self", "self.possible = self", "gathers are captured", LAYERS),
-    ],
+    "trainer/memory_plan.py": [],
+    "trainer/build_run.py": [],
+    "trainer/generation/cuda_graphs.py": [],
     "trainer/runs/optimizer_step.py": [
         (
             "    norms[0] = norms[0].full_tensor()",
@@ -1364,19 +1351,6 @@ SCALE = {  # sharded models, more machines, and addresses
             "tests/generation/test_cuda_branches.py",
         ),
     ],
-    "trainer/generation/layer_by_layer.py": [
-        ("first = self.world.rank * len(part)", "first = 0", "everyone has the first part", LAYERS),
-        ("begin, end = max(start, first)", "begin, end = max(start, first) + 1", "gaps", LAYERS),
-        ("self.buffers[number % 2].as_strided", "self.buffers[0].as_strided", "one buffer", LAYERS),
-        ("+ x.storage_offset()", "", "three times the queries", LAYERS),
-        ("if number != self.expected:", "if False:", "layers in any order", LAYERS),
-        ("if any(other != places[0] for", "if any(False for", "weights anywhere", LAYERS),
-        ("        self.parts = None\n\n", "\n", "parts that stay", LAYERS),
-        ("        if failed:\n            raise failed", "        pass", "an error is lost", LAYERS),
-        ("captured = False", "captured = True", "gathers are captured", LAYERS),
-        ("            if id(p) not in views:\n", "            if True:\n", "weights of their own", LAYERS),
-        ("{id(p): without_memory(p.shape, dtype, False)", "{id(p): p", "the policy's own", LAYERS),
-    ],
     "trainer/generation/sampler_copy.py": [
         (
             "if layer and waiting.keys().isdisjoint(layer.names):",
@@ -1388,7 +1362,7 @@ SCALE = {  # sharded models, more machines, and addresses
             'if policy.device.type != "meta":',
             "if True:",
             "numbers that are not set are compared",
-            f"{LAYERS}::test_an_outline_is_copied_as_it_was_found_to_be",
+            f"{SHARDING}::test_an_outline_is_copied_as_it_was_found_to_be",
         ),
     ],
     "trainer/runs/run_folder.py": [

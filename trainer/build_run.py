@@ -67,7 +67,7 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     notes = [*notes, choose_rates(args, actor, start), memory]
     room, sampler = plan.cache if device.type == "cuda" else None, None  # None: what suits a CPU
     if plan.slots:  # else nothing is sampled
-        sampler = Sampler(actor, dtype, plan.slots, room, sizes, device, world if plan.layered else None)
+        sampler = Sampler(actor, dtype, plan.slots, room, sizes, device)
     lend = in_step is not None  # each process soon has a part of each model, and a whole one of none
     if lend and sampler:
         sampler.copy.unload()

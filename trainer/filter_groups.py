@@ -42,13 +42,8 @@ def sample_again(run, step, positions, prompts, rollout, texts, raw):
     how many responses were sampled again, the seconds that sampling took).
 
     Arguments: as ``collect`` of train_ppo.py has them. Processes sample different numbers of times. So
-    nothing is exchanged between them here, except the layers of a sampler that has no whole copy.
+    nothing is exchanged between them here.
     """
-    with run.sampler.copy.together():
-        return _sample_again(run, step, positions, prompts, rollout, texts, raw)
-
-
-def _sample_again(run, step, positions, prompts, rollout, texts, raw):
     args, again, seconds = run.args, 0, 0.0
     for times in range(1, args.filter_groups + 1):
         scores = scores_to_compare(run.reward, raw)

@@ -32,7 +32,6 @@ LATER = {"cuda": 0, "cpu": 80e6}
 LORA_R = 16  # the rank that is suggested
 LOADING = 3 * 4  # bytes a number: fp32, and two copies for the test of sampling
 LEAST_SLOTS = 16  # so many sequences should be sampled together, or rollouts take too long
-LAYERED = "the sampler has no room for all weights: it gathers each layer for each token, which is slow"
 WEIGHTS = ("*.safetensors", "*.bin")  # the files of a model directory, of the first kind that is there
 
 
@@ -77,7 +76,6 @@ def check_memory(
         other = "shorten the texts (--max_gen_len, --max_seq_len), or take a smaller model"
         flags = f"add {remedy}" if remedy else f"no flags make it fit: {other}"
         raise InputError(f"--model {args.model}: does not fit: {one_line(plan, room, device)}; {flags}")
-    plan.layered |= pieces.layered
     text = f"{describe(plan, room, device)}\n         it will work in smaller pieces"
     return plan, text + (f"; to avoid that: {remedy}" if remedy else "")
 
@@ -105,15 +103,13 @@ def check_loading(path, alone=False):
 
 def fitted_plan(args, sizes, device, dtype, held_out, room, **more):
     """-> (the plan with the largest micro-batches that fit into ``room`` bytes, True), or (the one that needs
-    the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, fewer
-    sequences are sampled together, and last a sharded run has no whole copy that samples: its layers are
-    gathered one by one. more: ``processes``, by default those of torchrun."""
+    the least memory, False). Where nothing fits otherwise, keys and values are freed between rollouts, and
+    last fewer sequences are sampled together. more: ``processes``, by default those of torchrun."""
     budgets = [tokens_per_pass(device)]
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         budgets = BUDGETS
     options = [{"budget": budget, "release_cache": free} for free in (False, True) for budget in budgets]
     options += [options[-1] | {"slots": slots} for slots in (128, 64, 32, LEAST_SLOTS)]
-    options += [option | {"layered": True} for option in options] if args.shard else []
     plans = [_plan(args, sizes, device, dtype, held_out, **more, **option) for option in options]
     fitting = [plan for plan in plans if plan.peak <= room]
     return (fitting[0], True) if fitting else (min(plans, key=lambda plan: plan.peak), False)
@@ -123,8 +119,8 @@ def in_pieces(args, sizes, device, dtype, room):
     """The plan of a run with one sequence at a time, or None where not even that fits. A GPU falls back to it
     by itself. On a CPU memory that runs out is not an error that can be caught."""
     least = {"budget": args.max_seq_len + args.max_gen_len, "release_cache": True, "slots": 1}
-    plans = [_plan(args, sizes, device, dtype, 0, **least, layered=x) for x in (False, True)]
-    return next((plan for plan in plans if device.type == "cuda" and plan.peak <= room), None)
+    plan = _plan(args, sizes, device, dtype, 0, **least)
+    return plan if device.type == "cuda" and plan.peak <= room else None
 
 
 def remedies(args, sizes, device, dtype, held_out, room):
@@ -172,8 +168,7 @@ def describe(plan, room, device):
     if plan.release_cache:
         text += f", with {plan.slots} sequences sampled at a time and the KV cache freed after sampling"
     rows = [", ".join(parts[start : start + 6]) for start in range(0, len(parts), 6)]
-    text = f"{text}; in {unit}:\n         " + ",\n         ".join(rows)
-    return text + (f"\n         {LAYERED}" if plan.layered else "")
+    return f"{text}; in {unit}:\n         " + ",\n         ".join(rows)
 
 
 def one_line(plan, room, device):

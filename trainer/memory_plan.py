@@ -11,7 +11,7 @@ building    before the first step: the sampler begins as a copy in fp32; there a
 
 With --shard 1 each process has its part of what stays: weights, gradients, moments. Whole are activations,
 keys and values, the sampler, which is there in rollouts only, and what is gathered to compute with
-(``_gathered``). Of a sampler that is gathered layer by layer each process has a part (``_layered_sampler``).
+(``_gathered``).
 
 No model is needed, only its ``Sizes``, so the same arithmetic serves for other flags and other machines.
 """
@@ -107,7 +107,6 @@ class Plan:
     slots: int  # sequences that are sampled together
     token_budget: int
     release_cache: bool  # whether keys and values are freed between rollouts
-    layered: bool = False  # whether the sampler's weights are gathered layer by layer
 
     def parts(self, phase):
         """{part: bytes} of all that is there in a phase."""
@@ -137,7 +136,6 @@ def memory_plan(
     release_cache=False,
     slots=SLOTS,
     processes=1,
-    layered=False,
 ):
     """The memory of a run with these flags -> ``Plan``.
 
@@ -145,7 +143,7 @@ def memory_plan(
     from, "demonstration": tokens of the longest one that the actor learns besides, if it does; dtype: of
     mixed precision; held_out: responses of the evaluation, which are sampled like a batch's; budget: tokens
     of a micro-batch, by default the fixed number of the device; slots: sequences that are sampled together at
-    most; processes: that train together; layered: whether a sharded run samples layer by layer.
+    most; processes: that train together.
     """
     actor, small, parts = sizes["actor"], dtype.itemsize, _parts(args, processes)
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
@@ -161,10 +159,8 @@ def memory_plan(
         "rollout": {"logits": 16 * slots * actor.config.vocab_size},  # fp32, and what sampling makes of them
     }
     building = _building(args, sizes, weights)
-    layered = layered and parts > 1 and "sampler" in weights
     if parts > 1:
-        sampler = weights.pop("sampler", 0)
-        phases["rollout"]["sampler"] = _layered_sampler(actor, small, parts) if layered else sampler
+        phases["rollout"]["sampler"] = weights.pop("sampler", 0)
         phases["rollout"]["gathered"] = 4 * actor.table  # it gets one matrix after the other
         phases["score"] = _gathered(actor, dtype, "actor", False)
         building = {}  # by the main process, in main memory: less than loading takes (memory_check.py)
@@ -175,19 +171,12 @@ def memory_plan(
     moments = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values()) // parts
     cache = min(CACHE_BYTES, cache) if device.type == "cpu" else cache
     weights["moments"] = moments
-    return Plan(weights, phases, building, cache, slots, budget, release_cache, layered)
+    return Plan(weights, phases, building, cache, slots, budget, release_cache)
 
 
 def _parts(args, processes):
     """Into how many parts models are cut, of which each process has one."""
     return processes if args.shard else 1
-
-
-def _layered_sampler(model, small, parts):
-    """The bytes of a sampler's copy that is gathered layer by layer: embeddings and head, a part of all
-    layers, and two layers in turn."""
-    root = model.table + model.own_head
-    return small * (root + (model.all - root) // parts + 2 * model.layer)
 
 
 def _gathered(model, dtype, name, trained):

@@ -2,7 +2,7 @@
 
 Actor, critic, old actor, reference and reward models that are classifiers are sharded (compute/sharding.py).
 The sampler is not: before a rollout every process gathers a whole copy of the old actor, in the dtype of
-sampling, and frees it after the rollout. Where it does not fit: generation/layer_by_layer.py.
+sampling, and frees it after the rollout.
 
 The main process loads the models and tries them. The others build the same run from outlines, which take no
 memory, and receive their rows when the models are sharded.

@@ -320,6 +320,21 @@ def loading(world):
     return found
 
 
+def least(in_step):
+    return in_step.least(7 - in_step.world.rank)
+
+
+def failed_before(in_step):
+    """Process 1 fails while the others ask for the least -> the message."""
+    try:
+        with in_step.world.all_or_none():
+            if in_step.world.rank == 1:
+                raise InputError("no reward model")
+            in_step.least(1)
+    except InputError as error:
+        return str(error)
+
+
 def passes(in_step):
     """Cuts of processes that have different numbers of micro-batches."""
     cases = [([[4, 3, 2, 1, 0]], [[0], [1], [2]]), ([], [[0, 1]]), ([[0], [1]], [[5]])]
@@ -345,6 +360,8 @@ def main(folder):
         found["sampler"] = sampler(in_step)
         found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
         found["passes"] = passes(in_step)
+        found["least"] = least(in_step)
+        found["failed before"] = failed_before(in_step)
         found["unreached"] = unreached(in_step)
         found["out of memory"] = [out_of_memory(InStep(world), kind) for kind in (0, 1)]
         found["too long"] = too_long(InStep(world))

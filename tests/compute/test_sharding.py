@@ -2,10 +2,18 @@
 
 import json
 import os
+import pickle
 
 import pytest
-from test_families import FAMILIES, VOCAB
+import torch
+from test_families import FAMILIES, VOCAB, build
 from tiny import PYTHON, finish, ranks, start_script
+
+from model.shards import outline
+from trainer.compute.attention import ATTENTION
+from trainer.compute.fused_layers import attention_forward, is_fused
+from trainer.compute.packing import pack_sequences
+from trainer.generation.sampler_copy import SamplerCopy
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families that three processes try
 SCRIPT = os.path.join(os.path.dirname(__file__), "shard_cases.py")
@@ -115,3 +123,20 @@ def test_a_single_sequence_that_does_not_fit_is_one_line(found):
         assert mine["too long"].startswith(
             "error: out of memory for a single sequence of 9 tokens; lower --max_gen_len"
         )
+
+
+def test_processes_agree_on_the_least_memory(found):
+    for mine in found:
+        assert mine["least"] == 7 - (len(found) - 1)
+        assert mine["failed before"] == "process 1: no reward model"
+
+
+def test_an_outline_is_copied_as_it_was_found_to_be(monkeypatch):
+    """Its numbers are not set, so nothing can be tried: zeros say that even StableLM can be packed."""
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    for name, packs in (("StableLM", False), ("Llama", True)):
+        model = build(FAMILIES[name]())
+        pack_sequences(model.base_model)
+        copied = SamplerCopy(pickle.loads(outline(model)), torch.float32, "cpu").model
+        assert (copied.config._attn_implementation == ATTENTION) == packs
+        assert any(is_fused(x, attention_forward) for x in copied.modules()) == packs

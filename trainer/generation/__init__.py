@@ -4,7 +4,6 @@ engine.py          prompts -> responses: the sampler and its decoding loop; wher
 kv_cache.py        the preallocated keys and values of the sequences that decode together
 rotary_table.py    rotary positions from a table, on a GPU
 sampler_copy.py    the sampler's own copy of a policy, laid out for speed; which policy is sampled
-layer_by_layer.py  the same in a sharded run where a whole copy does not fit: each layer is gathered
 sampling.py        logits -> tokens and their log-probs
 sampling_noise.py  the random number behind each token, a pure function of seed, step, prompt and token
 stops.py           stop strings: where the text of a response first has one

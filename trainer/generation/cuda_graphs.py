@@ -19,7 +19,6 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
   tokens that are searched for stop strings, copied in the same way;
 - generation/experts.py: a mixture of experts without shapes that depend on data;
 - generation/rotary_table.py, sampler_copy.py (``JoinedLinear``), kv_cache.py (``by_position``);
-  layer_by_layer.py, where it asks for the device;
 - compute/cuda: the Triton kernels; compute/flash.py: attention of packed rows;
 - compute/attention.py: torch's fused attention (``_fused``), positions in the place of a mask;
 - compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
@@ -51,13 +50,12 @@ class CudaGraphs:
     """Runs decoding steps: on a GPU it captures a step at its first call and replays it from then on.
 
     A sampler has one for all its engines, so that whether its model can be captured is found out once.
-    ``asynchronous``: work for the device is queued, and to read a result means to wait (a GPU). possible:
-    whether steps may be captured; else they run one kernel after the other.
+    ``asynchronous``: work for the device is queued, and to read a result means to wait (a GPU).
     """
 
-    def __init__(self, device, possible=True):
+    def __init__(self, device):
         self.asynchronous = device.type == "cuda"
-        self.possible = possible and self.asynchronous
+        self.possible = self.asynchronous
         self.captured, self.pool = {}, None
 
     def forget(self):

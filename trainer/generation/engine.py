@@ -26,7 +26,6 @@ from trainer.compute.precision import check_finite
 from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.done_flags import DoneFlags
 from trainer.generation.kv_cache import KVCache, sequence_bytes
-from trainer.generation.layer_by_layer import LayeredCopy
 from trainer.generation.results import as_rollout
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens
@@ -49,17 +48,13 @@ class Sampler:
 
     cache_bytes: of keys and values, at most; None: ``cache_room``. sizes: (most prompts of a call, longest
     prompt plus response, longest response) of the calls to come, as far as they are known: the engine is
-    built with room for them. device: default the policy's. world: of the processes that gather the copy
-    layer by layer (layer_by_layer.py); None: each has a whole one.
+    built with room for them. device: default the policy's.
     """
 
-    def __init__(
-        self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=NONE, device=None, world=None
-    ):
-        given = policy, dtype, device or policy.device
-        self.copy = LayeredCopy(*given, world) if world else SamplerCopy(*given)
+    def __init__(self, policy, dtype=torch.float32, slots=SLOTS, cache_bytes=None, sizes=NONE, device=None):
+        self.copy = SamplerCopy(policy, dtype, device or policy.device)
         self.slots, self.cache_bytes = slots, cache_bytes
-        self.graphs, self.engine = CudaGraphs(self.copy.model.device, self.copy.steps_can_be_captured), None
+        self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
         self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose
 
     def load(self, policy):
@@ -83,7 +78,7 @@ class Sampler:
         InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
         call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
-        with self.copy.together(), torch.inference_mode():
+        with torch.inference_mode():
             while not attempt(self._run, *call)[0]:
                 slots, width = self.tried
                 self.release()  # before anything is built again, so that no two caches fill the memory

@@ -7,7 +7,6 @@ gains most from a faster dtype. The old log-probs of the ratio come from the sco
 """
 
 import copy
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -89,21 +88,14 @@ class SamplerCopy:
     It raises KeyError if that policy lacks a weight.
     """
 
-    steps_can_be_captured = True  # as CUDA graphs
-
     def __init__(self, policy, dtype, device):
-        parameters = self._parameters_of(policy, dtype, device)
-        self.model = copy.deepcopy(policy, parameters).eval().requires_grad_(False)
+        self.model = copy.deepcopy(policy, with_memory(policy, dtype, device)).eval().requires_grad_(False)
         if policy.device.type != "meta":  # else it has been tried by the process that has the numbers
             pack_sequences(self.model.float().base_model)
         self._cast(dtype)
         self.weights = dict(self.model.named_parameters())
         self.packed, self.freed = {}, {}  # {name of a weight: its packed layer}, {storage: its size in bytes}
         self._lay_out(torch.device(device))
-
-    def _parameters_of(self, policy, dtype, device):
-        """{id of a parameter: what the copy gets instead of its copy}"""
-        return with_memory(policy, dtype, device)
 
     def _lay_out(self, device):
         """Move the model to the device, and lay its weights out as its products read them fastest."""
@@ -113,11 +105,6 @@ class SamplerCopy:
         else:
             use_all_experts(self.model)
             self._join(JoinedLinear)
-
-    def together(self):
-        """The block in which a policy samples. Processes that share a copy must enter it together
-        (layer_by_layer.py)."""
-        return nullcontext()
 
     def _cast(self, dtype):
         """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""
@@ -182,13 +169,9 @@ class SamplerCopy:
             p, layer = waiting.pop(name), self.packed.get(name)
             if size := self.freed.pop(storage := p.untyped_storage(), 0):
                 storage.resize_(size)
-            self._fill(name, x)
+            p.copy_(x)
             if layer and waiting.keys().isdisjoint(layer.names):
                 layer.pack()
                 self._free(layer.own)
         if waiting:
             raise KeyError(f"the policy has no {', '.join(waiting)}")
-
-    def _fill(self, name, x):
-        """Take over ``x``, the whole weight of this name."""
-        self.weights[name].copy_(x)
