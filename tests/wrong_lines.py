@@ -169,8 +169,8 @@ TRAIN_PPO = [
     ),
     ("run.value_scale.update(rollout, outcome, run.world.sum)\n", "pass\n", "the value scale stays 1"),
     (
-        "note_rollout(run, step, rollout, outcome, metrics)",
-        "note_rollout(run, step, rollout, rollout.returns, metrics)",
+        "newest_rows(rollout, outcome, args.batch_size)",
+        "newest_rows(rollout, rollout.returns, args.batch_size)",
         "critic's returns",
     ),
     (
@@ -210,6 +210,12 @@ TRAIN_PPO = [
         "--target_kl does not stop the actor for the rest of a batch",
     ),
     ("if first >= learner.first_step]", "if first > learner.first_step]", "warm-up takes a batch more"),
+    (
+        "run.critic_warmup.note(step, latest, outcome, run.world.sum)\n",
+        "pass\n",
+        "--critic_warmup_steps auto never ends",
+        WARMUP,
+    ),
 ]
 
 BUILD_RUN = [
@@ -457,6 +463,7 @@ CRITIC = {
         ("torch.where(mask, old - ref, 0.0)", "(old - ref)", "padding counts in the KL", KL_TARGET),
     ],
     "trainer/replay.py": [
+        ("first = len(rollout.tokens) - count", "first = 0", "metrics of replayed batches too"),
         (
             "self.batches[-self.size :]",
             "self.batches[: self.size]",
@@ -538,12 +545,6 @@ CRITIC = {
             "run.reward.at_limit(batch.raw).sum(), 1)",
             "responses at the limit are counted, not their share",
             REWARDS,
-        ),
-        ("first = count - run.args.batch_size", "first = 0", "metrics of replayed batches too"),
-        (
-            "run.critic_warmup.note(step, new, returns, run.world.sum)\n",
-            "pass\n",
-            "--critic_warmup_steps auto never ends",
         ),
         (
             '{"critic": "value", "actor": "policy"}',

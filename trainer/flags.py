@@ -1,6 +1,6 @@
 """Command-line flags: each is declared once, with its default, its range and what resuming may do with it.
 
-    add("--batch_size", default=128, at_least=1, at_most=MANY, help="prompts per step and process")
+    add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
 
 A script's own flags are declared in its ``flag_parser``; here is the parser, and the flags that several
 scripts have. Checks of one flag against another: ``complete_flags`` in inputs.py. ``may_change``: a resumed

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs.distributed import World
+from trainer.runs.distributed import PIECE, World
 from trainer.runs.heartbeat import Heartbeat
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -406,6 +406,24 @@ def test_one_process_does_not_communicate():
     assert ALONE.gather(3) == [3]
     with pytest.raises(InputError, match=r"^mine$"), ALONE.all_or_none():
         raise InputError("mine")
+
+
+def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
+    """Swapped: neighbours, a number and its negative, two pieces of a checksum, two parameters; and one bit."""
+    sent = []
+    monkeypatch.setattr(World, "gather", lambda world, item: sent.append(item) or [item])
+    numbers = torch.arange(1.0, 3 * PIECE + 1)
+    numbers[7] = -numbers[3]
+    order = torch.arange(len(numbers))
+    orders = [order, order, order.clone(), order.clone(), order.roll(PIECE)]
+    orders[2][[0, 1]] = order[[1, 0]]
+    orders[3][[3, 7]] = order[[7, 3]]
+    pairs = [(numbers[order], torch.ones(2)) for order in orders]
+    pairs += [(numbers, torch.tensor([1.0, 1.0000001])), (torch.ones(2), numbers)]
+    for pair in pairs:
+        World(0, 2, ALONE.device).check_identical(actor=torch.nn.ParameterList(pair))
+    assert sent[0] == sent[1]
+    assert len({checksum["actor"] for checksum in sent}) == len(sent) - 1
 
 
 def test_a_heartbeat_that_ends_on_purpose_alarms_nobody(monkeypatch):

@@ -14,7 +14,7 @@ adamw.py            AdamW, and one whose moments are kept in bf16
 learning_rate.py    the schedule of learning rates
 gradient_sums.py    several processes: gradients are summed while the backward goes on
 distributed.py      several processes or GPUs: sums, comparing weights, errors of one process
-heartbeat.py        ends a process if another one has died or hangs
+heartbeat.py        ends a process if another one has died, stopped or lost its connection
 job.py              which run this is: started again by torchrun, or kept at an address
 elastic.py          runs that torchrun starts again by itself; sizes for another number of processes
 remote_folder.py    --out_dir at an address such as s3://

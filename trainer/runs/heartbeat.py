@@ -1,9 +1,12 @@
-"""The heartbeat of processes: a thread in each process ends it if another process has died or hangs.
+"""The heartbeat of processes: a thread in each process ends it if another one has died or stopped.
 
 The main thread cannot do this, because it may itself be waiting for the dead process; on a GPU that wait has
 no end. Every ``BEAT`` seconds each process counts up a number in the store that ``torchrun`` keeps. If the
 number of another process stays the same for ``LIMIT`` seconds, that process is dead, stopped or disconnected:
 this process then prints an error and ends. It also ends if torchrun itself has died.
+
+A process whose main thread hangs, in a loop, a socket or an operation of all processes, goes on counting:
+the others then end when an operation of all processes has taken ``PATIENCE`` (distributed.py), 30 minutes.
 """
 
 import os
