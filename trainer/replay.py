@@ -22,8 +22,8 @@ KEPT += ("step_rewards",)  # where there is a reward function
 
 
 def newest_rows(rollout: Rollout, returns: torch.Tensor, count: int) -> tuple[Rollout, torch.Tensor]:
-    """The last ``count`` rows of a joined rollout and of its returns [B, R], which are those of the new batch:
-    nothing has been learned from them yet."""
+    """The last ``count`` rows of a joined rollout and of its returns [B, R]: those of the new batch, which
+    has not been learned from."""
     first = len(rollout.tokens) - count
     latest = rollout.rows(range(first, len(rollout.tokens))) if first else rollout
     return latest, returns[first:, : latest.old_logprobs.shape[1]]

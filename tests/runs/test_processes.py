@@ -409,7 +409,7 @@ def test_one_process_does_not_communicate():
 
 
 def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
-    """Swapped: neighbours, a number and its negative, two pieces of a checksum, two parameters; and one bit."""
+    """Swapped: neighbours, a number and its negative, pieces of a checksum, parameters; and one bit."""
     sent = []
     monkeypatch.setattr(World, "gather", lambda world, item: sent.append(item) or [item])
     numbers = torch.arange(1.0, 3 * PIECE + 1)

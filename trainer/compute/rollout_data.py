@@ -1,4 +1,4 @@
-"""The rollout: all data of one batch, in one dataclass whose fields stand in the order in which they are filled.
+"""The rollout: all data of one batch, in one dataclass whose fields stand in the order of their filling.
 
 A sequence is a prompt, then its response, from position 0 on, padded on the right. Nothing is ever padded on
 the left. So padding comes after every token that matters, and a causal model needs no attention mask in

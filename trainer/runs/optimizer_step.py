@@ -35,7 +35,7 @@ class Learner:
     first_step: int = 0  # the optimizer step with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
-    sums: GradientSums | None = None  # of its gradients over all processes; None until --shard 1 has split the model
+    sums: GradientSums | None = None  # of its gradients over all processes; None before --shard 1
 
     def learning_rate(self, number):
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
