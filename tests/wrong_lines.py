@@ -1468,6 +1468,7 @@ BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_it
 PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
 ALL_0 = "tests/runs/test_health.py::test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on"
 GIVEN = "tests/test_inputs.py"
+SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
 EMA_DECIDES = "tests/test_best.py::test_the_average_of_the_actor_decides_nothing"
 TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_tokenizer"
@@ -1525,6 +1526,9 @@ REST = {
     ],
     "trainer/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
+    ],
+    "trainer/runs/distributed.py": [
+        ("(bits * places[: len(bits)]).sum()", "bits.sum()", "the order of weights does not count", SWAPPED),
     ],
     "trainer/runs/summary.py": [
         ("least = 2 * changes[-1][1]", "least = 4 * changes[-1][1]", "too cautious about pairs", BY_PAIRS),
