@@ -73,7 +73,7 @@ def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
             ["--advantage", "reinforce", "--critic_warmup_steps", "1"],
             "--critic_warmup_steps 1: --advantage rei",
         ),
-        (["--advantage", "reinforce", "--lam", "1"], "--lam 1.0: --advantage reinforce has no critic"),
+        (["--advantage", "reinforce", "--lam", "0.9"], "--lam 0.9: --advantage reinforce has no critic"),
         (
             ["--advantage", "rloo", "--num_generations", "2", "--gamma", "0.9"],
             "--gamma 0.9: --advantage rloo",
@@ -84,6 +84,22 @@ def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
 def test_flags_that_do_not_go_with_an_estimator_are_refused(given, line):
     with pytest.raises(InputError, match=line):
         completed(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["--advantage", "reinforce"], "lam"),
+        (["--advantage", "reinforce"], "critic_warmup_steps"),
+        (["--advantage", "rloo", "--num_generations", "2"], "vf_coef"),
+        (["--advantage", "group", "--num_generations", "2"], "cliprange_value"),
+        ([], "overlong_penalty"),
+        (["--offline_data_path", "x"], "overlong_penalty"),
+    ],
+)
+def test_a_flag_that_asks_for_what_is_the_case_is_never_refused(given, name):
+    value = 1 if name == "lam" else 0
+    assert getattr(completed(*given, f"--{name}", str(value)), name) == value
 
 
 @pytest.mark.parametrize(

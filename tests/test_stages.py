@@ -613,7 +613,7 @@ def said_command(capsys, word):
 
 @pytest.mark.parametrize("keys", [(), ("chosen", "rejected")])
 def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch, keys):
-    """Stage 2 gets a model without a tokenizer, a template of the flags, relative paths, and a space in one."""
+    """From a model without a tokenizer, with a template of the flags, relative paths, a space in one."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(files["model"], "start", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     shutil.copyfile(files["pairs"], "my pairs.jsonl")

@@ -290,7 +290,7 @@ NOT_HERE |= {
     # others
     "loss_type": "a loss is always the mean over all tokens of a minibatch",
     "loss_agg_mode": "a loss is always the mean over all tokens of a minibatch",
-    "scale_rewards": "--advantage group divides by the standard deviation of a prompt's scores, rloo does not",
+    "scale_rewards": "--advantage group divides by the deviation of a prompt's scores, rloo does not",
     "mask_truncated_completions": "cut answers are learned from; --missing_eos_penalty is what they lose",
     "eval_strategy": "--eval_interval says after how many steps; 0 evaluates first and last only",
     "debug_mode": "not needed, samples.jsonl in the run folder has responses and their scores",

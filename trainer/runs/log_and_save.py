@@ -45,8 +45,9 @@ def save(run, logger):
                 checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             if last_written(run.result_file) not in (None, logger.result_time):
                 logger.say(
-                    f"note: {run.result_file}: another run has written it while this one goes on, and this one "
-                    "replaces it; give each run its own --out_dir (--resume writes the other's result again)"
+                    f"note: {run.result_file}: another run has written it while this one goes on, and this "
+                    "one replaces it; give each run its own --out_dir. The other run writes its own again "
+                    "with --resume"
                 )
             run.save_result()
             logger.result_time = last_written(run.result_file)

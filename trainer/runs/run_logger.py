@@ -95,8 +95,8 @@ class RunLogger:
         """
         if not self.folder.path.exists():  # Unix writes into deleted files without a word
             raise InputError(
-                f"{self.folder.path}: the run folder was removed or renamed while the run goes on, so nothing "
-                "can be saved there; start the run again, and leave its folder where it is"
+                f"{self.folder.path}: the run folder was removed or renamed while the run goes on, so "
+                "nothing can be saved there; start the run again, and leave its folder where it is"
             )
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
