@@ -4,12 +4,14 @@ import argparse
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny import tiny_llama, word_tokenizer, write_jsonl
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps
+from trainer import inputs, train_ppo
+from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps, load_inputs
+from trainer.runs.distributed import World
 
 WORDS = ["a", "b", "<think>"]
 
@@ -181,6 +183,14 @@ def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
 @pytest.mark.parametrize("given", [0, 1])
 def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
     assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, True), (2, False)])
+def test_that_a_single_process_splits_nothing_is_said(processes, said, monkeypatch):
+    monkeypatch.setattr(inputs, "load_once", lambda args, world, load, *given: load(*given))
+    world = World(0, processes, torch.device("cpu"))
+    *_, notes = load_inputs(completed("--shard", "1"), world)
+    assert any("nothing is split: there is one process (--shard 1)" in str(x) for x in notes) == said
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
         load_reward_model(str(folder), ALONE.device)
 
 
-def test_another_reference_and_ratings(files, tmp_path):
+def test_another_reference_and_ratings(files, tmp_path, capsys):
     """Scores are centred on the policy of --reference, which has its own tokenizer; 0 samples: not centred.
     The run starts from a dense MiniMind, which transformers loads as a Llama."""
     tokenizer = word_tokenizer(["user", "assistant", *WORDS[::-1]], chat=True)
@@ -383,6 +383,7 @@ def test_another_reference_and_ratings(files, tmp_path):
     mini = {**files, "model": tmp_path / "mini.pth"}
     for name, more in (("a", {"reference": other}), ("b", {"reference_samples": 0})):
         train_reward.main(argv_of(mini, "rated", tmp_path / name, max_steps=1, **more))
+    assert "parameters, small_lm_minimind\n" in capsys.readouterr().out  # as PPO calls it
     offsets = [
         json.loads((tmp_path / n / "reward_32" / "config.json").read_text())["reward_offset"] for n in "ab"
     ]
