@@ -195,11 +195,9 @@ class RewardRun(supervised.SupervisedRun):
         for name in SAME_IN_PPO:
             if (value := getattr(args, name)) != self.flags[name].default:
                 words += [f"--{name}", value]
-        # PPO reads the prompts of pairs too, but not under keys of their own.
-        prompts = "prompts.jsonl" if args.chosen_key else full_path(args.data_path)
-        note = (
-            "name your prompts in place of prompts.jsonl" if args.chosen_key else "or --data_path of your own"
-        )
+        prompts, note = full_path(args.data_path), "with the prompts of this file; --data_path names others"
+        if args.chosen_key:  # PPO does not read pairs under keys of their own
+            prompts, note = "prompts.jsonl", "put the file with your prompts in place of prompts.jsonl"
         command = command_line("trainer/train_ppo.py", *words, "--data_path", prompts)
         return f"{command}\n         ({note})"
 
