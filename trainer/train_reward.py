@@ -188,16 +188,19 @@ class RewardRun(supervised.SupervisedRun):
     def use(self) -> str:
         """The command for PPO, and what to change in it. The result's tokenizer has what the flags have made
         of the model's: its chat template and system message."""
-        args, result = self.args, self.hf_dir.resolve()
+        args = self.args
+        result = self.hf_dir.resolve()
         words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
         if args.trust_remote_code:
             words.append("--trust_remote_code")
         for name in SAME_IN_PPO:
             if (value := getattr(args, name)) != self.flags[name].default:
                 words += [f"--{name}", value]
-        prompts, note = full_path(args.data_path), "with the prompts of this file; --data_path names others"
-        if args.chosen_key:  # PPO does not read pairs under keys of their own
-            prompts, note = "prompts.jsonl", "put the file with your prompts in place of prompts.jsonl"
+        prompts = full_path(args.data_path)
+        note = "with the prompts of this file; --data_path names others"
+        if args.chosen_key or args.rejected_key:  # PPO does not read pairs under keys of their own
+            prompts = "prompts.jsonl"
+            note = "put the file with your prompts in place of prompts.jsonl"
         command = command_line("trainer/train_ppo.py", *words, "--data_path", prompts)
         return f"{command}\n         ({note})"
 
