@@ -1532,6 +1532,12 @@ REST = {
     ],
     "trainer/runs/summary.py": [
         ("least = 2 * changes[-1][1]", "least = 4 * changes[-1][1]", "too cautious about pairs", BY_PAIRS),
+        (
+            "if not numbers or short in SHARES:",
+            "if not numbers:",
+            "chance of held-out pairs is that of pairs that were learned",
+            "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
+        ),
     ],
     "trainer/runs/health_past.py": [
         (
