@@ -3,13 +3,18 @@
 What happens on a GPU only: test_cuda_branches.py.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers as T
-from tiny import tiny_llama, word_tokenizer
+from tiny import ROOT, tiny_llama, word_tokenizer
 
 from errors import InputError
 from model.model_minimind import MiniMindConfig
+from trainer.compute import precision
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_linears
 from trainer.compute.scoring import PolicyScorer, score_all
@@ -275,13 +280,32 @@ def test_bf16_is_chosen_where_it_is_native(monkeypatch):
     cpu = torch.device("cpu")
     assert fast_dtype("float32", cpu) == torch.float32
     assert fast_dtype("bfloat16", cpu) == torch.bfloat16
-    for able, expected in (
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    for able, onednn, expected in (
+        ({"avx512_bf16": True}, True, torch.bfloat16),
+        ({"amx_bf16": True}, True, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, True, torch.float32),
+        ({"avx512_bf16": True}, False, torch.float32),  # with ONEDNN_MAX_CPU_ISA=AVX2
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        monkeypatch.setattr(precision, "onednn_takes_bf16", lambda onednn=onednn: onednn)
         assert fast_dtype("auto", cpu) == expected
+
+
+# For a process in which oneDNN refuses bf16: prints by how much log-probs in bf16 are off, in the mean.
+IN_BF16 = """
+from tests.generation.test_engine import *
+policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+rollout = Sampler(policy, torch.bfloat16).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+print(((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).item())
+"""
+
+
+def test_bf16_where_onednn_refuses_it():
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", IN_BF16], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 0.02
 
 
 # ----------------------------------------------------------------------------------------- model families
