@@ -194,6 +194,21 @@ def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
     assert sample(model, PROMPTS, keys, [0], 10, 1.0, slots).responses() == draw(model, range(24)).responses()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 11])
+def test_rows_that_are_decoded_and_rows_of_the_head_come_in_multiples_of_eight(model, count):
+    """Products of 1 to 3 rows round differently: a result would depend on the other sequences."""
+    sampler, decoded, read = Sampler(model), set(), set()
+    copy = sampler.copy.model
+    copy.base_model.register_forward_pre_hook(
+        lambda _, args, x: decoded.add(tuple(x["input_ids"].shape)), with_kwargs=True
+    )
+    copy.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.add(len(x[0])))
+    sampler.sample([[3, 4]] * count, noise_keys(7, 3, range(count)), [0], 10, 1.0)
+    whole = {8} if count <= 8 else {8, 16}
+    assert {rows for rows, width in decoded if width == 1} <= whole
+    assert read <= whole
+
+
 def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     """Keys and values, two layers, one head of 16: 2 * 2 * 16 * 4 bytes a token; 16 tokens a sequence."""
     monkeypatch.setattr("trainer.generation.engine.CACHE_BYTES", 5 * 16 * 2 * 2 * 16 * 4)
