@@ -18,6 +18,7 @@ from trainer.compute import precision
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_linears
 from trainer.compute.scoring import PolicyScorer, score_all
+from trainer.generation import sampling
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.results import response_texts
@@ -86,7 +87,10 @@ def test_sampling_by_blocks_draws_the_same_tokens_as_one_cumulative_sum(vocabula
     assert (logprobs - exact).abs().max() < 1e-5
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_token_of_probability_zero_is_never_drawn(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(sampling, "kernels_for", lambda *_, **more: None)
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
     u = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
     assert sample_tokens(logits, 1.0, u)[0].tolist() == [1, 2]
@@ -94,6 +98,12 @@ def test_a_token_of_probability_zero_is_never_drawn():
     holes[:, [70, 130]] = 0.0
     u = torch.tensor([0.0, 0.49999, 0.5, 1 - 2**-32], dtype=torch.float64)
     assert sample_tokens(holes, 1.0, u)[0].tolist() == [70, 70, 130, 130]
+    # The first block ends with such tokens, and u is the last number that belongs to it.
+    logits = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
+    logits[:, 40:64] = -torch.inf
+    blocks = logits.softmax(-1).view(-1, 2, 64).sum(-1).double()
+    u = torch.nextafter(blocks[:, 0] / blocks.sum(-1), torch.zeros(()).double())
+    assert sample_tokens(logits, 1.0, u)[1].isfinite().all()
 
 
 def test_samples_follow_the_softmax_at_the_temperature():
