@@ -1624,7 +1624,12 @@ REFEREED = {  # what no test of its module noticed once
         ("LORA_FACTOR = 4 ", "LORA_FACTOR = 1 ", "adapters get the rate of all weights", RATES),
     ],
     "trainer/generation/sampling.py": [
-        (".minimum(total * (1 - 2**-33))", "", "a token of probability 0 is drawn", NEVER_DRAWN),
+        (
+            "(coarse, target, right=True)",
+            "(coarse, target)",
+            "blocks of probability 0 are drawn",
+            NEVER_DRAWN,
+        ),
         (
             "column = torch.searchsorted(fine, below, right=True)",
             "column = torch.searchsorted(fine, below)",

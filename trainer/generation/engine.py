@@ -4,7 +4,8 @@
 
 A fixed number of slots each hold one sequence, at its own position. A decoding step gives every live sequence
 one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
-prefilled into the slots behind. The sampled tokens do not depend on any of this: see sampling_noise.py.
+prefilled into the slots behind. The sampled tokens do not depend on any of this, up to rounding: see
+sampling_noise.py.
 
 Where a response ends (``Engine._sample_and_store``): at its first EOS, which is any of ``eos_ids``
 (model/compatibility.py). The EOS is a response token, and ``finished`` is True. A response without an EOS is
@@ -81,7 +82,7 @@ class Sampler:
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
         response; min_gen_len, max_gen_len: in tokens; temperature 0 is greedy; stops: ``StopStrings`` or
-        None. When memory runs out, sampling starts again with half the slots, and gives the same tokens.
+        None. When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
         InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
         call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
