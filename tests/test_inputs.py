@@ -161,6 +161,19 @@ def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
         count_steps(args, 10**6, 1)
 
 
+def test_the_rate_has_to_get_to_its_peak_in_the_batches_in_which_the_actor_trains():
+    flags = ["--max_steps", "6", "--critic_warmup_steps", "2", "--lr_warmup_steps"]
+    assert count_steps(completed(*flags, "3"), 10**6, 1) == 6
+    with pytest.raises(InputError, match="--lr_warmup_steps 4: the actor trains in only 4 batches"):
+        count_steps(completed(*flags, "4"), 10**6, 1)
+
+
+@pytest.mark.parametrize("limit", ["1", "0.5"])
+def test_a_dual_clip_that_would_stop_every_bad_token_is_refused(limit):
+    with pytest.raises(InputError, match=f"--dual_clip {limit}: must be 0, for no limit, or above 1"):
+        completed("--dual_clip", limit)
+
+
 def reasoning(tmp_path, template, records, given=None):
     tokenizer = word_tokenizer(WORDS, chat=True)
     tokenizer.chat_template += template

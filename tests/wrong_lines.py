@@ -1563,11 +1563,130 @@ REST = {
     ],
 }
 
+CUT_OR_OFFSET = f"{REWARDS}::test_a_score_loses_its_offset_and_a_long_conversation_its_beginning"
+LARGEST_WEIGHT = f"{REWARDS}::test_the_critic_starts_from_the_model_of_the_largest_weight_whatever_its_sign"
+KEEPS, RATES = "::test_what_a_checkpoint_keeps_restores_it", "tests/runs/test_learning_rate.py"
+NEVER_DRAWN = f"{ENGINE}::test_a_token_of_probability_zero_is_never_drawn"
+ROWS = f"{ENGINE}::test_rows_that_are_decoded_and_rows_of_the_head_come_in_multiples_of_eight"
+RELEASED = f"{PLAN}a_run_that_releases_them_is_the_same"
+REFEREED = {  # what no test of its module noticed once
+    "trainer/compute/scoring.py": [
+        (
+            "F.pad(part, (0, width - part.shape[-1]))",
+            "F.pad(part, (width - part.shape[-1], 0))",
+            "on the left",
+        ),
+    ],
+    "trainer/rewards/reward_models.py": [
+        ("x[-self.max_length :]", "x[: self.max_length]", "a long conversation loses its end", CUT_OR_OFFSET),
+        ("return scores - self.offset", "return scores + self.offset", "added offset", CUT_OR_OFFSET),
+        ("key=lambda x: abs(x[1])", "key=lambda x: x[1]", "the largest signed weight", LARGEST_WEIGHT),
+    ],
+    "trainer/rewards/reward.py": [
+        (
+            "rules.answer_text(r) if self.reasoning else None for",
+            "rules.answer_text(r) for",
+            "the answer block is scored without --reasoning",
+            f"{REWARDS}::test_without_reasoning_only_the_whole_is_scored",
+        ),
+    ],
+    "trainer/rewards/rules.py": [
+        (
+            "<= len(response.strip()) <=",
+            "<= len(response) <=",
+            "spaces count as length",
+            f"{REWARDS}::test_length_reward_by_hand",
+        ),
+    ],
+    "trainer/value_scale.py": [
+        (
+            '"last": self.last, **scale',
+            '"last": 0.0, **scale',
+            "not in the checkpoint",
+            f"{VALUE_SCALE}{KEEPS}",
+        ),
+    ],
+    "trainer/best.py": [
+        (
+            'if name.startswith("judge") else []',
+            "if False else []",
+            "another judge is the same",
+            "tests/test_best.py::test_another_judge_is_another_source_where_it_decides",
+        ),
+    ],
+    "trainer/inputs.py": [
+        ("if 0 < args.dual_clip <= 1:", "if 0 < args.dual_clip < 1:", "--dual_clip 1 is accepted", GIVEN),
+        (
+            "steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)",
+            "steps",
+            "the rate warms up while only the critic trains",
+            GIVEN,
+        ),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        (
+            "run.progress.token_budget = fitted",
+            "pass",
+            "what fitted is forgotten",
+            "tests/compute/test_batching.py",
+        ),
+    ],
+    "trainer/runs/learning_rate.py": [
+        ("LORA_FACTOR = 4 ", "LORA_FACTOR = 1 ", "adapters get the rate of all weights", RATES),
+    ],
+    "trainer/generation/sampling.py": [
+        (
+            "(coarse, target, right=True)",
+            "(coarse, target)",
+            "blocks of probability 0 are drawn",
+            NEVER_DRAWN,
+        ),
+        (
+            "column = torch.searchsorted(fine, below, right=True)",
+            "column = torch.searchsorted(fine, below)",
+            "leading tokens of probability 0 are drawn",
+            NEVER_DRAWN,
+        ),
+    ],
+    "trainer/compute/precision.py": [
+        (
+            'if p.requires_grad or "lora_" in name or',
+            "if p.requires_grad or",
+            "the old actor's adapters are rounded",
+            "tests/model/test_lora.py::test_the_old_actor_keeps_its_adapter_until_it_is_due",
+        ),
+        ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
+    ],
+    "dataset/logged_answers.py": [
+        ("for _, response in texts], opening=False)", "for _, response in texts])", "a BOS inside", LOGGED),
+    ],
+    "trainer/replay.py": [
+        (
+            "for number in sorted(batches)]",
+            "for number in batches]",
+            "batch 10 before batch 2",
+            f"{REPLAY}{KEEPS}",
+        ),
+    ],
+    "trainer/generation/engine.py": [
+        (
+            "most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE",
+            "most = rows",
+            "slots",
+            ROWS,
+        ),
+        ("F.pad(states, (0, 0, 0, -len(states) % ROW_MULTIPLE))", "states", "rows of the head", ROWS),
+    ],
+    "trainer/memory_plan.py": [
+        ("        slots += -slots % ROW_MULTIPLE\n", "        pass\n", "any number of slots", RELEASED),
+    ],
+}
+
 
 def _rows():
     files = [("trainer/train_ppo.py", TRAIN_PPO), ("trainer/ppo.py", PPO)]
     files.append(("trainer/build_run.py", BUILD_RUN))
-    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA, SCALE, REST):
+    for part in (CRITIC, COMPUTE, ELSEWHERE, SHOWN, HEALTH, REPORT, ENDS, LOGGED_DATA, SCALE, REST, REFEREED):
         files += part.items()
     for file, rows in files:
         for old, new, fault, *tests in rows:
