@@ -4,7 +4,7 @@
     python chat.py --model out/ppo_actor_128.pth           a .pth, a directory or a hub name
     python chat.py --best                                  the best evaluation of that run: its _best.pth
     python chat.py --weight full_sft --hidden_size 512     out/full_sft_512.pth: MiniMind's way of naming
-    python chat.py --prompt "What is six plus seven?"      one answer
+    python chat.py --prompt "What is twelve plus five minus nine?"
     python chat.py < prompts.txt                           one answer per line, without a conversation
     python chat.py --compare model/demo/policy             every answer beside the answer of another model
 

@@ -294,6 +294,12 @@ class Records(list):
     fingerprint = "1f"
 
 
+def test_another_judge_is_another_source_where_it_decides():
+    sources = {chosen("judge", judge=len, fn=fn).source for fn in ("one.py:f", "two.py:f")}
+    assert len(sources) == 2
+    assert len({chosen("score", judge=len, fn=fn).source for fn in ("one.py:f", "two.py:f")}) == 1
+
+
 def test_which_metric_decides():
     assert chosen(answer="a", judge=len, normalize=True).metric == "eval/accuracy"
     assert chosen(judge=len, normalize=True).metric == "eval/judge"

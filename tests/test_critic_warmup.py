@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import files, filled_rollout, make_run
 from tiny import read_jsonl, train
 
 from errors import InputError
+from trainer import train_ppo
 from trainer.critic_warmup import CriticWarmup
 from trainer.flags import AUTO, steps_or_auto
 from trainer.runs.optimizer_step import Learner
@@ -81,6 +82,16 @@ def test_the_actor_begins_with_its_own_schedule_when_the_critic_is_fitted(files,
     assert all(errors[i] < errors[i - 1] for i in range(1, begins - 1))
     assert steps[begins]["policy/learning_rate"] == pytest.approx(1e-3)
     assert all("policy/loss" in step for step in steps[begins:])
+
+
+def test_what_is_logged_does_not_decide_when_the_actor_begins(files, monkeypatch):
+    """Four batches: after a quarter of them the actor begins at the latest."""
+    monkeypatch.setattr(train_ppo, "note_rollout", lambda *nothing: None)
+    run, prompts = make_run(files, critic_warmup_steps=AUTO, epochs=9)
+    filled_rollout(run, prompts, step=0)
+    assert run.critic_warmup.begins is None
+    filled_rollout(run, prompts, step=1)
+    assert run.critic_warmup.begins == 1
 
 
 def test_words_other_than_auto_are_refused(files):

@@ -80,10 +80,45 @@ def test_what_other_trainers_have_and_this_one_has_not():
     assert not set(NOT_HERE) & set(flags)
     assert not set(NOT_HERE) & set(PEER_FLAGS)
     assert set(VALUES) <= set(PEER_FLAGS)
+    known = [*PEER_FLAGS, *NOT_HERE]
+    assert not [x for x in known for ending in known if x.endswith(f".{ending}") and says(x) == says(ending)]
     for name, reason in NOT_HERE.items():
         with pytest.raises(InputError) as caught:
             train_ppo.parse_args([f"--{name}=1"])
         assert str(caught.value) == f"--{name}: not a flag here: {reason}"
+
+
+def says(name):
+    """What is said of a peer's name, without the name."""
+    return NOT_HERE.get(name) or (PEER_FLAGS[name], VALUES.get(name))
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "it is called --learning_rate here"),
+        ("critic.optim.lr=1e-5", "it is called --critic_learning_rate here"),
+        ("+algorithm.kl_ctrl.kl_coef=0.001", "it is called --kl_coef here"),
+        ("algorithm.kl_ctrl.target_kl=6", "it is called --kl_target here"),  # not --target_kl
+        ("data.train_batch_size=64", "not a flag here: --batch_size counts answers of a process: "),
+        ("actor_rollout_ref.rollout.top_k=-1", "not a flag here: samples come from the whole distribution"),
+        ("--actor.eps_clip", "it is called --clip_epsilon here"),
+        ("--rollout.temperature", "it is called --temperature here"),
+        ("--actor.elephant", "no such flag; "),
+        ("algorithm.elephant=1", "not expected here; "),
+        ("prompts.jsonl", "not expected here; "),
+        ("kl_coef=0.1", "not expected here; "),
+        ("--advantage=grpo", "grpo is called group here; "),
+        ("--dtype=bf16", "bf16 is called bfloat16 here; "),
+        ("--advantage=bf16", "invalid choice: 'bf16'"),
+    ],
+)
+def test_names_with_dots_and_values_of_others_are_answered_too(word, line):
+    with pytest.raises(InputError) as caught:
+        train_ppo.parse_args([word])
+    name = word.split("=")[0]
+    start = f"argument {name}: " if line.startswith(("grpo", "bf16", "invalid")) else f"{name}: "
+    assert str(caught.value).startswith(start + line)
 
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_sft.py", "train_reward.py"])

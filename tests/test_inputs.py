@@ -4,12 +4,14 @@ import argparse
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny import tiny_llama, word_tokenizer, write_jsonl
 
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps
+from trainer import inputs, train_ppo
+from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps, load_inputs
+from trainer.runs.distributed import World
 
 WORDS = ["a", "b", "<think>"]
 
@@ -73,7 +75,7 @@ def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
             ["--advantage", "reinforce", "--critic_warmup_steps", "1"],
             "--critic_warmup_steps 1: --advantage rei",
         ),
-        (["--advantage", "reinforce", "--lam", "1"], "--lam 1.0: --advantage reinforce has no critic"),
+        (["--advantage", "reinforce", "--lam", "0.9"], "--lam 0.9: --advantage reinforce has no critic"),
         (
             ["--advantage", "rloo", "--num_generations", "2", "--gamma", "0.9"],
             "--gamma 0.9: --advantage rloo",
@@ -84,6 +86,22 @@ def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
 def test_flags_that_do_not_go_with_an_estimator_are_refused(given, line):
     with pytest.raises(InputError, match=line):
         completed(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["--advantage", "reinforce"], "lam"),
+        (["--advantage", "reinforce"], "critic_warmup_steps"),
+        (["--advantage", "rloo", "--num_generations", "2"], "vf_coef"),
+        (["--advantage", "group", "--num_generations", "2"], "cliprange_value"),
+        ([], "overlong_penalty"),
+        (["--offline_data_path", "x"], "overlong_penalty"),
+    ],
+)
+def test_a_flag_that_asks_for_what_is_the_case_is_never_refused(given, name):
+    value = 1 if name == "lam" else 0
+    assert getattr(completed(*given, f"--{name}", str(value)), name) == value
 
 
 @pytest.mark.parametrize(
@@ -143,6 +161,19 @@ def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
         count_steps(args, 10**6, 1)
 
 
+def test_the_rate_has_to_get_to_its_peak_in_the_batches_in_which_the_actor_trains():
+    flags = ["--max_steps", "6", "--critic_warmup_steps", "2", "--lr_warmup_steps"]
+    assert count_steps(completed(*flags, "3"), 10**6, 1) == 6
+    with pytest.raises(InputError, match="--lr_warmup_steps 4: the actor trains in only 4 batches"):
+        count_steps(completed(*flags, "4"), 10**6, 1)
+
+
+@pytest.mark.parametrize("limit", ["1", "0.5"])
+def test_a_dual_clip_that_would_stop_every_bad_token_is_refused(limit):
+    with pytest.raises(InputError, match=f"--dual_clip {limit}: must be 0, for no limit, or above 1"):
+        completed("--dual_clip", limit)
+
+
 def reasoning(tmp_path, template, records, given=None):
     tokenizer = word_tokenizer(WORDS, chat=True)
     tokenizer.chat_template += template
@@ -165,6 +196,14 @@ def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
 @pytest.mark.parametrize("given", [0, 1])
 def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
     assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, True), (2, False)])
+def test_that_a_single_process_splits_nothing_is_said(processes, said, monkeypatch):
+    monkeypatch.setattr(inputs, "load_once", lambda args, world, load, *given: load(*given))
+    world = World(0, processes, torch.device("cpu"))
+    *_, notes = load_inputs(completed("--shard", "1"), world)
+    assert any("nothing is split: there is one process (--shard 1)" in str(x) for x in notes) == said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Invariants of a PPO step: ratio 1 and KL 0 at the start; cutting and padding change nothing."""
 
 import copy
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.build_run import build_run
 from trainer.compute.balance_loss import load_balance_loss
-from trainer.compute.rollout_data import length_mask
+from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -79,6 +80,23 @@ def furthest(left, right):
 
 
 # ---------------------------------------------------------------------------------- before the first update
+
+
+def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
+    run, prompts = make_run(files)
+    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    order, put = {}, Rollout.__setattr__
+
+    def noting(rollout, name, value):
+        if rollout is batch.rollout:
+            order.setdefault(name, len(order))
+        put(rollout, name, value)
+
+    monkeypatch.setattr(Rollout, "__setattr__", noting)
+    train_ppo.fill_rollout(run, 0, batch, Metrics())
+    declared = [field.name for field in fields(Rollout)]
+    assert declared[declared.index("sampler_logprobs") + 1 : -1] == list(order)
+    assert declared[-1] == "host_lengths"
 
 
 def test_ratio_is_one_and_kl_zero_before_the_first_update(files):

@@ -205,7 +205,7 @@ def test_reward_models_count_as_they_are_loaded():
 def test_held_out_prompts_accumulation_and_pieces_by_hand():
     sequence = 16 * 2 * 16 * 2  # 16 tokens, keys and values, one head of 16 numbers, bf16
     caches = [planned(held_out=n).cache / sequence for n in (0, 5, 20, 1000)]
-    assert caches == [8, 8, 20, 256]  # --batch_size, then the evaluation, at most 256 at a time
+    assert caches == [8, 8, 24, 256]  # --batch_size, then the evaluation in eights, at most 256 at a time
 
     def activations(*argv):
         args = ["--batch_size", "64", "--mini_batch_size", "64", "--max_gen_len", "200", *argv]
@@ -310,7 +310,7 @@ def test_a_run_that_releases_them_is_the_same(monkeypatch, tmp_path):
             lambda *x, **more: plan(*x, **more | {"release_cache": True, "slots": 2}),
         )
     assert [engine is None for engine, _ in engines] == [False] * 3 + [True] * 3
-    assert [slots for _, slots in engines] == [4] * 3 + [2] * 3  # sequences that are sampled together
+    assert [slots for _, slots in engines] == [8] * 6  # 4 and 2 rounded up: products of as many rows
     same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from tiny import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import chat
 import export
 from dataset import lm_dataset
 from dataset.tokenization import conversation_ids
@@ -364,7 +366,7 @@ def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
         load_reward_model(str(folder), ALONE.device)
 
 
-def test_another_reference_and_ratings(files, tmp_path):
+def test_another_reference_and_ratings(files, tmp_path, capsys):
     """Scores are centred on the policy of --reference, which has its own tokenizer; 0 samples: not centred.
     The run starts from a dense MiniMind, which transformers loads as a Llama."""
     tokenizer = word_tokenizer(["user", "assistant", *WORDS[::-1]], chat=True)
@@ -381,6 +383,7 @@ def test_another_reference_and_ratings(files, tmp_path):
     mini = {**files, "model": tmp_path / "mini.pth"}
     for name, more in (("a", {"reference": other}), ("b", {"reference_samples": 0})):
         train_reward.main(argv_of(mini, "rated", tmp_path / name, max_steps=1, **more))
+    assert "parameters, small_lm_minimind\n" in capsys.readouterr().out  # as PPO calls it
     offsets = [
         json.loads((tmp_path / n / "reward_32" / "config.json").read_text())["reward_offset"] for n in "ab"
     ]
@@ -601,6 +604,50 @@ def test_the_commands_of_the_page_run(files, tmp_path):
         mains.pop(name).main([*(ours.get(word, word) for word in argv), *more[name]])
     assert not mains
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.hidden_size == 32
+
+
+def said_command(capsys, word):
+    """The words behind ``word`` in what a run has printed, as a shell reads them."""
+    lines = capsys.readouterr().out.splitlines()
+    return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
+
+
+@pytest.mark.parametrize("keys", [(), ("chosen", "rejected")])
+def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch, keys):
+    """From a model without a tokenizer, with a template of the flags, relative paths, a space in one."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(files["model"], "start", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    shutil.copyfile(files["pairs"], "my pairs.jsonl")
+    more = {
+        "tokenizer": files["model"],
+        "prompt_template": "b {prompt} c",
+        "system_prompt": "a",
+        "max_steps": 1,
+        "run_name": "",
+    }
+    train_sft.main(argv_of(files, "sft", "out", **more, model="start"))
+    python, script, *argv = said_command(capsys, "talk ")
+    assert (python, script) == (PYTHON, str(ROOT / "chat.py"))
+    chat.main([*argv, "--prompt", "a", "--max_gen_len", "2", "--device", "cpu"])
+    named = {f"{key}_key": key for key in keys}
+    train_reward.main(
+        argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, **named, model="start")
+    )
+    python, script, *argv = said_command(capsys, "use ")
+    assert (python, script) == (PYTHON, str(ROOT / "trainer" / "train_ppo.py"))
+    if keys:
+        assert argv[-2:] == ["--data_path", "prompts.jsonl"]
+        shutil.copyfile("my pairs.jsonl", "prompts.jsonl")
+    small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
+    train_ppo.main([*argv, *flags(**small)])
+    config = json.loads(Path("ppo/run_1/config.json").read_text())
+    assert (config["max_gen_len"], config["system_prompt"]) == (5, "a")
+    template = load_tokenizer("ppo/ppo_actor_32").chat_template
+    assert (
+        template
+        == load_tokenizer("out/reward_32").chat_template
+        != load_tokenizer(files["model"]).chat_template
+    )
 
 
 def test_a_bad_line_found_late_loses_nothing(files, tmp_path, monkeypatch):

@@ -155,15 +155,17 @@ def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset):
 
 def test_what_a_checkpoint_keeps_restores_it():
     critic, other = make_critic(), make_critic()
-    scale = ValueScale(critic)
-    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]))
+    scale, outlier = ValueScale(critic), [[90.0, 0.0, 90.0], [0.0, 9.0, 9.0]]
+    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]), Rows(outlier))
     other.load_state_dict(critic.state_dict())
     restored = ValueScale(other)
     restored.load_state_dict(scale.state_dict())
     tokens = torch.randint(10, (2, 5))
     assert other(tokens).equal(critic(tokens))
     for each in (scale, restored):
-        update(each, Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]]))
+        update(each, Rows(outlier))  # the second counts in full
+    assert critic.scale > 20
+    assert other.scale == critic.scale
     assert other(tokens).equal(critic(tokens))
     with pytest.raises(InputError, match="older version"):
         restored.load_state_dict({})

@@ -18,6 +18,7 @@ from dataset.data_order import epoch_order
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.build_run import build_run
+from trainer.compute import scoring
 from trainer.generation.sampling_noise import noise_keys, uniform
 from trainer.inputs import load_inputs
 from trainer.runs.distributed import World
@@ -608,7 +609,9 @@ def distance(model, other):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_three_steps_equal_a_recomputation_in_plain_torch(files, case):
+def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypatch):
+    # Several micro-batches, of other widths than the batch
+    monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 64)
     run, prompts, plain = start(files, **CASES[case])
     size, lines = run.args.batch_size, []
     for step in range(STEPS):

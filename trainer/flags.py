@@ -1,6 +1,6 @@
 """Command-line flags: each is declared once, with its default, its range and what resuming may do with it.
 
-    add("--batch_size", default=128, at_least=1, at_most=MANY, help="prompts per step and process")
+    add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
 
 A script's own flags are declared in its ``flag_parser``; here is the parser, and the flags that several
 scripts have. Checks of one flag against another: ``complete_flags`` in inputs.py. ``may_change``: a resumed
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, PEER_CHOICES, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,18 +130,31 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, word):
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
-        word = word.partition("=")[0][:100]
-        name = word.lstrip("-").replace("-", "_")
-        if not word.startswith("--"):
+        word, equals, _ = word.partition("=")
+        word = word[:100]
+        name = word.lstrip("-+").replace("-", "_")
+        parts = name.split(".")
+        is_flag = word.startswith("--")
+        verls = len(parts) > 1 and equals  # a.b=c, without dashes
+        for start in range(len(parts)) if is_flag or verls else ():
+            known = ".".join(parts[start:])
+            ours = PEER_FLAGS.get(known, known if start else None)
+            if ours in self.flags:
+                value = f" (value: {VALUES[known]})" if known in VALUES else ""
+                return f"{word}: it is called --{ours} here{value}"
+            if known in NOT_HERE and "ppo_epochs" in self.flags:  # the reasons name flags of train_ppo.py
+                return f"{word}: not a flag here: {NOT_HERE[known]}"
+        if not is_flag:
             return f"{word}: not expected here; flags begin with --, --help lists all"
-        if PEER_FLAGS.get(name) in self.flags:
-            value = f" (value: {VALUES[name]})" if name in VALUES else ""
-            return f"--{name}: it is called --{PEER_FLAGS[name]} here{value}"
-        if name in NOT_HERE and "ppo_epochs" in self.flags:  # the reasons name flags of train_ppo.py
-            return f"--{name}: not a flag here: {NOT_HERE[name]}"
         near = difflib.get_close_matches(name, self.flags, 1, 0.7)
         hint = f"did you mean --{near[0]}? " if near else ""
         return f"{word}: no such flag; {hint}--help lists all flags"
+
+    def _check_value(self, action, value):
+        """argparse's check of choices, which knows the names that others have for them."""
+        if (ours := PEER_CHOICES.get(value)) in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"{value} is called {ours} here")
+        super()._check_value(action, value)
 
     def error(self, message):
         raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")

@@ -37,6 +37,8 @@ CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1  # where only --ptx_data_path is given
 OF_THE_CRITIC = ("critic_learning_rate", "critic_lam", "critic_init", "critic_warmup_steps", "vf_coef")
 OF_THE_CRITIC += ("cliprange_value", "lam")
+# What is the case without a critic.
+NO_CRITIC = {"lam": 1.0, "critic_warmup_steps": 0, "vf_coef": 0.0, "cliprange_value": 0.0}
 SHORT, LAM_OF_SHORT = 64, 0.95  # tokens of an answer, and the lambda that suited such answers best
 
 
@@ -55,7 +57,7 @@ def complete_flags(args, flags):
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if "overlong_penalty" in given and not args.overlong_buffer:
+    if args.overlong_penalty and "overlong_penalty" in given and not args.overlong_buffer:
         what = f"--overlong_penalty {args.overlong_penalty:g}"
         raise InputError(f"{what}: is of use with --overlong_buffer only; give that too")
     if args.kl_target and not args.kl_coef:
@@ -85,9 +87,10 @@ def complete_advantage(args, given):
             args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
         return
     for name in OF_THE_CRITIC:
-        if name in given:
+        if name in given and getattr(args, name) != NO_CRITIC.get(name):
             raise InputError(f"--{name} {getattr(args, name)}: {kind} has no critic; leave the flag out")
-    args.lam, args.critic_warmup_steps = 1.0, 0
+    args.lam = NO_CRITIC["lam"]
+    args.critic_warmup_steps = NO_CRITIC["critic_warmup_steps"]
     if args.advantage == "reinforce":
         return
     if args.num_generations == 1:
@@ -267,4 +270,6 @@ def load_inputs(args, world):
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
     notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
+    if args.shard and world.size == 1:
+        notes.append("shard    nothing is split: there is one process (--shard 1); torchrun starts several")
     return actor, tokenizer, prompts, held_out, notes

@@ -26,7 +26,7 @@ from model.lora import adapter_size
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.logprobs import CHUNK, MAX_KEPT, MIN_CHUNK_TOKENS
 from trainer.compute.precision import holds
-from trainer.generation.engine import CACHE_BYTES, SLOTS
+from trainer.generation.engine import CACHE_BYTES, ROW_MULTIPLE, SLOTS
 from trainer.generation.kv_cache import bytes_per_token
 
 GB = 1e9
@@ -148,6 +148,8 @@ def memory_plan(
     actor, small, parts = sizes["actor"], dtype.itemsize, _parts(args, processes)
     budget, width = budget or tokens_per_pass(device), args.max_seq_len + args.max_gen_len
     slots = min(slots, held_out if args.offline_data_path else max(args.batch_size, held_out))
+    if device.type == "cpu":
+        slots += -slots % ROW_MULTIPLE
     cache = slots * width * bytes_per_token(actor.config, small)
     weights = _weights(args, sizes, device, small, parts)
     if not slots:  # nothing is sampled

@@ -55,7 +55,7 @@ def check_offline(args, given):
     for name, why in NOT_OFFLINE.items():
         if getattr(args, name):
             raise InputError(f"--offline_data_path: leave out --{name}: {why}")
-    if "overlong_penalty" in given:  # without a buffer it does nothing, whatever its default
+    if args.overlong_penalty and "overlong_penalty" in given:  # its default does nothing without a buffer
         raise InputError("--offline_data_path: leave out --overlong_penalty: scores are taken as they are")
     if args.update_old_actor_freq > 1:
         raise InputError("--offline_data_path: leave out --update_old_actor_freq: there is no old actor")

@@ -1,8 +1,9 @@
-"""Flags of MiniMind, TRL and OpenRLHF that are called otherwise here: what a command with their names is
-told.
+"""Flags of MiniMind, TRL, OpenRLHF and verl that are called otherwise here: what a command with their names
+is told.
 
-Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12 and OpenRLHF 0.8 to 0.11. Single
-names are of verl and LightRFT.
+Names are those of MiniMind's train_ppo.py (2025 and 2026), TRL 0.11 to 1.12, OpenRLHF 0.8 to 0.11 and verl's
+PPO (2025). Single names are of LightRFT. A name with dots (OpenRLHF from 0.10.2 on, verl) is found by its
+longest ending that is here or a flag of ours: ``actor_rollout_ref.actor.optim.lr`` by ``optim.lr``.
 """
 
 # their flag -> the flag of train_ppo.py that does the same
@@ -47,9 +48,18 @@ PEER_FLAGS = {
     "log_with": "tracker",  # as report_to
     "tracker_project_name": "wandb_project",
     "use_score_scaling": "normalize_reward",  # 1
+    # TRL: GRPO and RLOO
+    "beta": "kl_coef",
+    "max_prompt_length": "max_seq_len",  # longer prompts are dropped here
+    "max_completion_length": "max_gen_len",
+    "epsilon": "clip_epsilon",
+    "epsilon_high": "clip_epsilon_high",
+    "delta": "dual_clip",
+    "num_iterations": "ppo_epochs",
+    "reward_funcs": "reward_fn",
+    "reward_model_name_or_path": "reward_model",
     # OpenRLHF up to 0.10.1 (underscores), and from 0.10.2 on (dots)
     "pretrain": "model",
-    "actor.model_name_or_path": "model",
     "reward_pretrain": "reward_model",
     "reward.model_name_or_path": "reward_model",
     "remote_rm_url": "reward_url",  # a .py file there: --reward_fn
@@ -62,59 +72,41 @@ PEER_FLAGS = {
     "eval_dataset": "eval_data_path",
     "eval.dataset": "eval_data_path",
     "input_key": "prompt_key",
-    "data.input_key": "prompt_key",
     "label_key": "answer_key",
-    "data.label_key": "answer_key",
     "input_template": "prompt_template",  # {prompt} here, {} there
-    "data.input_template": "prompt_template",
     "prompt_max_len": "max_seq_len",
     "generate_max_len": "max_gen_len",
     "max_new_tokens": "max_gen_len",
-    "rollout.max_new_tokens": "max_gen_len",
     "min_new_tokens": "min_gen_len",
     "min_tokens": "min_gen_len",
     "stop_strings": "stop",
     "stop_sequences": "stop",
     "stop_token_id": "stop_token_ids",
-    "rollout.temperature": "temperature",
     "num_episodes": "epochs",
-    "train.num_episodes": "epochs",
     "max_epochs": "ppo_epochs",
-    "train.max_epochs": "ppo_epochs",
     "actor_learning_rate": "learning_rate",
     "actor.adam.lr": "learning_rate",
     "critic.adam.lr": "critic_learning_rate",
     "max_norm": "grad_clip",
-    "actor.max_norm": "grad_clip",
-    "critic.max_norm": "grad_clip",
     "eps_clip": "clip_epsilon",
-    "actor.eps_clip": "clip_epsilon",
     "eps_clip_low_high": "clip_epsilon_high",  # and --clip_epsilon for the lower one
     "vllm_is_truncated_threshold": "importance_cap",
     "value_clip": "cliprange_value",  # here in standard deviations of the returns
-    "critic.value_clip": "cliprange_value",
-    "algo.advantage.gamma": "gamma",
     "lambd": "lam",
     "lr_scheduler_type": "lr_schedule",
     "lr_scheduler": "lr_schedule",
     "warmup_steps": "lr_warmup_steps",  # batches here
-    "algo.advantage.lambd": "lam",
     "init_kl_coef": "kl_coef",  # TRL up to 0.11 as well
     "algo.kl.init_coef": "kl_coef",
     "n_samples_per_prompt": "num_generations",
-    "rollout.n_samples_per_prompt": "num_generations",
     "rloo_k": "num_generations",  # TRL's RLOO up to 0.22
     "advantage_estimator": "advantage",
     "algo.advantage.estimator": "advantage",
     "dynamic_filtering": "filter_groups",  # a number of times here
-    "algo.kl.target": "kl_target",
-    "train.ema_beta": "ema_beta",
     "top_entropy_quantile": "entropy_top",  # TRL's GRPO
     "high_entropy_token_ratio": "entropy_top",  # LightRFT: of each answer; here of the batch
     "entropy_loss_coef": "entropy_coef",  # here in reward units
-    "actor.entropy_coef": "entropy_coef",
     "entropy_coeff": "entropy_coef",  # verl, in units of the advantages
-    "algo.kl.horizon": "kl_horizon",
     "target": "kl_target",  # TRL up to 0.11
     "horizon": "kl_horizon",  # TRL up to 0.11
     "use_kl_loss": "kl_in",  # loss; without it OpenRLHF does what --kl_in reward does
@@ -124,32 +116,67 @@ PEER_FLAGS = {
     "critic.freezing_steps": "critic_warmup_steps",
     "reward.normalize_enable": "normalize_reward",  # 1
     "overlong_buffer_len": "overlong_buffer",
-    "reward.overlong_buffer_len": "overlong_buffer",
     "overlong_penalty_factor": "overlong_penalty",
-    "reward.overlong_penalty_factor": "overlong_penalty",
     "lora_rank": "lora_r",
     "ds.lora.rank": "lora_r",
     "param_dtype": "dtype",  # bfloat16, not bf16
-    "ds.param_dtype": "dtype",
     "actor.gradient_checkpointing_enable": "gradient_checkpointing",  # 1
-    "train.seed": "seed",
     "full_determinism": "deterministic",  # 1
     "train.full_determinism_enable": "deterministic",  # 1
-    "data.dataloader_num_workers": "num_workers",
     "save_path": "out_dir",
-    "ckpt.output_dir": "out_dir",
-    "ckpt.save_steps": "save_interval",
     "max_ckpt_num": "keep_checkpoints",
     "ckpt.max_num": "keep_checkpoints",
     "load_checkpoint": "resume",  # auto
     "ckpt.load_enable": "resume",  # auto
-    "logger.logging_steps": "log_interval",
     "eval.steps": "eval_interval",
     "logger.wandb.key": "tracker",  # a key there
     "use_tensorboard": "tracker",  # a folder there
-    "logger.wandb.project": "wandb_project",
     "wandb_run_name": "run_name",
-    "logger.wandb.run_name": "run_name",
+    # verl
+    "model.path": "model",
+    "critic.model.path": "critic_init",
+    "reward_model.model.path": "reward_model",
+    "custom_reward_function.path": "reward_fn",
+    "train_files": "data_path",
+    "val_files": "eval_data_path",
+    "max_response_length": "max_gen_len",
+    "rollout.n": "num_generations",
+    "adv_estimator": "advantage",
+    "ppo_mini_batch_size": "mini_batch_size",
+    "optim.lr": "learning_rate",
+    "critic.optim.lr": "critic_learning_rate",
+    "critic.learning_rate": "critic_learning_rate",
+    "clip_grad": "grad_clip",
+    "clip_ratio": "clip_epsilon",
+    "clip_ratio_low": "clip_epsilon",
+    "clip_ratio_high": "clip_epsilon_high",
+    "clip_ratio_c": "dual_clip",
+    "kl_loss_coef": "kl_coef",
+    "use_kl_in_reward": "kl_in",
+    "kl_ctrl.target_kl": "kl_target",  # --target_kl is another thing here
+    "filter_groups.enable": "filter_groups",
+    "overlong_buffer.len": "overlong_buffer",
+    "overlong_buffer.penalty_factor": "overlong_penalty",
+    "enable_gradient_checkpointing": "gradient_checkpointing",
+    "critic_warmup": "critic_warmup_steps",
+    "total_epochs": "epochs",
+    "total_training_steps": "max_steps",
+    "save_freq": "save_interval",
+    "test_freq": "eval_interval",
+    "default_local_dir": "out_dir",
+    "resume_mode": "resume",
+    "trainer.logger": "tracker",
+    "project_name": "wandb_project",
+    "experiment_name": "run_name",
+}
+
+# values of flags with choices that are called otherwise here
+PEER_CHOICES = {
+    "grpo": "group",
+    "group_norm": "group",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
 }
 
 # where the value is another one, too
@@ -171,7 +198,6 @@ VALUES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "param_dtype": "bfloat16",
-    "ds.param_dtype": "bfloat16",
     "use_cpu": "cpu",
     "report_to": "swanlab, tensorboard, wandb or none",
     "log_with": "swanlab, tensorboard, wandb or none",
@@ -185,8 +211,17 @@ VALUES = {
     "warmup_steps": "a number of batches",
     "eps_clip_low_high": "the upper one; --clip_epsilon is the lower one",
     "input_template": "{prompt} where there was {}",
-    "data.input_template": "{prompt} where there was {}",
     "num_train_epochs": "a whole number",
+    "reward_funcs": "path.py:function",
+    "custom_reward_function.path": "path.py:function",
+    "critic.model.path": "actor or reward",
+    "ppo_mini_batch_size": "answers, --num_generations for each prompt",
+    "use_kl_in_reward": "reward",
+    "filter_groups.enable": "how often to sample such a prompt again",
+    "enable_gradient_checkpointing": "1",
+    "resume_mode": "auto, or a run or checkpoint folder",
+    "adv_estimator": "gae, rloo, group or reinforce",
+    "trainer.logger": "swanlab, tensorboard, wandb or none",
     "min_new_tokens": "one more: here the EOS counts",
     "min_tokens": "one more: here the EOS counts",
 }
@@ -199,6 +234,8 @@ NOT_HERE = {
     "total_episodes": "set --max_steps to it divided by --batch_size and by the number of processes",
     "rollout_batch_size": "set --batch_size to it divided by the number of processes",
     "train_batch_size": "set --mini_batch_size to it divided by the number of processes",
+    "data.train_batch_size": "--batch_size counts answers of a process: multiply by --num_generations and "
+    "divide by the number of processes",
     "max_len": "set --max_seq_len for the prompt and --max_gen_len for the response",
     # not needed
     "micro_train_batch_size": "not needed, micro-batches are cut by tokens and halved when memory runs out",
@@ -209,6 +246,11 @@ NOT_HERE = {
     "vllm_num_engines": "not needed, the training processes sample the responses themselves",
     "rollout_engine": "not needed, the training processes sample the responses themselves",
     "save_weight": "the name of the result is fixed; --out_dir says where it goes",
+    "val_before_train": "not needed, with --eval_data_path there is an evaluation before training",
+    "n_gpus_per_node": "torchrun --nproc_per_node says how many processes there are",
+    "nnodes": "torchrun --nnodes says how many machines there are",
+    "use_dynamic_bsz": "not needed, micro-batches are always cut by tokens",
+    "filter_overlong_prompts": "not needed, prompts that are too long are always dropped and counted",
     # not supported
     "top_p": "samples come from the whole distribution, so that the log-probs are those of the policy",
     "kl_estimator": "--kl_in says which one: loss takes k2, reward takes k1",
@@ -221,6 +263,19 @@ NOT_HERE = {
 
 NOT_HERE |= {
     # the same answers under other names
+    "top_k": NOT_HERE["top_p"],
+    "min_p": NOT_HERE["top_p"],
+    "ppo_micro_batch_size": NOT_HERE["micro_train_batch_size"],
+    "ppo_micro_batch_size_per_gpu": NOT_HERE["micro_train_batch_size"],
+    "ppo_max_token_len_per_gpu": NOT_HERE["micro_train_batch_size"],
+    "log_prob_micro_batch_size_per_gpu": NOT_HERE["local_rollout_forward_batch_size"],
+    "use_vllm": NOT_HERE["rollout_engine"],
+    "vllm_mode": NOT_HERE["rollout_engine"],
+    "rollout.name": NOT_HERE["rollout_engine"],
+    "gpu_memory_utilization": NOT_HERE["rollout_engine"],
+    "tensor_model_parallel_size": NOT_HERE["rollout_engine"],
+    "kl_loss_type": NOT_HERE["kl_estimator"],
+    "kl_penalty": NOT_HERE["kl_estimator"],
     "micro_rollout_batch_size": NOT_HERE["local_rollout_forward_batch_size"],
     "torch_compile": NOT_HERE["use_compile"],
     "sglang_base_url": NOT_HERE["rollout_engine"],
@@ -235,10 +290,15 @@ NOT_HERE |= {
     # ours, until November 2026
     "grad_sum_dtype": "leave it out, gradients are summed in float32",
     # others
+    "loss_type": "a loss is always the mean over all tokens of a minibatch",
+    "loss_agg_mode": "a loss is always the mean over all tokens of a minibatch",
+    "scale_rewards": "--advantage group divides by the deviation of a prompt's scores, rloo does not",
+    "mask_truncated_completions": "cut answers are learned from; --missing_eos_penalty is what they lose",
     "eval_strategy": "--eval_interval says after how many steps; 0 evaluates first and last only",
     "debug_mode": "not needed, samples.jsonl in the run folder has responses and their scores",
     "ckpt_path": "checkpoints are written in the run folder below --out_dir",
     "early_stopping": "not needed, a --target_kl above 0 switches it on",
+    "use_remove_padding": "not needed, sequences are packed wherever the model allows it",
     "packing_samples": "not needed, sequences are packed wherever the model allows it",
     "attn_implementation": "not needed, attention is chosen for the model and the device",
     "flash_attn": "not needed, attention is chosen for the model and the device",
@@ -247,6 +307,5 @@ NOT_HERE |= {
     "lora_alpha": "it is always twice --lora_r",
     "load_in_4bit": "weights are not quantized",
     "enable_ema": "not needed, an --ema_beta above 0 switches it on",
-    "train.enable_ema": "not needed, an --ema_beta above 0 switches it on",
     "save_hf_ckpt": "export.py writes a Hugging Face directory from the result",
 }

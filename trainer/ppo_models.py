@@ -169,7 +169,7 @@ class PpoRun:
         moe = "_moe" if is_moe(self.actor) else ""
         return Path(self.args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
 
-    result_path = pth_path
+    result_path = result_file = pth_path
 
     @property
     def best_path(self):
@@ -254,7 +254,8 @@ class PpoRun:
         elif best.value is not None:
             words = f"best     the start: {best.metric} {best.value:.3f} before training was not beaten\n"
         words += f"average  {ema_path(self)} (--ema_beta)\n" if self.ema.batches else ""
-        talk = command_line("chat.py", "--model", self.pth_path)
+        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
+        talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n{words}talk     {talk}"
 
     def about_best(self):

@@ -21,6 +21,14 @@ KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", 
 KEPT += ("step_rewards",)  # where there is a reward function
 
 
+def newest_rows(rollout: Rollout, returns: torch.Tensor, count: int) -> tuple[Rollout, torch.Tensor]:
+    """The last ``count`` rows of a joined rollout and of its returns [B, R]: those of the new batch, which
+    has not been learned from."""
+    first = len(rollout.tokens) - count
+    latest = rollout.rows(range(first, len(rollout.tokens))) if first else rollout
+    return latest, returns[first:, : latest.old_logprobs.shape[1]]
+
+
 class Replay:
     """The last ``size`` global batches, on the CPU. positions: the rows of a global batch that belong to this
     process (dataset/data_order.py)."""

@@ -8,20 +8,14 @@ from trainer.filter_groups import rows_of_equal_groups
 from trainer.response_stats import batch_metrics, repetition
 
 
-def note_rollout(run, step, rollout, returns, metrics):
-    """Add what the new rows of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
-    beside the Monte-Carlo returns [B, R]; they also say how long critic warm-up goes on. The new rows are
-    the last ones: the critic has not learned from them yet."""
-    count = len(rollout.tokens)
-    first = count - run.args.batch_size
-    new = rollout.rows(range(first, count)) if first else rollout
-    returns = returns[first:, : new.old_logprobs.shape[1]]
+def note_rollout(run, new, returns, metrics):
+    """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
+    beside the Monte-Carlo returns [B, R]."""
     offline = bool(run.args.offline_data_path)  # then only the critic is measured: nothing was sampled
     for name, (total, count) in ppo.rollout_metrics(new, returns).items():
         if name.startswith("value/") or not offline:
             metrics.add(name, total, count)
     if run.critic:
-        run.critic_warmup.note(step, new, returns, run.world.sum)
         explained = ppo.explained_variance(returns, new.values, new.mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
@@ -29,7 +23,7 @@ def note_rollout(run, step, rollout, returns, metrics):
     if not offline:
         size = ppo.effective_sample_size(*logprobs, new.mask, run.world.sum)
         metrics.add("rollout/importance_ess", size, 1)
-    metrics.add("policy/advantage_std", rollout.advantage_std, 1)
+    metrics.add("policy/advantage_std", new.advantage_std, 1)
     metrics.add_all(run.kl.metrics(), 1)
 
 

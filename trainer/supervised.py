@@ -63,6 +63,7 @@ class SupervisedRun:
     def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
         self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
         self.modules, self.model = modules, modules["model"]
+        self.model_type = self.model.config.model_type
         self.data, self.held_out = data, held_out
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
@@ -130,12 +131,12 @@ class SupervisedRun:
 
     def about(self):
         """Lines that describe the run: its model and its data."""
-        size, kind = sum(p.numel() for p in self.model.parameters()) / 1e6, self.model.config.model_type
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
         held_out = "" if self.held_out is None else f"{len(self.held_out)} "
         held_out += "of them " if held_out and not self.args.eval_data_path else ""
         files = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
         return (
-            f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {kind}\n"
+            f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {self.model_type}\n"
             f"data     {self.args.data_path}: {self.data.dataset.describe()}"
             + (f", {held_out}held out" if held_out else "")
             + "".join(f"\nnote     {data.note}" for data in files if data.note)

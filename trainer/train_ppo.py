@@ -156,6 +156,7 @@ from trainer.evaluation import evaluate_actor
 from trainer.filter_groups import sample_again, step_noise
 from trainer.inputs import complete_flags, load_inputs
 from trainer.offline import collect_logged, take_reference
+from trainer.replay import newest_rows
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
@@ -253,7 +254,10 @@ def fill_rollout(run, step, batch, metrics):
     if run.critic:
         run.value_scale.update(rollout, outcome, run.world.sum)
     estimate_advantages(run, rollout)
-    note_rollout(run, step, rollout, outcome, metrics)
+    latest, outcome = newest_rows(rollout, outcome, args.batch_size)
+    if run.critic:
+        run.critic_warmup.note(step, latest, outcome, run.world.sum)
+    note_rollout(run, latest, outcome, metrics)
     run.replay.keep(new)
     return rollout
 

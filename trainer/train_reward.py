@@ -84,9 +84,10 @@ from trainer.policy_checks import check_policy
 from trainer.reward_offset import load_reference, make_reference, write_centred
 from trainer.rewards.reward_models import score_places
 from trainer.runs import displays
-from trainer.runs.commands import command_line
+from trainer.runs.commands import command_line, full_path
 from trainer.runs.metrics import Metrics
 
+SAME_IN_PPO = ("prompt_key", "answer_key", "max_seq_len", "max_gen_len")  # flags that mean the same there
 DEMO_DATA, DEMO_HELD_OUT = (ROOT / f"dataset/demo/preferences{end}.jsonl" for end in ("", "_eval"))
 
 
@@ -144,6 +145,10 @@ class RewardRun(supervised.SupervisedRun):
         if self.hf_dir.resolve() == Path(args.model).resolve():
             raise InputError(f"--model {args.model}: the result would be written there; copy it elsewhere")
 
+    @property
+    def result_file(self):
+        return self.hf_dir / "config.json"
+
     def fingerprints(self):
         found = super().fingerprints()
         return found | ({"reference": self.reference.fingerprint()} if self.reference else {})
@@ -173,13 +178,31 @@ class RewardRun(supervised.SupervisedRun):
         self.result_path = self.hf_dir
 
     def results(self):
-        use = command_line("trainer/train_ppo.py", "--model", self.args.model, "--reward_model", self.hf_dir)
-        line = f"model    {self.hf_dir}\nuse      {use}"
+        line = f"model    {self.hf_dir}\nuse      {self.use()}"
         if self.reference:
             (mean, spread), count = self.centre, len(self.reference.prompts)
             line += f"\ncentred  {mean:.3f} subtracted, the mean of {count} answers of the reference"
             line += f" (spread {spread:.3f})"
         return line
+
+    def use(self) -> str:
+        """The command for PPO, and what to change in it. The result's tokenizer has what the flags have made
+        of the model's: its chat template and system message."""
+        args = self.args
+        result = self.hf_dir.resolve()
+        words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
+        if args.trust_remote_code:
+            words.append("--trust_remote_code")
+        for name in SAME_IN_PPO:
+            if (value := getattr(args, name)) != self.flags[name].default:
+                words += [f"--{name}", value]
+        prompts = full_path(args.data_path)
+        note = "with the prompts of this file; --data_path names others"
+        if args.chosen_key or args.rejected_key:  # PPO does not read pairs under keys of their own
+            prompts = "prompts.jsonl"
+            note = "put the file with your prompts in place of prompts.jsonl"
+        command = command_line("trainer/train_ppo.py", *words, "--data_path", prompts)
+        return f"{command}\n         ({note})"
 
 
 class PairRun(RewardRun):
@@ -308,7 +331,9 @@ def build(args, world):
         speaker = load_reference(args) if args.reference else (policy, tokenizer)
         reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
     kind = PairRun if pairs else RatingRun
-    return kind(args, world, tokenizer, modules, data, held_out, reference)
+    run = kind(args, world, tokenizer, modules, data, held_out, reference)
+    run.model_type = policy.config.model_type  # a MiniMind, of which the classifier is a Llama or Qwen3
+    return run
 
 
 def main(argv=None):

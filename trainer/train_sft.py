@@ -130,7 +130,7 @@ class SftRun(supervised.SupervisedRun):
         moe = "_moe" if is_moe(self.model) else ""
         return Path(self.args.out_dir) / f"full_sft_{self.model.config.hidden_size}{moe}.pth"
 
-    result_path = pth_path
+    result_path = result_file = pth_path
 
     @property
     def hf_dir(self):
@@ -171,7 +171,8 @@ class SftRun(supervised.SupervisedRun):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self):
-        talk = command_line("chat.py", "--model", self.pth_path)
+        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
+        talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 

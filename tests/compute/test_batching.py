@@ -78,6 +78,24 @@ def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
     assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
 
+def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
+    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={}, in_step=None)
+    run.loss_scale = LossScale(torch.float32)
+    tried = []
+
+    def backward(token_budget):
+        tried.append(token_budget)
+        if token_budget > 300:
+            raise torch.OutOfMemoryError("out of memory")
+        return Metrics()
+
+    gradients_that_fit(run, backward, [100] * 10)
+    assert tried == [1000, 500, 250]
+    assert run.progress.token_budget == 250
+    gradients_that_fit(run, backward, [100] * 10)
+    assert tried[3:] == [250]
+
+
 def test_micro_batches_waste_little_on_padding():
     rng = random.Random(0)
     lengths = [rng.randint(10, 200) for _ in range(256)]

@@ -19,7 +19,7 @@ from trainer.compute.fused_layers import (
 )
 from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
-from trainer.generation.engine import DECODE_ROW_MULTIPLE, Sampler
+from trainer.generation.engine import ROW_MULTIPLE, Sampler
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -199,11 +199,11 @@ def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
     assert seen == [2 * PRODUCT_ROW_MULTIPLE]
     hook.remove()
 
-    sampler, rows = Sampler(model, slots=21), []
+    sampler, rows = Sampler(model), []
     sampler.copy.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     sampler.sample([[3, 4]] * 21, torch.arange(21) * 977, [0], 12, 1.0)
     decoded = {n for n, width in rows if width == 1}
     assert decoded
-    assert all(n % DECODE_ROW_MULTIPLE == 0 or n == 21 for n in decoded)
+    assert all(n % ROW_MULTIPLE == 0 for n in decoded)

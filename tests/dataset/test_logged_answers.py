@@ -2,6 +2,7 @@
 
 import pytest
 from tiny import WORDS, tiny_llama, word_tokenizer, write_jsonl
+from tokenizers.processors import TemplateProcessing
 
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
 from dataset.logged_answers import LoggedAnswers, LoggedPairs
@@ -42,6 +43,16 @@ def test_a_pair_is_two_answers_of_which_each_is_tokenised_as_in_the_other_stages
         assert chosen.response_ids != rejected.response_ids
     assert items[0].response == "c d" and items[1].response == "e"
     assert items[0].response_ids == [WORDS.index("c") + 2, WORDS.index("d") + 2, 0]
+
+
+def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(tmp_path):
+    tokenizer = word_tokenizer(WORDS)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", 1)]
+    )
+    logged = LoggedAnswers(write_jsonl(tmp_path / "l.jsonl", PAIRS[:1]), tokenizer, 20, 20, [0])
+    assert logged[0].prompt_ids[0] == 1
+    assert logged[0].response_ids == [WORDS.index("c") + 2, WORDS.index("d") + 2, 0]
 
 
 def test_each_record_of_a_pair_is_read_once(tmp_path, monkeypatch):

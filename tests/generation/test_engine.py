@@ -3,16 +3,22 @@
 What happens on a GPU only: test_cuda_branches.py.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers as T
-from tiny import tiny_llama, word_tokenizer
+from tiny import ROOT, tiny_llama, word_tokenizer
 
 from errors import InputError
 from model.model_minimind import MiniMindConfig
+from trainer.compute import precision
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_linears
 from trainer.compute.scoring import PolicyScorer, score_all
+from trainer.generation import sampling
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
 from trainer.generation.results import response_texts
@@ -81,7 +87,10 @@ def test_sampling_by_blocks_draws_the_same_tokens_as_one_cumulative_sum(vocabula
     assert (logprobs - exact).abs().max() < 1e-5
 
 
-def test_a_token_of_probability_zero_is_never_drawn():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_token_of_probability_zero_is_never_drawn(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(sampling, "kernels_for", lambda *_, **more: None)
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
     u = torch.tensor([0.0, 1 - 2**-32], dtype=torch.float64)
     assert sample_tokens(logits, 1.0, u)[0].tolist() == [1, 2]
@@ -189,6 +198,21 @@ def test_samples_do_not_depend_on_the_number_of_slots(model, slots):
     assert sample(model, PROMPTS, keys, [0], 10, 1.0, slots).responses() == draw(model, range(24)).responses()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 11])
+def test_rows_that_are_decoded_and_rows_of_the_head_come_in_multiples_of_eight(model, count):
+    """Products of 1 to 3 rows round differently: a result would depend on the other sequences."""
+    sampler, decoded, read = Sampler(model), set(), set()
+    copy = sampler.copy.model
+    copy.base_model.register_forward_pre_hook(
+        lambda _, args, x: decoded.add(tuple(x["input_ids"].shape)), with_kwargs=True
+    )
+    copy.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.add(len(x[0])))
+    sampler.sample([[3, 4]] * count, noise_keys(7, 3, range(count)), [0], 10, 1.0)
+    whole = {8} if count <= 8 else {8, 16}
+    assert {rows for rows, width in decoded if width == 1} <= whole
+    assert read <= whole
+
+
 def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     """Keys and values, two layers, one head of 16: 2 * 2 * 16 * 4 bytes a token; 16 tokens a sequence."""
     monkeypatch.setattr("trainer.generation.engine.CACHE_BYTES", 5 * 16 * 2 * 2 * 16 * 4)
@@ -275,13 +299,32 @@ def test_bf16_is_chosen_where_it_is_native(monkeypatch):
     cpu = torch.device("cpu")
     assert fast_dtype("float32", cpu) == torch.float32
     assert fast_dtype("bfloat16", cpu) == torch.bfloat16
-    for able, expected in (
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    for able, onednn, expected in (
+        ({"avx512_bf16": True}, True, torch.bfloat16),
+        ({"amx_bf16": True}, True, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, True, torch.float32),
+        ({"avx512_bf16": True}, False, torch.float32),  # with ONEDNN_MAX_CPU_ISA=AVX2
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        monkeypatch.setattr(precision, "onednn_takes_bf16", lambda onednn=onednn: onednn)
         assert fast_dtype("auto", cpu) == expected
+
+
+# For a process in which oneDNN refuses bf16: prints by how much log-probs in bf16 are off, in the mean.
+IN_BF16 = """
+from tests.generation.test_engine import *
+policy = tiny_llama(VOCABULARY, layers=2, spread=2.0)
+rollout = Sampler(policy, torch.bfloat16).sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+scored = score_all(rollout, lambda r: PolicyScorer(policy)(*r.sequences, 1.0)[0])
+print(((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).item())
+"""
+
+
+def test_bf16_where_onednn_refuses_it():
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", IN_BF16], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 0.02
 
 
 # ----------------------------------------------------------------------------------------- model families

@@ -255,6 +255,10 @@ def test_the_old_actor_keeps_its_adapter_until_it_is_due(files):
     assert any((x != 0).any() for name, x in run.actor.named_parameters() if "lora_B" in name)
     run, _ = updated_run(files, steps=2, update_old_actor_freq=2)
     assert same(run.actor.parameters(), run.old_actor.parameters())
+    run, _ = make_run(files, lora_r=RANK, update_old_actor_freq=2, dtype="bfloat16")
+    run.prepare()
+    kinds = {x.dtype for name, x in run.old_actor.named_parameters() if "lora_" in name}
+    assert kinds == {torch.float32}  # B is 0 at the start, which bf16 holds; later it is not
     assert not any(p.requires_grad for p in run.old_actor.parameters())
 
 

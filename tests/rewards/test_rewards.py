@@ -11,7 +11,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.rewards.reward import RawScores, Reward
 from trainer.rewards.reward_function import load_reward_function
-from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
+from trainer.rewards.reward_models import critic_start, load_reward_model, load_reward_models, parse_spec
 from trainer.rewards.rules import (
     after_thinking,
     answer_text,
@@ -160,6 +160,10 @@ def test_without_reasoning_only_the_whole_is_scored():
     )
     assert set(parts) == {"model", "score"}
     assert parts["score"].tolist() == [1.0]
+    asked = []
+    reward = Reward({"model": (lambda c: asked.extend(c) or torch.ones(len(c)), 1.0)}, reasoning=False)
+    reward(["p"], ["<answer>2</answer>"], [None], [True])
+    assert asked == [("p", "<answer>2</answer>")]  # and not the answer block
 
 
 def test_a_cut_response_pays_the_missing_eos_penalty():
@@ -184,6 +188,26 @@ def test_classifier_scores_are_the_models_own_whatever_the_batch(classifier):
     scores = load_reward_model(classifier, torch.device("cpu"))(conversations)
     assert scores.tolist() == pytest.approx(alone, abs=1e-5)
     assert scores.std() > 1e-3
+
+
+def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    path = save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
+    reward_model = load_reward_model(path, torch.device("cpu"))
+    reward_model.max_length = 6
+    score = reward_model([("one two three", "four five four five two")])
+    ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
+    with torch.no_grad():
+        model = AutoModelForSequenceClassification.from_pretrained(path)
+        last, first = (model(torch.tensor([x])).logits.item() for x in (ids[-6:], ids[:6]))
+    assert score.item() == pytest.approx(last - 5.0, abs=1e-5)
+    assert abs(first - last) > 1e-3
+
+
+def test_the_critic_starts_from_the_model_of_the_largest_weight_whatever_its_sign(classifier):
+    one, two = (load_reward_model(classifier, torch.device("cpu")) for _ in range(2))
+    found = critic_start("auto", {"one": (one, 0.5), "two": (two, -2.0)}, one.tokenizer)
+    assert found[0] is two.model and found[1] == -2.0
 
 
 def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
@@ -305,6 +329,8 @@ def test_repetition_penalty_by_hand():
 
 def test_length_reward_by_hand():
     assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
+    assert length_reward("\n " + "x" * 19, 0.5) == -0.5  # spaces around it do not count
+    assert length_reward("x" * 800 + "\n", 0.5) == 0.5
     reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
     parts = reward(["p"], ["x " * 30], [None], [True])
     assert {name: x.item() for name, x in parts.items()} == {

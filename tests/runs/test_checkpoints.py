@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from same_runs import resumed_is_the_same
 from tiny import (
     DIE,
     FAULTY_REWARD,
@@ -103,6 +104,16 @@ def names(run):
 
 
 # -------------------------------------------------------------------------------------- killed and resumed
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_small_batches_resume_bit_for_bit_though_an_evaluation_takes_more_slots(files, tmp_path, batch):
+    """The first evaluation samples 40 prompts at once; the resumed run begins with ``batch`` of them."""
+    sizes = {"batch_size": batch, "mini_batch_size": batch, "dtype": "float32"}
+    sizes |= {"normalize_reward": 0, "critic_warmup_steps": 0, "save_interval": 3, "eval_interval": 99}
+    argv = argv_of({**files, "eval_data_path": files["data_path"]}, tmp_path / "whole", **sizes)
+    train_ppo.main(argv)
+    resumed_is_the_same(tmp_path / "whole" / "r", [*argv, "--out_dir", str(tmp_path)], tmp_path, last=6)
 
 
 def test_resuming_equals_never_having_stopped_bit_for_bit(whole, half):

@@ -1,6 +1,7 @@
 """The runs that benchmarks/health.py has made: broken ones are named, healthy ones are left alone."""
 
 import json
+import re
 
 import pytest
 from tiny import ROOT
@@ -78,6 +79,29 @@ def test_a_run_with_a_usual_target_kl_is_told_to_lower_its_rate(health):
     (starves,) = (f for f in found if f.name == "early_stop_starves")
     assert starves.causes == ("--learning_rate is too high",)
     assert starves.remedy == "--learning_rate 0.0005"
+
+
+def test_no_run_is_told_to_move_a_flag_both_ways(health):
+    moved = 0
+    for name, run in RUNS.items():
+        ways = {}
+        for finding in findings(*health.records_of(run)):
+            for flag, value in re.findall(r"--(\w+) (\d[\d.e-]*)", finding.remedy):
+                now = run["args"].get(flag)
+                if now is not None and float(value) != now:
+                    ways.setdefault(flag, set()).add(float(value) > now)
+        moved += len(ways)
+        assert all(len(way) == 1 for way in ways.values()), name
+    assert moved > 100
+
+
+def test_a_rate_far_too_high_is_the_first_finding_and_wrong(health):
+    """critic_useless lowers the critic's rate there, and critic_biased would raise it."""
+    first, *rest = findings(*health.records_of(RUNS["rate x100"]))
+    assert (first.name, first.level, first.remedy) == ("unusual_flags", "wrong", "--learning_rate 0.0005")
+    remedies = {finding.name: finding.remedy for finding in rest}
+    assert remedies["critic_useless"].startswith("--critic_learning_rate 0.00017 ")
+    assert remedies["critic_biased"] == "(--critic_learning_rate: do first what critic_useless says) --lam 1"
 
 
 def test_each_check_is_seen_in_a_broken_run(health):

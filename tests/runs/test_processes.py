@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs.distributed import World, sum_gradients
+from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
@@ -110,7 +110,7 @@ def run_in(processes, files, out, **more):
     sizes = {2: TWO, 4: FOUR}[processes]
     argv = argv_of(files, out, sizes, reward_fn=overflow, keep_checkpoints=9, **more)
     for process in launch_all([*argv, "--ddp"], processes):
-        finish(process)
+        assert "FutureWarning" not in finish(process)[1]
     return out / "r"
 
 
@@ -430,3 +430,21 @@ def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch)
     assert [p.grad.unique().tolist() for p in parameters[:4]] == [[2.0], [4.0], [6.0], [0.0]]
     assert [p.grad.shape for p in parameters[:4]] == [p.shape for p in parameters[:4]]
     assert parameters[4].grad is None
+
+
+def test_equal_weights_in_another_order_are_different_weights(monkeypatch):
+    """Swapped: neighbours, a number and its negative, pieces of a checksum, parameters; and one bit."""
+    sent = []
+    monkeypatch.setattr(World, "gather", lambda world, item: sent.append(item) or [item])
+    numbers = torch.arange(1.0, 3 * PIECE + 1)
+    numbers[7] = -numbers[3]
+    order = torch.arange(len(numbers))
+    orders = [order, order, order.clone(), order.clone(), order.roll(PIECE)]
+    orders[2][[0, 1]] = order[[1, 0]]
+    orders[3][[3, 7]] = order[[7, 3]]
+    pairs = [(numbers[order], torch.ones(2)) for order in orders]
+    pairs += [(numbers, torch.tensor([1.0, 1.0000001])), (torch.ones(2), numbers)]
+    for pair in pairs:
+        World(0, 2, ALONE.device).check_identical(actor=torch.nn.ParameterList(pair))
+    assert sent[0] == sent[1]
+    assert len({checksum["actor"] for checksum in sent}) == len(sent) - 1

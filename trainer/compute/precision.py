@@ -38,8 +38,14 @@ def fast_dtype(name, device):
             return torch.float16
     else:
         able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        native = any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
+        native = onednn_takes_bf16() and any(able.get(x) for x in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.bfloat16 if native else torch.float32
+
+
+def onednn_takes_bf16() -> bool:
+    """Whether oneDNN multiplies in bf16 here. ONEDNN_MAX_CPU_ISA may forbid it where the CPU could."""
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return asked is not None and asked()
 
 
 def set_precision(name, device, deterministic=0):

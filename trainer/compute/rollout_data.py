@@ -1,4 +1,4 @@
-"""The rollout: all data of one batch, in one dataclass whose fields are filled from top to bottom.
+"""The rollout: all data of one batch, in one dataclass whose fields stand in the order of their filling.
 
 A sequence is a prompt, then its response, from position 0 on, padded on the right. Nothing is ever padded on
 the left. So padding comes after every token that matters, and a causal model needs no attention mask in
@@ -32,18 +32,18 @@ class Rollout:
     tokens: torch.Tensor  # [B, T] int64, prompt + response, right-padded
     prompt_len: torch.Tensor  # [B] int64
     response_len: torch.Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
-    finished: torch.Tensor  # [B] bool; True: ended by an EOS, False: cut at max_gen_len
+    finished: torch.Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
     sampler_logprobs: torch.Tensor  # [B, R] the sampler's own
-    old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
-    importance_weights: torch.Tensor | None = None  # [B, R] what the two make of a token's loss
-    counted: torch.Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
     ref_logprobs: torch.Tensor | None = None  # [B, R]
     scores: torch.Tensor | None = None  # [B] the rewards' sum
     step_rewards: torch.Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
+    old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
+    counted: torch.Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
     values: torch.Tensor | None = None  # [B, R]
+    importance_weights: torch.Tensor | None = None  # [B, R] what sampler and old log-probs make of the loss
     rewards: torch.Tensor | None = None  # [B, R]
-    advantages: torch.Tensor | None = None  # [B, R]
     returns: torch.Tensor | None = None  # [B, R]
+    advantages: torch.Tensor | None = None  # [B, R]
     advantage_std: float = 1.0  # before whitening, in units of the reward
     advantage_unit: float = 1.0  # what whitening divided the advantages by: 1 where the std is 0
     host_lengths: tuple | None = None  # see ``on_host``

@@ -14,6 +14,7 @@ passes, and to the end of a pass even where memory runs out in one of them.
 Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 3); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
+import warnings
 from functools import partial
 
 import torch
@@ -33,6 +34,10 @@ from model.shards import is_sharded, local_part
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
 from trainer.compute.memory import attempt, out_of_memory_error
+
+# Deprecated from torch 2.13 on, which has other names for them; torch 2.11 has only these.
+DEPRECATED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+warnings.filterwarnings("ignore", DEPRECATED, FutureWarning)
 
 
 def shard(root, in_step, dtype, model=None):

@@ -4,7 +4,8 @@
 
 A fixed number of slots each hold one sequence, at its own position. A decoding step gives every live sequence
 one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
-prefilled into the slots behind. The sampled tokens do not depend on any of this: see sampling_noise.py.
+prefilled into the slots behind. The sampled tokens do not depend on any of this, up to rounding: see
+sampling_noise.py.
 
 Where a response ends (``Engine._sample_and_store``): at its first EOS, which is any of ``eos_ids``
 (model/compatibility.py). The EOS is a response token, and ``finished`` is True. A response without an EOS is
@@ -14,6 +15,7 @@ With ``--min_gen_len`` no EOS can be drawn before (compute/early_ends.py).
 """
 
 import torch
+import torch.nn.functional as F
 
 from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
@@ -39,8 +41,9 @@ CACHE_BYTES, CACHE_SHARE = 4 << 30, 1 / 4
 COMPACT_AT = 8
 STEPS_PER_CHECK = 4  # on a GPU, decoding steps between two checks for finished sequences
 MIN_GRAPH_ROWS, MIN_GRAPH_COLUMNS = 1, 128  # the smallest shape of a captured step; larger ones double it
-# On a CPU, decoded rows come in multiples of 8: oneDNN compiles code for each new shape (in bf16)
-DECODE_ROW_MULTIPLE = 8
+# On a CPU, decoded rows and the head's come in multiples of 8: in fp32, products of fewer rows may round
+# differently, and in bf16 oneDNN compiles code for each new shape
+ROW_MULTIPLE = 8
 
 
 class Sampler:
@@ -55,7 +58,7 @@ class Sampler:
         self.copy = SamplerCopy(policy, dtype, device or policy.device)
         self.slots, self.cache_bytes = slots, cache_bytes
         self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
-        self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose
+        self.sizes = sizes
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""
@@ -74,7 +77,7 @@ class Sampler:
 
         prompt_ids: B non-empty lists of ids; keys [B]: from ``noise_keys``; eos_ids: each of them ends a
         response; min_gen_len, max_gen_len: in tokens; temperature 0 is greedy; stops: ``StopStrings`` or
-        None. When memory runs out, sampling starts again with half the slots, and gives the same tokens.
+        None. When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
         InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
         call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
@@ -108,7 +111,8 @@ class Sampler:
             self.release()
         model = self.copy.model
         room = cache_room(model.device) if self.cache_bytes is None else self.cache_bytes
-        slots = min(self.slots, rows, max(1, room // sequence_bytes(model, width)))
+        most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE
+        slots = min(self.slots, most, max(1, room // sequence_bytes(model, width)))
         self.tried = slots, width
         self.engine = Engine(model, slots, rows, width, limit, self.graphs)
 
@@ -226,7 +230,7 @@ class Engine:
     def advance(self):
         """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
         for it."""
-        steps, rows = 1, min(self.slots, self.live + -self.live % DECODE_ROW_MULTIPLE)
+        steps, rows = 1, min(self.slots, self.live + -self.live % ROW_MULTIPLE)
         if self.graphs.asynchronous:
             steps, rows = STEPS_PER_CHECK, _bucket(self.live, MIN_GRAPH_ROWS, self.slots)
         least = MIN_GRAPH_COLUMNS if self.cache.needs_columns else self.cache.width
@@ -276,7 +280,7 @@ class Engine:
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""
         if states.device.type == "cpu":
-            return self.head(states)
+            return self.head(F.pad(states, (0, 0, 0, -len(states) % ROW_MULTIPLE)))[: len(states)]
         return head_logits(states, self.head.weight, self.head.bias, self.head.weight.dtype)
 
     def compact(self):

@@ -16,6 +16,7 @@ from model.lora import merged
 from model.shards import with_memory
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
 from trainer.compute.packing import pack_sequences
+from trainer.compute.precision import onednn_takes_bf16
 from trainer.generation.experts import use_all_experts
 
 
@@ -36,7 +37,7 @@ class PackedLinear(nn.Module):
         if self.linears[0].bias is not None:
             self.bias = _joined([linear.bias for linear in self.linears])
         weights = [linear.weight.detach() for linear in self.linears]
-        self.blocked = weights[0].dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        self.blocked = weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
         if self.blocked:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(_joined(weights), 64)
             return

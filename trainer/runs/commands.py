@@ -1,4 +1,4 @@
-"""Command lines to copy, quoted for the shell, with the script's full path where that is needed."""
+"""Command lines to copy, quoted for the shell: of this Python, with the script's full path."""
 
 import shlex
 import subprocess
@@ -8,13 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command_line(script, *words):
-    """``python <script> <words>`` as one line that can be pasted into a shell in the working directory.
+def command_line(script: str, *words: str | Path) -> str:
+    """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory.
 
-    script: its path in the repository; words: flags and values, as text or Path.
+    script: its path in the repository; words: flags and values.
     """
-    place = script if Path.cwd() == ROOT else ROOT / script
-    return quoted(["python", place, *words])
+    return quoted([sys.executable, ROOT / script, *words])
+
+
+def full_path(name: str) -> str:
+    """The whole path of a file or folder that is there; anything else, such as a hub name, as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def quoted(words):

@@ -36,7 +36,8 @@ from errors import InputError, SaidElsewhere, first_line
 from model.shards import sharded_and_whole
 
 SUMMED = 1 << 24  # numbers of gradients that are added up at a time: 64 MiB, which are copied
-PATIENCE = timedelta(minutes=30)  # how long to wait for a live but slow process (its reward function, say)
+PIECE = 2**16  # numbers of a tensor that are summed at once, for a checksum
+PATIENCE = timedelta(minutes=30)  # the longest wait for a process that is slow (its reward function) or hangs
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,13 @@ class World:
     def check_identical(self, **modules):
         """End all processes (SystemExit) unless they hold exactly the same weights.
 
-        modules: {name: module}. Sums of bit patterns are compared (``bit_sum``), so a difference in the last
-        bit is found.
+        modules: {name: module}. Checksums are compared (``bits_in_order``), so a difference in the last bit
+        is found, and so are two numbers that have changed places.
         """
         if self.size == 1:
             return
         whole = {name: sharded_and_whole(module.parameters())[1] for name, module in modules.items()}
-        sums = {name: sum(map(bit_sum, parameters)) for name, parameters in whole.items()}
+        sums = {name: hash(tuple(map(bits_in_order, parameters))) for name, parameters in whole.items()}
         everyone = self.gather(sums)
         if any(other != everyone[0] for other in everyone):
             raise SystemExit(
@@ -135,9 +136,11 @@ class World:
             dist.destroy_process_group()
 
 
-def bit_sum(tensor):
-    """The sum of a tensor's fp32 bit patterns, as an int: a checksum that depends on every bit."""
-    return int(tensor.detach().float().view(torch.int32).sum(dtype=torch.int64))
+def bits_in_order(tensor: torch.Tensor) -> int:
+    """A checksum of a tensor's fp32 bit patterns that depends on every bit and on its place."""
+    pieces = tensor.detach().float().view(torch.int32).flatten().split(PIECE)
+    places = torch.arange(1, PIECE + 1, device=tensor.device)  # int64: the sum of a piece is below 2 ** 63
+    return hash(tuple(torch.stack([(bits * places[: len(bits)]).sum() for bits in pieces]).tolist()))
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:

@@ -44,7 +44,8 @@ class Finding:
     """Something that is unusual in a run (level "look") or cannot be right ("wrong").
 
     step: since when; numbers: what shows it; causes: the likely ones, the likeliest first; remedy: flags with
-    values to try, or words; source: where the limit comes from.
+    values to try, or words; source: where the limit comes from; blamed: causes, as ``too`` says them. Where a
+    finding that is wrong has one of them, this one is wrong too.
     """
 
     level: str
@@ -54,12 +55,19 @@ class Finding:
     causes: tuple
     remedy: str
     source: str
+    blamed: tuple = ()
     name: str = ""  # of the check; ``Health`` fills it in
 
 
 def counted(count, word):
     """A count with its word: "1 step", "2 steps"."""
     return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def too(name: str, much: bool) -> str:
+    """The cause that a flag's value is too large, or too small."""
+    words = ("low", "high") if name.endswith("learning_rate") else ("small", "large")
+    return f"--{name} is too {words[much]}"
 
 
 def joined(*parts, by=" "):
@@ -278,8 +286,8 @@ class Past:
         return f"--{name} is too low", f"--{name} {min(TOP[name], max(rate * 3, suited or 0)):.2g}"
 
     def many_epochs(self):
-        """The cause "too many --ppo_epochs", in a tuple, unless the run has only one."""
-        return ("too many --ppo_epochs",) if self.flag("ppo_epochs", 2) > 1 else ()
+        """The cause that there are too many --ppo_epochs, in a tuple, unless the run has only one."""
+        return (too("ppo_epochs", True),) if self.flag("ppo_epochs", 2) > 1 else ()
 
     def fewer_epochs(self, count):
         """`` --ppo_epochs`` with this count, if the run has more; else nothing."""

@@ -172,7 +172,7 @@ def score_is_flat(past):
         f"which is {rise:.1f} standard errors; kl/sequence {moved:.2f}",
         ("the reward is noise", "nothing better can be reached", "--batch_size is too small"),
         joined(
-            "score the same answers twice yourself",
+            "compare a step's best and worst answers in samples.jsonl: if they are alike, mend the reward",
             past.raised("batch_size", 2 * past.flag("batch_size", 64)),
             by="; ",
         ),

@@ -4,7 +4,7 @@ Each is a pure function: ``Past`` -> ``Finding``, or None. They read the flags a
 config.json (start_facts.py), so they are silent about runs of versions that did not write these.
 """
 
-from trainer.runs.health_past import JUDGEMENT, LOOK, USUAL, WRONG, Finding, counted
+from trainer.runs.health_past import JUDGEMENT, LOOK, USUAL, WRONG, Finding, counted, too
 
 BETTER = {  # values for flags outside their range in ``USUAL``
     "clip_epsilon": 0.2,
@@ -29,15 +29,17 @@ SCORE_LIMIT = 3.0  # the most that a reward model of weight 1 can give
 
 def unusual_flags(past):
     """Flags far outside the range in which they help."""
-    odd = {}
+    odd, blamed = {}, []
     for name, (least, most) in USUAL.items():
         value = past.flag(name)
         if value is not None and not (value == 0 and name in OFF) and not least <= value <= most:
             odd[name] = f"--{name} {value:g} (usual: {least:g} to {most:g})", f"--{name} {BETTER[name]:g}"
+            blamed.append(too(name, value > most))
     for name, suited in past.facts.get("suited", {}).items():
         rate = past.flag(name)
         if rate and not suited / FAR <= rate <= suited * FAR:
             odd[name] = f"--{name} {rate:g} (it suits this size of model: {suited:g})", f"--{name} {suited:g}"
+            blamed.append(too(name, rate > suited))
     if not odd:
         return None
     return Finding(
@@ -48,6 +50,7 @@ def unusual_flags(past):
         ("a typing mistake", "a value from another trainer, where it means something else"),
         " ".join(remedy for _, remedy in odd.values()),
         "docs/ppo.md",
+        tuple(blamed),
     )
 
 

@@ -5,6 +5,7 @@ Only the main process writes. If it cannot write, all processes end with its err
 
 import time
 
+from atomic_files import last_written
 from errors import InputError, SaidElsewhere
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
@@ -39,7 +40,14 @@ def save(run, logger):
             if not run.in_step and logger.saved_step != run.progress.step:
                 logger.flush()
                 checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
+            if last_written(run.result_file) not in (None, logger.result_time):
+                logger.say(
+                    f"note: {run.result_file}: another run has written it while this one goes on, and this "
+                    "one replaces it; give each run its own --out_dir. The other run writes its own again "
+                    "with --resume"
+                )
             run.save_result()
+            logger.result_time = last_written(run.result_file)
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from atomic_files import write_whole, writing
+from atomic_files import last_written, write_whole, writing
+from errors import InputError
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.checkpoints import list_checkpoints
@@ -67,6 +68,7 @@ class RunLogger:
         shortest = max(1, self.total_steps // 20)  # so that a run prints 20 lines or more, if it has 20 steps
         self.log_interval = args.log_interval or min(self.display.log_interval, shortest)
         self.saved_step, self.saving_seconds = first_step, 0.0
+        self.result_time = last_written(run.result_file)  # or when this run has written it
         self._files = {}
         for name in ("metrics.jsonl", *self.display.samples):
             path = folder.path / name
@@ -91,6 +93,11 @@ class RunLogger:
         Every --log_interval steps a line is printed, and every fourth time a sample; both at the last step.
         Findings (health.py) are printed at any step.
         """
+        if not self.folder.path.exists():  # Unix writes into deleted files without a word
+            raise InputError(
+                f"{self.folder.path}: the run folder was removed or renamed while the run goes on, so "
+                "nothing can be saved there; start the run again, and leave its folder where it is"
+            )
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         rows = dict(rows)

@@ -5,11 +5,12 @@ steps, and which step the saved weights have. It is written when a run ends, als
 
 How the verdict tells a change from chance: s is how much the metric varies from one training step to the next
 (``spread_of_steps``). A mean of k steps then has the standard error s / sqrt(k). An evaluation of n records
-has s sqrt(b / n), b being the records of a step; where no step has the metric, d / sqrt(n), d being its
-standard deviation over the records (``spread_of_records``). Where an evaluation says how much the records'
-changes since the start vary (``eval/…_change_std``: pairs of offline PPO), the difference is one of equal
-records: its standard error is that number / sqrt(n). Twice the standard error of the difference is the least
-difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious there.
+has s sqrt(b / n), b being the records of a step; of a share, or where no step has the metric, d / sqrt(n), d
+being its standard deviation over the records (``spread_of_records``). Where an evaluation says how much the
+records' changes since the start vary (``eval/…_change_std``: pairs of offline PPO), the difference is one of
+equal records: its standard error is that number / sqrt(n). Twice the standard error of the difference is the
+least difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious
+there.
 """
 
 import math
@@ -80,7 +81,7 @@ def verdict(records, display, batch_size, held_out, best_by=""):
     if len(found) >= 2:
         before, after = found[0][1], found[-1][1]
         least = 2 * spread * math.sqrt(2 * batch_size / max(held_out, 1))
-        if not numbers:  # no step has it
+        if not numbers or short in SHARES:  # steps have none, or one of records that they have learned
             least = 2 * spread_of_records(records, short) * math.sqrt(2 / max(held_out, 1))
         if changes := values_of(records, f"eval/{short}_change_std"):
             least = 2 * changes[-1][1] / math.sqrt(max(held_out, 1))
