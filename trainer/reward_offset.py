@@ -14,7 +14,7 @@ import torch
 
 from atomic_files import writing
 from dataset.prompt_template import set_template
-from dataset.tokenization import encode, for_tokenizer, render
+from dataset.tokenization import encode, prompt_text
 from errors import InputError
 from model.compatibility import check_tokenizer, eos_ids, most_positions
 from model.loading import load_policy, load_tokenizer, tokenizer_source
@@ -77,9 +77,7 @@ def make_reference(model, tokenizer, records, count, max_gen_len):
     limit, prompts = most_positions(model.config) - max_gen_len, []
     for place in list(records.indices)[:count]:
         prompt = records.dataset.prompt(place)
-        asked = for_tokenizer(tokenizer, prompt)
-        text = asked if isinstance(asked, str) else render(tokenizer, asked, generate=True)
-        ids = encode(tokenizer, [text])[0]
+        ids = encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
         if 0 < len(ids) <= limit:
             prompts.append((prompt, ids))
     if not prompts:
