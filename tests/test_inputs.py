@@ -1,17 +1,14 @@
-"""What is chosen where no flag says it: rates, sizes that follow each other, warm-up, --reasoning, .pth."""
+"""What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import argparse
 from dataclasses import replace
 
 import pytest
-from tiny import tiny_llama, word_tokenizer, write_jsonl
+from tiny import tiny_llama
 
-from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps
-
-WORDS = ["a", "b", "<think>"]
+from trainer.inputs import DEMO, choose_rates, complete_flags, count_steps
 
 
 def parsed(*argv):
@@ -143,30 +140,6 @@ def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
         count_steps(args, 10**6, 1)
 
 
-def reasoning(tmp_path, template, records, given=None):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    tokenizer.chat_template += template
-    data = RLAIFDataset(write_jsonl(tmp_path / "data.jsonl", records), tokenizer, 64)
-    args = argparse.Namespace(reasoning=given, data_path="data.jsonl")
-    line = choose_reasoning(args, tokenizer, data)
-    return args.reasoning, line
-
-
-def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
-    plain, thought = {"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "<think> b"}
-    on, line = reasoning(tmp_path, "", [plain, thought])
-    assert on == 1 and line.startswith("format   rewarded: data.jsonl uses <think>; --reasoning 0")
-    on, line = reasoning(tmp_path, "{# <think> #}", [plain])
-    assert on == 1 and "the tokenizer's chat template uses <think>" in line
-    on, line = reasoning(tmp_path, "", [plain])
-    assert on == 0 and line.startswith("format   not rewarded") and "--reasoning 1" in line
-
-
-@pytest.mark.parametrize("given", [0, 1])
-def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
-    assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
-
-
 @pytest.mark.parametrize(
     ("given", "held_out"),
     [
@@ -191,7 +164,7 @@ def test_the_demo_is_rewarded_for_its_format():
     ("there", "given", "name", "reasoning"),
     [
         (["reason"], None, "reason", 1),
-        (["full_sft"], None, "full_sft", None),  # template and data decide later
+        (["full_sft"], None, "full_sft", None),  # the answers decide later
         (["reason", "full_sft"], None, "reason", 1),
         (["reason", "full_sft"], 0, "full_sft", 0),
     ],
