@@ -30,16 +30,18 @@ from tiny import (
     word_tokenizer,
     write_jsonl,
 )
+from torch.utils.data import Subset
 
 import chat
 import export
-from dataset.lm_dataset import RLAIFDataset, SFTDataset
+from dataset.lm_dataset import RLAIFDataset, SFTDataset, reward_dataset
 from dataset.prompt_template import load_thinking, set_template_kwargs
 from dataset.tokenization import conversation_text
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
 from trainer.inputs import choose_reasoning
+from trainer.reward_offset import make_reference
 from trainer.rewards.judge import Judge
 from trainer.rewards.reward import Reward
 from trainer.rewards.rules import thinking_reward
@@ -237,6 +239,16 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     parts = reward(["p"] * 3, responses, [None] * 3, [True] * 3)
     assert parts["repetition"].tolist() == [0.0, -0.5, 0.0]
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
+
+
+def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path):
+    tokenizer = tokenizer_of("Qwen3")
+    model = tiny_llama(len(tokenizer), spread=2.0)
+    data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
+    records = Subset(reward_dataset(data, tokenizer, 64), range(64))
+    said = make_reference(model, tokenizer, records, 64, 12).answers(ALONE, torch.float32, 0)
+    assert len(said) == 64 and not any("</think>" in text for _, text in said)
+    assert any("<think>" in text for _, text in said)  # those that were never closed
 
 
 # --------------------------------------------------------------------------------- which format they have

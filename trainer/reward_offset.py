@@ -25,6 +25,7 @@ from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.policy_checks import check_sampling
 from trainer.rewards.reward_models import load_reward_model
+from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs.distributed import share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.metrics import Metrics
@@ -43,7 +44,8 @@ class Reference:
         return short_hash([weights_hash(self.model), eos_ids(self.tokenizer, self.model), self.prompts])
 
     def answers(self, world, dtype, seed):
-        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)]."""
+        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)],
+        without the thoughts that PPO does not show to a reward model."""
         sampler = Sampler(self.model.to(world.device), dtype)
         ends, found = eos_ids(self.tokenizer, self.model), []
         mine = share_of([(i, *pair) for i, pair in enumerate(self.prompts)], world)
@@ -51,7 +53,9 @@ class Reference:
             places, prompts, ids = zip(*mine[first : first + BATCH], strict=True)
             keys = noise_keys(seed, EVAL_STEP, list(places))
             rollout = sampler.sample(list(ids), keys, ends, self.max_gen_len, 1.0)
-            found += zip(prompts, response_texts(rollout, self.tokenizer), strict=True)
+            texts = response_texts(rollout, self.tokenizer)
+            said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
+            found += zip(prompts, said, strict=True)
         self.model.to("cpu")
         return found
 
