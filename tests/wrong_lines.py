@@ -1220,7 +1220,7 @@ ENDS = {
     ],
     "trainer/rewards/reward.py": [
         (
-            "0.0 if rules.has_closed_thought(t) else rules",
+            "0.0 if rules.has_closed_thought(asked) else rules",
             "rules",
             "a second thought is paid for",
             THINKING,

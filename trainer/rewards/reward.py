@@ -88,7 +88,8 @@ class Reward:
         self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
         self.whole = whole or reasoning
         self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
-        self.overlong, self.thinking_reward = overlong, thinking_reward
+        self.overlong = overlong
+        self.thinking_reward = thinking_reward
         # Only these parts are normalised: the user chooses the scale of every other part.
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
@@ -131,9 +132,10 @@ class Reward:
             parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
             parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
         if self.thinking_reward:
-            size, pairs = self.thinking_reward, zip(texts, responses, strict=True)
+            size = self.thinking_reward
             points = [
-                0.0 if rules.has_closed_thought(t) else rules.thinking_reward(r, size) for t, r in pairs
+                0.0 if rules.has_closed_thought(asked) else rules.thinking_reward(response, size)
+                for asked, response in zip(texts, responses, strict=True)
             ]
             parts["thinking"] = torch.tensor(points)
         said = responses if self.whole else [rules.after_thinking(r) for r in responses]
