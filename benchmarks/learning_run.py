@@ -233,7 +233,7 @@ def run_trl(request, out):
 
     args = train_ppo.parse_args(command_line(flags_of(request, out)))
     policy, tokenizer, prompts, held_out, _ = load_inputs(args, World(0, 1, torch.device("cpu")))
-    reward = load_reward(args, torch.device("cpu"), torch.float32, tokenizer, prompts, held_out)
+    reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, held_out)
     judge = Judge(
         request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)
     )

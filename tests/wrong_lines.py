@@ -37,6 +37,7 @@ IN_LAYERS = f"{PLAN}layers_are_gathered_only_where_a_whole_copy_does_not_fit"
 LAYERS_BY_HAND = f"{PLAN}a_sampler_that_is_gathered_layer_by_layer_by_hand"
 GATHERED = f"{PLAN}what_a_sharded_run_gathers_by_hand"
 OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
+THINKING = "tests/test_thinking.py"
 
 
 class Mutation(NamedTuple):
@@ -1207,8 +1208,30 @@ ENDS = {
             "short ones are rewarded",
             OVERLONG,
         ),
+        (
+            "0.25 if response.count(TAGS[1]) == 1",
+            "0.25 if response.count(TAGS[0]) == 1",
+            "the other tag",
+            THINKING,
+        ),
+        (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
+    ],
+    "dataset/prompt_template.py": [
+        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
+        (
+            "0.0 if rules.has_closed_thought(asked) else rules",
+            "rules",
+            "a second thought is paid for",
+            THINKING,
+        ),
+        (
+            "said = responses if self.whole else",
+            "said = responses if not self.whole else",
+            "reward models see thoughts",
+            THINKING,
+        ),
         (
             'parts["overlong"] = -torch.tensor(penalties)',
             'parts["overlong"] = torch.tensor(penalties)',

@@ -3,7 +3,7 @@
 from model.lora import describe as describe_adapters
 from trainer.flags import AUTO
 from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
-from trainer.rewards.rules import LENGTHS
+from trainer.rewards.rules import LENGTHS, THOUGHTS
 
 
 def describe_run(run):
@@ -31,8 +31,16 @@ def describe_run(run):
         + describe_advantage(args)
         + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
         + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
+        + (f"\ntemplate with {args.chat_template_kwargs}" if args.chat_template_kwargs else "")
+        + (f"\nthinking {describe_thinking(prompts)}" if args.thinking_ratio is not None else "")
         + "".join(f"\n{note}" for note in run.notes)
     )
+
+
+def describe_thinking(prompts):
+    """For which share of the prompts the chat template's switch of thinking is on."""
+    share, switches = prompts.thinking.ratio, " and ".join(prompts.thinking.switches)
+    return f"{share:.0%} of the prompts are rendered with {switches} true (--thinking_ratio {share:g})"
 
 
 def describe_advantage(args):
@@ -53,6 +61,10 @@ def describe_reward(args, reward):
         limit = f"normalised and {limit} (--normalize_reward)"
     if args.reasoning:
         parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
+    if size := args.thinking_reward:
+        few, many = THOUGHTS
+        about = f"a thought of {few} to {many} characters and one </think>"
+        parts["thinking"] = f"{-0.75 * size:g} to {1.25 * size:g} for {about} (--thinking_reward)"
     for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
         parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
     if args.reward_fn:

@@ -206,10 +206,16 @@ class PpoRun:
     def raw_scores(self, reward, prompts, rollout, texts):
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
-        asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
         with self.host.on_device(*modules_of(reward)):
-            ended, lengths = rollout.finished.tolist(), rollout.on_host()[1]
-            return reward.raw_scores(asked, texts, answers, ended, records, lengths)
+            return reward.raw_scores(
+                prompts=[p.prompt for p in prompts],
+                responses=texts,
+                answers=[p.answer for p in prompts],
+                finished=rollout.finished.tolist(),
+                records=[p.record for p in prompts],
+                lengths=rollout.on_host()[1],
+                texts=[p.text for p in prompts],
+            )
 
     def free_cache(self):
         """Free the sampler's keys and values before the next phases, where memory is short."""

@@ -55,10 +55,16 @@ def flag_parser():
     add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
     add("--system_prompt", type=str, help="system message of prompts that have none; default: model's own")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: model's own")
+    share = "share of the prompts that are rendered with thinking"
+    add("--thinking_ratio", type=float, at_least=0, at_most=1, help=share)
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
     p.group("reward: the sum of what is given")
     add("--reasoning", type=int, choices=[0, 1], help="1: reward <think> and <answer>; default: if used")
+    add(
+        "--thinking_reward", default=0.0, at_least=0, help="times MiniMind's points for a thought; 1 is usual"
+    )
     add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
     add("--reward_dtype", default="auto", choices=DTYPES, help="of its weights; auto: as the checkpoint's")
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
