@@ -198,6 +198,16 @@ def choose_reasoning(args, tokenizer, prompts):
     return f"format   not rewarded: neither chat template nor data use {THINK}; --reasoning 1 switches it on"
 
 
+def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
+    """A line that says why there is no accuracy although held-out records have answers, else None."""
+    if not held_out or not held_out.answers or held_out.has_accuracy:
+        return None
+    return (
+        f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
+        "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"
+    )
+
+
 def choose_rates(args, actor, critic_start):
     """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None.
     critic_start: the model that the critic starts from, None without a critic."""
@@ -267,4 +277,4 @@ def load_inputs(args, world):
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
     notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
-    return actor, tokenizer, prompts, held_out, notes
+    return actor, tokenizer, prompts, held_out, [*notes, accuracy_note(held_out)]
