@@ -461,6 +461,9 @@ def test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain
         assert level(-0.17, 0.2, parts) == "wrong" and level(-0.15, 0.2, parts) == "look"
         assert level(0.15, 0.2, parts) == "look" and level(0.17, 0.2, parts) == ""
         assert level(0.22, 0.5, parts) == "look" and level(0.23, 0.5, parts) == ""  # a fifth of the gain
+    for name, there in (("score", True), ("judge", False)):  # a score that rises by rules is no witness
+        steps = evaluated(forms(0.0), 0.1, 1.0, name=f"eval/{name}")
+        assert ("form_gains_judge_loses" in found_in(steps)) is there
     (found,) = findings(steps_of(*forms(0.0, 0.0, (*eos, "function"))), {"facts": {}})
     assert found.numbers == "missing_eos +0.40, repetition +0.50, function +0.00"
     assert found.remedy == "larger scores in the rest of the reward, or a smaller --repetition_penalty"
