@@ -106,6 +106,7 @@ def test_an_answer_that_no_response_can_equal_does_not_count():
         ("It is Paris", "Paris", 0, False),  # no number: the whole text
         (RIGHT.format(72), "72", 1, True),
         (RIGHT.format("72.0"), "72", 1, True),
+        (RIGHT.format("so 72"), "72", 1, False),  # the block has to be the answer
         ("72", "72", 1, False),  # no answer block
         (RIGHT.format("Paris"), "Paris", 1, True),
         (RIGHT.format(72) + " 5", "72", 1, True),

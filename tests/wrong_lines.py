@@ -1546,7 +1546,8 @@ REST = {
         ("UNKNOWN if alike else ", "", "no penalty where all score alike", MISSING_EOS),
     ],
     "trainer/rewards/rules.py": [
-        ("final_number(said) == number", "said == answer", "a number in a sentence is wrong", EVALUATION),
+        ("else final_number(said)", "else as_number(said)", "a number in a sentence is wrong", EVALUATION),
+        ("as_number(said) if reasoning", "None if reasoning", "no number in a block", EVALUATION),
         ("else after_thinking(response)", "else response", "a number of the thought counts", EVALUATION),
     ],
     "trainer/best.py": [

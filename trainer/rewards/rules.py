@@ -65,11 +65,11 @@ def overlong_penalty(length, longest, buffer, largest):
 def is_correct(response: str, answer: str, reasoning: bool) -> bool:
     """Whether the response gives this answer. Only evaluation asks (accuracy); it is never a reward.
 
-    Compared is what follows the thought, with ``--reasoning 1`` the answer block: where the answer is a
-    number, the last one said (``final_number``), else the text.
+    With ``--reasoning 1`` the answer block has to be the answer; numbers are compared as numbers. Else what
+    follows the thought has to be it, or, where the answer is a number, to give it (``final_number``).
     """
-    said = answer_text(response) if reasoning else after_thinking(response).strip()
-    if said is None:
-        return False
     number = as_number(answer)
-    return said == answer.strip() if number is None else final_number(said) == number
+    said = answer_text(response) if reasoning else after_thinking(response).strip()
+    if said is None or number is None:
+        return said == answer.strip()
+    return (as_number(said) if reasoning else final_number(said)) == number
