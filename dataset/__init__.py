@@ -4,6 +4,7 @@ The files of this folder:
 
     record_files.py     files -> records by number: JSONL, JSON, text, gzip, Parquet, a folder or a hub name
     formats.py          records -> prompts, demonstrations, preference pairs, rated answers, by their keys
+    answers.py          the number that an answer gives; which answers a response can equal
     turns.py            turns of conversations, transcripts, calls of tools
     keys.py             --prompt_key and its like: keys that the user names
     tokenization.py     conversations -> text (chat template) -> token ids

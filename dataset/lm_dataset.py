@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
 
+from dataset.answers import comparable
 from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
 from dataset.keys import BY_FORM
 from dataset.prompt_template import check_system_prompt
@@ -60,6 +61,7 @@ class RecordDataset(Dataset):
         with phase(f"tokens of {path}", len(places), "records") as bar:
             for first in range(0, len(places), BLOCK):
                 for item in self.make(places[first : first + BLOCK]):
+                    self.note_item(item)
                     digest.update(json.dumps(item, default=_hashed).encode())
                     lengths.append(self.length(item))
                 bar.done = len(lengths)
@@ -77,6 +79,9 @@ class RecordDataset(Dataset):
                 f"{path}: tools are ignored: {count['records']} of {count['read']} records have them; "
                 f"{count['turns']} turns that call one or hold its result are left out"
             )
+
+    def note_item(self, item):
+        """Called at the start with each item that is read."""
 
     def make(self, indices):
         """Record numbers -> their items, also those that are too long."""
@@ -169,11 +174,27 @@ class Prompt:
 
 class RLAIFDataset(RecordDataset):
     """Prompts for PPO. Items: ``Prompt``. Takes records of every format and uses their prompts only. Prompts
-    of more than ``max_length`` tokens are dropped (see ``RecordDataset``). thinking: ``Thinking`` or None."""
+    of more than ``max_length`` tokens are dropped (see ``RecordDataset``). thinking: ``Thinking`` or None.
+
+    ``answers``, ``comparable_answers``: of the records read at the start, those with an answer, and those
+    with one that a response can equal (``comparable`` in answers.py).
+    """
+
+    answers, comparable_answers = 0, 0
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, thinking=None):
         self.thinking = thinking
         super().__init__(path, tokenizer, max_length, system_prompt, keys)
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether it says something how many responses equal the answers: can most of these be compared?"""
+        return 0 < self.answers <= 2 * self.comparable_answers
+
+    def note_item(self, item):
+        if item.answer is not None:
+            self.answers += 1
+            self.comparable_answers += comparable(item.answer)
 
     def make(self, indices):
         rows = self.read(indices, self._row)

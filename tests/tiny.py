@@ -139,7 +139,8 @@ WORDS = list("abcdefgh")
 
 
 def run_files(folder, count=40):
-    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags."""
+    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags. The
+    penalty is given: to choose one, a run would call the function once more."""
     tokenizer = word_tokenizer(WORDS, chat=True)
     (folder / "reward.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
@@ -148,6 +149,7 @@ def run_files(folder, count=40):
         "reward_model": save_reward_dir(folder / "reward", tokenizer),
         "reward_fn": f"{folder / 'reward.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "missing_eos_penalty": 1.0,
     }
 
 

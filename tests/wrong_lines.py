@@ -711,6 +711,7 @@ ELSEWHERE = {
             "accuracy 1",
             EVALUATION,
         ),
+        (" and comparable(prompt.answer)", "", "answers that nobody can say count as wrong", EVALUATION),
         ("count * len(right))", "len(texts))", "records without an answer count as wrong", EVALUATION),
         ('("_greedy", 0.0,', '("_greedy", temperature,', "greedy results are sampled", EVALUATION),
         ("math.comb(wrong, k) / math", "math.comb(k, wrong) / math", "pass@k turned round", EVALUATION),
@@ -868,7 +869,7 @@ _HIGH = _HEALTH + "test_a_rate_that_is_high_is_not_raised"
 _CAUSES = _HEALTH + "test_a_cause_that_the_flags_rule_out_is_not_named"
 _STOPS = _HEALTH + "test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small"
 _BIAS = _HEALTH + "test_the_bias_of_the_critic_has_a_direction"
-_FORM = _HEALTH + "test_the_judge_falls_by_more_than_chance_and_the_form_has_most_of_the_gain"
+_FORM = _HEALTH + "test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _BY_HAND = "tests/runs/test_health_read.py::test_a_folder_that_was_changed_by_hand_is_named_in_one_line"
 _SHOWN = (
@@ -938,16 +939,12 @@ HEALTH = {
     ],
     "trainer/runs/health_reward.py": [
         ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
-        ("max(0.02, chance)", "0.02", "the judge falls by chance", _FORM),
-        ("max(0.02, chance)", "chance", "the judge falls by nothing", _FORM),
-        ("2 * math.hypot(*spreads)", "math.hypot(*spreads)", "one standard error", _FORM),
+        ("max(0.02, least)", "0.02", "the user's part falls by chance", _FORM),
+        ("max(0.02, least)", "least", "the user's part falls by nothing", _FORM),
+        ("2 * math.hypot(", "math.hypot(", "one standard error", _FORM),
+        ("past.independent and past", "past", "a score that rules raise is better", _FORM),
         ("SHARE_OF_FORM = 0.8", "SHARE_OF_FORM = 0.2", "a small share is the form's alone", _FORM),
-        (
-            "or past.improved():\n        return None\n    gain",
-            "or 0:\n        return None\n    gain",
-            "all better",
-            *H,
-        ),
+        ("or (past.independent and past.improved()):", "or 0:", "all better", *H),
         ("moved > 0.1", "moved > 0.7", "a move of half a nat is none", *H),
         ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", _LIMITS),
         ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
@@ -1493,6 +1490,8 @@ ALL_0 = "tests/runs/test_health.py::test_advantages_that_are_all_0_are_a_finding
 GIVEN = "tests/test_inputs.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
+FROM_ABOVE_0 = "tests/test_best.py::test_the_accuracy_decides_from_its_first_value_above_0_on"
+MISSING_EOS = "tests/test_missing_eos.py"
 EMA_DECIDES = "tests/test_best.py::test_the_average_of_the_actor_decides_nothing"
 TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_tokenizer"
 SHOWN_LATE = "tests/test_chat.py::test_what_may_begin_a_stop_string_is_shown_late"
@@ -1576,7 +1575,17 @@ REST = {
     "trainer/rewards/reward.py": [
         ("self.judging_seconds + new.judging_seconds", "new.judging_seconds", "only the last call", REWARDS),
     ],
+    "trainer/missing_eos.py": [
+        ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
+        ("UNKNOWN if alike else ", "", "no penalty where all score alike", MISSING_EOS),
+    ],
+    "trainer/rewards/rules.py": [
+        ("else final_number(said)", "else as_number(said)", "a number in a sentence is wrong", EVALUATION),
+        ("as_number(said) if reasoning", "None if reasoning", "no number in a block", EVALUATION),
+        ("else after_thinking(response)", "else response", "a number of the thought counts", EVALUATION),
+    ],
     "trainer/best.py": [
+        ("metrics.get(self.successor, 0.0) > 0", "self.successor", "accuracy 0 decides", FROM_ABOVE_0),
         (
             'if name.startswith("ema/"):',
             "if False:",

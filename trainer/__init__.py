@@ -20,6 +20,7 @@ value_scale.py     the scale of the critic's values: rewards of any size are lea
 critic_warmup.py   the first batches, in which only the critic trains
 endings.py         what ends the responses of a run: EOS ids, stop strings, a least length
 entropy_top.py     the tokens of high entropy, of which the policy loss is
+missing_eos.py     what a response without an EOS loses, where --missing_eos_penalty is not given
 kl_controller.py   the weight of the KL, constant or moved so that the KL stays at a target
 inputs.py          loading and checking of PPO's flags, policy, tokenizer and prompts
 policy_checks.py   can this causal LM be trained here? tried before anything else is built

@@ -76,8 +76,9 @@ def describe_reward(args, reward):
     if size := args.length_reward:
         few, many = LENGTHS
         parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
-    if penalty := args.missing_eos_penalty:
-        parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
+    if (penalty := args.missing_eos_penalty) != 0:
+        lost = "less, by the spread of the scores," if penalty is None else f"-{penalty:g}"
+        parts["missing_eos"] = f"{lost} for a response that does not end (--missing_eos_penalty)"
     if reward.overlong:
         longest, buffer, largest = reward.overlong
         first = f"0 up to {longest - buffer} tokens, -{largest:g} at {longest}"

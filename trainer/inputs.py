@@ -248,6 +248,16 @@ def first_answers(args, world: World, actor, tokenizer, prompts: list) -> list:
     return world.from_main(texts)
 
 
+def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
+    """A line that says why there is no accuracy although held-out records have answers, else None."""
+    if not held_out or not held_out.answers or held_out.has_accuracy:
+        return None
+    return (
+        f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
+        "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"
+    )
+
+
 def choose_rates(args, actor, critic_start):
     """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None.
     critic_start: the model that the critic starts from, None without a critic."""
@@ -320,6 +330,7 @@ def load_inputs(args, world):
         )
     notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, world, actor, tokenizer, prompts)]
     notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
+    notes.append(accuracy_note(held_out))
     if args.shard and world.size == 1:
         notes.append("shard    nothing is split: there is one process (--shard 1); torchrun starts several")
     return actor, tokenizer, prompts, held_out, notes

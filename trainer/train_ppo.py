@@ -72,7 +72,8 @@ def flag_parser():
     add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
     add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="only evaluates")
     add("--eval_reward_fn", default="", type=path, may_change=True, help="only evaluates: path.py:function")
-    add("--missing_eos_penalty", default=1.0, at_least=0, help="subtracted where a response has no EOS")
+    spread = "what a response without an EOS loses; default: the spread of the scores"
+    add("--missing_eos_penalty", type=float, at_least=0, at_most=1e6, help=spread)
     costs = "tokens before --max_gen_len in which each costs more"
     add("--overlong_buffer", default=0, at_least=0, at_most=MANY, help=costs)
     add("--overlong_penalty", default=1.0, at_least=0, help="what a response of --max_gen_len tokens loses")
@@ -84,7 +85,8 @@ def flag_parser():
     add("--shard", default=0, choices=[0, 1], may_change=True, help="1: models are split over processes")
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
-    add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
+    best = "says which weights are best; default: judge, function, accuracy or score"
+    add("--best_metric", default="", may_change=True, help=best)
     add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
     return p
 
@@ -161,6 +163,7 @@ from trainer.entropy_top import choose_tokens
 from trainer.evaluation import evaluate_actor
 from trainer.filter_groups import sample_again, step_noise
 from trainer.inputs import complete_flags, load_inputs
+from trainer.missing_eos import choose_missing_eos_penalty
 from trainer.offline import collect_logged, take_reference
 from trainer.replay import newest_rows
 from trainer.runs.distributed import init_world
@@ -394,6 +397,7 @@ def train(run, logger):
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
             save(run, logger)
         if progress.step == 0:
+            choose_missing_eos_penalty(run, logger)
             metrics, rows = evaluate_actor(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
             keep_best(run, logger, metrics)

@@ -27,6 +27,8 @@ from trainer.rewards.reward_models import SCORE_LIMIT, clip_scores, load_reward_
 from trainer.rewards.reward_server import RewardServer
 from trainer.rewards.running_stats import RunningStats
 
+PENALTY_OF_BEFORE = 1.0  # the default of --missing_eos_penalty before it followed the rewards
+
 
 @dataclass
 class RawScores:
@@ -61,7 +63,8 @@ class Reward:
 
     models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``;
     timeout: seconds that the function may take, 0 for no limit; overlong: None, or the arguments of
-    ``rules.overlong_penalty`` after the length; whole: thoughts are judged too, as always with reasoning.
+    ``rules.overlong_penalty`` after the length; whole: thoughts are judged too, as always with reasoning;
+    missing_eos_penalty: None until it is chosen (missing_eos.py): till then no response pays it.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
@@ -106,7 +109,7 @@ class Reward:
             "server": self.server,
             "repetition": self.repetition_penalty,
             "length_reward": self.length_reward,
-            "missing_eos": self.missing_eos_penalty,
+            "missing_eos": self.missing_eos_penalty != 0,
             "overlong": self.overlong,
         }
         parts = [name for name, there in given.items() if there]
@@ -228,12 +231,18 @@ class Reward:
         return running | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
 
     def state_dict(self):
-        """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}."""
-        return {part: asdict(stats) for part, stats in self.running.items()}
+        """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
+        running = {part: asdict(stats) for part, stats in self.running.items()}
+        return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
     def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else."""
-        self.running = {part: RunningStats(**stats) for part, stats in dict(state).items()}
+        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else. A penalty
+        that is given stays; a checkpoint from before it was chosen has that of then."""
+        running = dict(state)
+        kept = float(running.pop("missing_eos_penalty", PENALTY_OF_BEFORE))
+        self.running = {part: RunningStats(**stats) for part, stats in running.items()}
+        if self.missing_eos_penalty is None:
+            self.missing_eos_penalty = kept
 
 
 def finite(flag, scores, responses):

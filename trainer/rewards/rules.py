@@ -8,6 +8,8 @@ reward.py calls the rules. A rule of your own needs no change here: see ``--rewa
 
 import re
 
+from dataset.answers import as_number, final_number
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -77,7 +79,14 @@ def overlong_penalty(length, longest, buffer, largest):
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
-def is_correct(response, answer, reasoning):
-    """True if the response gives this answer. Only evaluation uses it (accuracy); it is never a reward."""
-    given = answer_text(response) if reasoning else response.strip()
-    return given == answer.strip()
+def is_correct(response: str, answer: str, reasoning: bool) -> bool:
+    """Whether the response gives this answer. Only evaluation asks (accuracy); it is never a reward.
+
+    With ``--reasoning 1`` the answer block has to be the answer; numbers are compared as numbers. Else what
+    follows the thought has to be it, or, where the answer is a number, to give it (``final_number``).
+    """
+    number = as_number(answer)
+    said = answer_text(response) if reasoning else after_thinking(response).strip()
+    if said is None or number is None:
+        return said == answer.strip()
+    return (as_number(said) if reasoning else final_number(said)) == number
