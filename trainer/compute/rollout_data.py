@@ -44,8 +44,8 @@ class Rollout:
     rewards: torch.Tensor | None = None  # [B, R]
     advantages: torch.Tensor | None = None  # [B, R]
     returns: torch.Tensor | None = None  # [B, R]
-    advantage_std: float = 1.0  # before whitening, in units of the reward
-    advantage_unit: float = 1.0  # what whitening divided the advantages by: 1 where the std is 0
+    advantage_std: float = 1.0  # before they were divided, in units of the reward
+    advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
     host_lengths: tuple | None = None  # see ``on_host``
 
     @property
