@@ -96,7 +96,7 @@ def minibatch_order(step, older, count, epochs, seed):
         first, mine = sum(share(born, now) for now in range(born, step)), share(born, step)
         for number in range(first, first + mine):
             epoch, place = divmod(number, count)
-            minibatch = int(epoch_order(count, seed, born * epochs + epoch)[place])
+            minibatch = int(_epoch_order(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 

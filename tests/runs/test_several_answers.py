@@ -106,6 +106,14 @@ def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normal
     assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
 
 
+def test_scores_are_compared_without_what_is_taken_off_for_length():
+    """Two wrong answers, one of them cut and the other long: nothing to compare."""
+    parts = {"function": [0.3, 0.3], "missing_eos": [-1.0, 0.0], "overlong": [0.0, -0.5]}
+    raw = RawScores({name: torch.tensor(scores) for name, scores in parts.items()})
+    scores = scores_to_compare(Reward(reasoning=False, function=len), raw)
+    assert rows_of_equal_groups(scores, 2) == [0, 1]
+
+
 def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):
     """All answers score the same: they are sampled three times, 0.2 s each. The reward takes next to none."""
     (tmp_path / "same.py").write_text(
