@@ -19,6 +19,7 @@ RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards
 BARS, TRACKED = "tests/test_progress_bar.py", "tests/runs/test_trackers.py"
 SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_the_same_are_sampled_again"
 COMPARED = "tests/runs/test_several_answers.py::test_scores_are_compared_without_what_is_taken_off_for_length"
+NO_CRITIC = "tests/runs/test_several_answers.py::test_there_is_no_critic"
 SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
@@ -523,6 +524,12 @@ CRITIC = {
             RESUMING,
         ),
         ('own = {"kl": self.kl, ', "own = {", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        (
+            '"advantage_scale": self.advantage_scale}',
+            "}",
+            "checkpoints forget the scale of advantages",
+            NO_CRITIC,
+        ),
         ('"ema": self.ema.beta and self.ema', '"ema": 0', "checkpoints forget the average", LOSS_OPTIONS),
     ],
     "trainer/step_metrics.py": [

@@ -110,7 +110,7 @@ def group_normalized(rewards, mask, answers):
     the same for all tokens of a response -> [B, R], 0 on padding. The std is that of a sample (answers - 1).
 
     Without the division by std (Dr. GRPO, arXiv:2503.20783) it is (answers - 1) / answers times
-    ``leave_one_out``, so after ``scale_to_one`` the two are equal.
+    ``leave_one_out``, so divided by their ``root_mean_square`` the two are equal.
     """
     total = response_rewards(rewards, mask, answers)
     centred = without_rounding(total - total.mean(1, keepdim=True), total)

@@ -69,6 +69,14 @@ def test_there_is_no_critic(whole):
     assert {"eval/pass@2", "eval/pass@4"} <= lines[0].keys()
     facts = json.loads((whole / "config.json").read_text())["facts"]
     assert list(facts["suited"]) == ["learning_rate"]
+    state = json.loads((whole / "checkpoints" / "step_4" / "state.json").read_text())
+    assert state["advantage_scale"]["batches"] > 0
+
+
+def test_a_run_says_whose_kl_its_target_follows(files, tmp_path):
+    given = {**RUN, **ONE, "out_dir": tmp_path, "kl_in": "loss"}
+    assert "--kl_target" not in built(files, **given).about()
+    assert "answers that --filter_groups keeps" in built(files, **given, kl_target=0.5).about()
 
 
 def test_two_processes_equal_one(files, whole, tmp_path):
