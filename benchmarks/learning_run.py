@@ -180,12 +180,14 @@ def deal_anew():
 
     def update(run, rollout, step, metrics):
         epochs, rows = run.args.ppo_epochs, len(rollout.tokens)
-        kept, run.args.replay_batches = run.args.replay_batches, 0  # the first rows are of all batches
+        older = run.args.replay_batches
+        run.args.replay_batches = 0  # the first rows are of all batches
         run.args.ppo_epochs = 1
         for number in range(step * epochs, (step + 1) * epochs):
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
             one_epoch(run, rollout.rows(order.tolist()), number, metrics)
-        run.args.ppo_epochs, run.args.replay_batches = epochs, kept
+        run.args.ppo_epochs = epochs
+        run.args.replay_batches = older
 
     train_ppo.update = update
 

@@ -78,7 +78,7 @@ def minibatch_rows(batch_size, mini_batch_size, answers=1):
     ]
 
 
-def minibatch_order(step, older, count, epochs, seed):
+def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -> list[int]:
     """What step ``step`` learns from: numbers of minibatches, ``count`` * ``epochs`` of them.
 
     The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, the oldest
@@ -88,12 +88,15 @@ def minibatch_order(step, older, count, epochs, seed):
     total = count * epochs
 
     def share(born, now):  # how many of a batch's minibatches a step takes; over all batches ``total``
-        batches, age = min(now, older) + 1, now - born
+        age = now - born
+        batches = min(now, older) + 1
         return -(-(age + 1) * total // batches) + (-age * total // batches)
 
-    places, oldest = [], max(0, step - older)
+    places = []
+    oldest = max(0, step - older)
     for born in range(oldest, step + 1):
-        first, mine = sum(share(born, now) for now in range(born, step)), share(born, step)
+        first = sum(share(born, now) for now in range(born, step))
+        mine = share(born, step)
         for number in range(first, first + mine):
             epoch, place = divmod(number, count)
             minibatch = int(_epoch_order(count, seed, born * epochs + epoch)[place])

@@ -86,7 +86,7 @@ class CriticModel(nn.Module):
         self.scale = scale
 
     @torch.no_grad()
-    def map_values(self, slope, intercept):
+    def map_values(self, slope: float, intercept: float) -> None:
         """Every value v becomes slope * v + intercept."""
         for p in self.value_head.parameters():
             p.mul_(slope)

@@ -170,8 +170,8 @@ TRAIN_PPO = [
         "note_rollout(run, step, rollout, rollout.returns, metrics)",
         "critic's returns",
     ),
-    ("count, args.ppo_epochs, args.seed)", "count, 1, args.seed)", "one PPO epoch, whatever the flag"),
-    ("order(step, args.replay_batches,", "order(step, 0,", "only the oldest kept batch is learned from"),
+    ("epochs=args.ppo_epochs,", "epochs=1,", "one PPO epoch, whatever the flag"),
+    ("older=args.replay_batches,", "older=0,", "only the oldest kept batch is learned from"),
     (
         "minibatches[k], token_counts[k]",
         "minibatches[k], token_counts[0]",

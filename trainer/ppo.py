@@ -20,6 +20,7 @@ k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Y
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ def std_or_zero(total):
     return std if std > ROUNDING * abs(mean) else 0.0
 
 
-def centred(x, mask, sum_over_processes):
+def centred(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> tuple[torch.Tensor, float]:
     """x [B, R] less its mean over the response tokens of the whole batch on all processes -> (the
     differences, their standard deviation). Zeros where that is only rounding.
 
@@ -170,14 +171,16 @@ def centred(x, mask, sum_over_processes):
     return (x - mean_std(total)[0] if std else torch.zeros_like(x)), std
 
 
-def root_mean_square(x, mask, sum_over_processes):
+def root_mean_square(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> float:
     """sqrt of the mean of x², a float: over the response tokens of the whole batch on all processes whose x
     is not 0. So answers that say nothing, since all of their group are rewarded alike, do not count."""
     total = sum_over_processes(moments(x, mask & (x != 0)))
     return (total[1] / total[2].clamp(min=1)).sqrt().item()
 
 
-def regression(x, y, mask, sum_over_processes):
+def regression(
+    x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable
+) -> tuple[float, float]:
     """The line slope * x + intercept that is closest to y (least squares) over the response tokens of the
     whole batch -> (slope, intercept). The slope is at least 0, and 0 where all x or all y are equal."""
     x_total = sum_over_processes(moments(x, mask))

@@ -345,7 +345,9 @@ def update(run, rollout, step, metrics):
     starts = range(0, len(rollout.tokens), batch)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
-    order = minibatch_order(step, args.replay_batches, count, args.ppo_epochs, args.seed)
+    order = minibatch_order(
+        step, older=args.replay_batches, count=count, epochs=args.ppo_epochs, seed=args.seed
+    )
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first):  # optimizer step, minibatch

@@ -34,7 +34,9 @@ class RunningScale:
     """
 
     def __init__(self):
-        self.batches, self.variance, self.last = 0, 0.0, 0.0  # last: the variance of the batch before
+        self.batches = 0
+        self.variance = 0.0
+        self.last = 0.0  # the variance of the batch before
 
     @property
     def std(self) -> float:
@@ -48,11 +50,11 @@ class RunningScale:
         self.variance += max(1 / self.batches, RATE) * (min(variance, limit) - self.variance)
         self.last = variance
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """What a checkpoint keeps."""
         return {"batches": self.batches, "variance": self.variance, "last": self.last}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` returned; {} is of a checkpoint from before there was this scale."""
         if state:
             self.batches, self.variance, self.last = (state[name] for name in ("batches", "variance", "last"))
