@@ -143,6 +143,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
+    ("a clip that allows any fall", {"clip_epsilon": 2}, "--clip_epsilon 2"),
     ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
     ("warm-up in words", {"critic_warmup_steps": "some"}, "'some' is neither a whole number nor auto"),
     (

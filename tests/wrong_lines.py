@@ -18,6 +18,8 @@ DATA = "tests/dataset/test_dataset.py"
 RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
 BARS, TRACKED = "tests/test_progress_bar.py", "tests/runs/test_trackers.py"
 SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_the_same_are_sampled_again"
+COMPARED = "tests/runs/test_several_answers.py::test_scores_are_compared_without_what_is_taken_off_for_length"
+NO_CRITIC = "tests/runs/test_several_answers.py::test_there_is_no_critic"
 SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
@@ -68,12 +70,6 @@ TRAIN_PPO = [
         PTX,
     ),
     (
-        "epoch_order(pool, args.seed, epoch + i)[:count]",
-        "range(count)",
-        "minibatches are never reordered",
-    ),
-    ("epoch + i)[:count]", "epoch)[:count]", "the same order in every PPO epoch"),
-    (
         "run.sampling_from(run.old_actor):\n        rollout, texts =",
         "run.sampling_from(run.actor):\n        rollout, texts =",
         "the actor samples, not the old actor",
@@ -123,15 +119,16 @@ TRAIN_PPO = [
         "advantages with the lambda of returns",
     ),
     (
-        "normalize(advantages, mask, run.world.sum)\n",
-        "normalize(advantages, mask, run.world.sum)\n"
+        "mask, advantages / rollout.advantage_unit, 0.0)\n",
+        "mask, advantages / rollout.advantage_unit, 0.0)\n"
         "    if run.critic:\n"
         "        rollout.returns = rollout.advantages + rollout.values\n",
         "returns from whitened advantages",
     ),
-    ("normalize(advantages, mask, run.world.sum)", "advantages, 1.0, 1.0", "advantages are not whitened"),
-    ('"rloo": ppo.scale_to_one,', '"rloo": ppo.whiten,', "RLOO's advantages are whitened"),
-    (', "group": ppo.leave_as_is}', "}", "the group's advantages are divided a second time"),
+    ("mask, advantages / rollout.advantage_unit, 0.0)", "mask, advantages, 0.0)", "no advantage is divided"),
+    ('if kind in ("gae", "reinforce"):', "if True:", "RLOO's advantages are whitened"),
+    ('if kind != "group":', "if True:", "the group's advantages are divided a second time"),
+    ("informative = ppo.std_or_zero(scores) > 0", "informative = True", "noise is a lesson", VALUE_SCALE),
     ('{"rloo": ppo.leave_one_out,', '{"rloo": ppo.group_normalized,', "RLOO is GRPO"),
     (
         "ppo.monte_carlo_returns(rewards, mask, args.gamma)",
@@ -174,11 +171,8 @@ TRAIN_PPO = [
         "newest_rows(rollout, rollout.returns, args.batch_size)",
         "critic's returns",
     ),
-    (
-        "for i in range(args.ppo_epochs) for k",
-        "for i in range(1) for k",
-        "one PPO epoch, whatever the flag",
-    ),
+    ("epochs=args.ppo_epochs,", "epochs=1,", "one PPO epoch, whatever the flag"),
+    ("older=args.replay_batches,", "older=0,", "only the oldest kept batch is learned from"),
     (
         "minibatches[k], token_counts[k]",
         "minibatches[k], token_counts[0]",
@@ -269,7 +263,11 @@ PPO = [
         "the std of a population",
         FORMULAS,
     ),
-    ("(total[1] / total[2]).sqrt()", "(total[1] / total[2])", "the mean square", FORMULAS),
+    (".clamp(min=1)).sqrt().item()", ".clamp(min=1)).item()", "the mean square", FORMULAS),
+    ("moments(x, mask & (x != 0))", "moments(x, mask)", "answers that say nothing count", FORMULAS),
+    ("covariance / mean_std(x_total)[1] ** 2", "covariance / mean_std(x_total)[1]", "no slope", FORMULAS),
+    ("y_mean - slope * x_mean", "y_mean", "a line that misses the means", FORMULAS),
+    ("if std_or_zero(x_total) and std_or_zero(y_total):", "if True:", "a slope from rounding", FORMULAS),
     ("else weights * mb.counted", "else weights", "all tokens count in the loss", ENTROPY_TOP),
     ("masked_sum(weights * moved", "masked_sum(counted * moved", "other tokens have no KL", ENTROPY_TOP),
     ('if kl_in == "loss" and kl_weight:', "if False:", "no KL loss"),
@@ -315,15 +313,8 @@ PPO = [
         "w in fp32",
         FORMULAS,
     ),
-    ("return divide(x - mean_std(total)[0], mask", "return divide(x, mask", "whitening keeps the mean"),
-    ("return torch.zeros_like(x), 0.0, 1.0", "pass", "KL and entropy count 10,000 times", FORMULAS),
-    ("zeros_like(x), 0.0, 1.0", "zeros_like(x), 1.0, 1.0", "equal advantages seem to differ", FORMULAS),
-    (
-        "mask, x / divisor, 0.0), size, divisor",
-        "mask, x / divisor, 0.0), divisor, divisor",
-        "a false std",
-        FORMULAS,
-    ),
+    ("(x - mean_std(total)[0] if std", "(x if std", "whitening keeps the mean"),
+    (" if std else torch.zeros_like(x)), std", "), std", "advantages of rounding alone", FORMULAS),
     ("without_rounding(total - others, total)", "(total - others)", "RLOO learns from rounding", FORMULAS),
     (
         "without_rounding(total - total.mean(1, keepdim=True), total)",
@@ -404,21 +395,34 @@ PPO = [
 CRITIC = {
     "trainer/value_scale.py": [
         (
-            "self.critic.rescale(math.sqrt(self.variance))",
+            "self.critic.rescale(self.std)",
             "self.critic.rescale(self.variance)",
             "variance as scale",
         ),
         ("RATE = 0.1", "RATE = 1.0", "the scale is that of the last batch"),
-        ("self.critic.shift(shift)", "self.critic.shift(-shift)", "the first shift has the other sign"),
-        ("rollout.values + shift, 0.0)", "rollout.values, 0.0)", "the first batch's values are not shifted"),
-        ("        if not self.batches:\n", "        if True:\n", "every batch shifts the values"),
+        (
+            "self.critic.map_values(slope, intercept)\n",
+            "pass\n",
+            "the critic is not fitted to the first batch",
+        ),
+        ("slope * rollout.values + intercept", "rollout.values", "the first batch's values are not fitted"),
+        ("        if not self.batches:\n", "        if True:\n", "every batch sets the values"),
+        ("LEAST_SHARE * self.std)", "0.0)", "scores that hardly differ are a full lesson", VALUE_SCALE),
+        ("self.follow(size**2)", "self.follow(size)", "the running scale of advantages", VALUE_SCALE),
+        (
+            "max(size, self.std or 1.0)",
+            "max(size, 1.0)",
+            "rewards of size 1 where all are equal",
+            VALUE_SCALE,
+        ),
         ("limit = GROWTH * max(", "limit = 1e9 * max(", "an outlier sets the scale", VALUE_SCALE),
         ("max(self.variance, self.last)", "self.variance", "a lasting change is not taken over", VALUE_SCALE),
     ],
     "model/critic.py": [
         ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
         ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
-        ("bias += amount / self.scale", "bias += amount * self.scale", "a shift in other units", VALUE_SCALE),
+        ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
+        ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
     "trainer/critic_warmup.py": [
         (
@@ -527,7 +531,13 @@ CRITIC = {
             "checkpoints forget where the warm-up stands",
             RESUMING,
         ),
-        ('own = {"kl": self.kl}', "own = {}", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        ('own = {"kl": self.kl, ', "own = {", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        (
+            '"advantage_scale": self.advantage_scale}',
+            "}",
+            "checkpoints forget the scale of advantages",
+            NO_CRITIC,
+        ),
         ('"ema": self.ema.beta and self.ema', '"ema": 0', "checkpoints forget the average", LOSS_OPTIONS),
     ],
     "trainer/step_metrics.py": [
@@ -566,6 +576,9 @@ CRITIC = {
         ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
     ],
     "dataset/data_order.py": [
+        ("born * epochs + epoch)[place]", "epoch)[place]", "each batch has the same order"),
+        ("divmod(number, count)", "(0, number % count)", "the same order in every PPO epoch"),
+        ("sum(share(born, now) for now in range(born, step))", "0", "the same ones in each step", REPLAY),
         (
             "row % answers % spread == part",
             "row // answers % spread == part",
@@ -601,6 +614,7 @@ CRITIC = {
         ("places // count, places", "places, places", "each answer has noise of a prompt of its own"),
         ("places % count +", "0 * places +", "all answers to a prompt are the same"),
         (" + times * count)", ")", "the same answers are sampled again", SEVERAL),
+        ("if name not in OF_LENGTH}", "}", "a group with one answer cut is a lesson", COMPARED),
         (
             "keys = step_noise(run, step, torch.tensor(positions)[rows], times)",
             "keys = step_noise(run, step, rows, times)",

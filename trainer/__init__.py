@@ -16,7 +16,7 @@ batch.py           what a step collects: prompts, responses, scores
 filter_groups.py   prompts whose answers all score the same are sampled again
 step_metrics.py    what a PPO step logs
 step_rewards.py    rewards of steps inside a response: from characters to tokens
-value_scale.py     the scale of the critic's values: rewards of any size are learned alike
+value_scale.py     running scales of values and advantages: rewards of any size are learned alike
 critic_warmup.py   the first batches, in which only the critic trains
 endings.py         what ends the responses of a run: EOS ids, stop strings, a least length
 entropy_top.py     the tokens of high entropy, of which the policy loss is

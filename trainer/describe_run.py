@@ -47,6 +47,8 @@ def describe_advantage(args):
     """How advantages are estimated, and from how many answers to a prompt."""
     many = f"\nanswers  {args.num_generations} to each prompt (--num_generations)"
     many = many if args.num_generations > 1 else ""
+    if args.filter_groups and args.kl_target:
+        many += "\nnote     --kl_target sees only the answers that --filter_groups keeps"
     if args.advantage == "gae":
         return f"{many}\nlambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
     return f"{many}\ncritic   none: --advantage {args.advantage} needs none"
