@@ -172,7 +172,7 @@ def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, ba
 
 def test_bad_input_on_the_real_command_line(files, tmp_path):
     process = launch(flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 2
     assert err == "error: --mini_batch_size 16: must divide --batch_size 8\n"
     assert out == ""
@@ -208,7 +208,7 @@ def test_it_runs_from_any_folder(files, tmp_path):
         cwd=ROOT / "trainer",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -206,7 +206,7 @@ def _start(command, environment, kind=subprocess.Popen):
     return kind(command, **pipes, cwd="/", env={**os.environ, **environment}, start_new_session=True)
 
 
-def finish(process, code=0, seconds=120):
+def finish(process, code=0, seconds=600):
     """Wait for a process that should exit with ``code`` -> (stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -217,7 +217,7 @@ def finish(process, code=0, seconds=120):
     return out, err
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=300):
     """Wait until ``condition()`` holds. AssertionError if the process ends first or it takes too long."""
     end = time.monotonic() + seconds
     while not condition():

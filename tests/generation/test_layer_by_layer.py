@@ -29,7 +29,7 @@ def found(request, tmp_path_factory):
     folder, size = tmp_path_factory.mktemp("cases"), request.param
     names = "few" if size == 2 else "all"
     for process in [start_script([PYTHON, SCRIPT, str(folder), names], rank) for rank in ranks(size)]:
-        finish(process, seconds=120)
+        finish(process)
     return [json.loads((folder / f"{n}.json").read_text()) for n in range(size)]
 
 

@@ -745,7 +745,7 @@ def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path
 def test_the_command_speaks_of_any_run_folder(tmp_path):
     def ask(*words):
         command = [PYTHON, "-m", "trainer.runs.health", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "run_1"

@@ -63,7 +63,7 @@ class Sampler:
         self.copy = LayeredCopy(*given, world) if world else SamplerCopy(*given)
         self.slots, self.cache_bytes = slots, cache_bytes
         self.graphs, self.engine = CudaGraphs(self.copy.model.device, self.copy.steps_can_be_captured), None
-        self.sizes = sizes
+        self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""
