@@ -1646,8 +1646,8 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/value_scale.py": [
         (
-            '"last": self.last, **scale',
-            '"last": 0.0, **scale',
+            '"last": self.last}',
+            '"last": 0.0}',
             "not in the checkpoint",
             f"{VALUE_SCALE}{KEEPS}",
         ),
