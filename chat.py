@@ -47,6 +47,7 @@ def parse_args(argv=None):
     p.group("answers")
     add("--prompt", help="answer this and exit")
     add("--system_prompt", type=str, help="system message; default: the one of its training; '': none")
+    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: its training's")
     add("--history", default=0, at_least=0, help="turns that it reads again; 0: each prompt is new")
     add("--max_gen_len", default=512, at_least=1, at_most=MANY, help="longest answer in tokens")
     add("--stop", nargs="*", default=[], type=str, help="texts that end an answer; default: its training's")
@@ -66,8 +67,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from dataset.prompt_template import set_system_prompt
-from dataset.tokenization import encode, for_tokenizer, render
+from dataset.prompt_template import set_system_prompt, set_template_kwargs
+from dataset.tokenization import encode, prompt_text
 from dataset.turns import add_system
 from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, tokenizer_source
@@ -164,6 +165,7 @@ class Speaker:
         self.model = load_policy(path, args.trust_remote_code).to(device).eval()
         check_tokenizer(self.tokenizer, self.model)
         self.system_prompt = set_system_prompt(self.tokenizer, args.system_prompt)
+        self.template_kwargs = set_template_kwargs(self.tokenizer, args.chat_template_kwargs)
         self.positions = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
         texts, ids = read_stops(args.stop, self.tokenizer)
         trained = self.model.generation_config.stop_strings or []  # a list, or one text
@@ -183,9 +185,7 @@ class Speaker:
         turn = {"role": "user", "content": prompt}
         for start in range(0, len(self.history) + 1, 2):
             messages = add_system([*self.history[start:], turn], self.system_prompt)
-            asked = for_tokenizer(self.tokenizer, messages)
-            text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
-            ids = encode(self.tokenizer, [text])[0]
+            ids = encode(self.tokenizer, [prompt_text(self.tokenizer, messages)])[0]
             if len(ids) + min(max_gen_len, self.positions // 2) <= self.positions:
                 break
         if not 0 < len(ids) < self.positions:
@@ -287,6 +287,8 @@ def main(argv=None):
     for speaker in speakers:
         if speaker.system_prompt:
             say(f"{speaker.name}: system message: {speaker.system_prompt[:200]}")
+        if speaker.template_kwargs:
+            say(f"{speaker.name}: chat template with {speaker.template_kwargs[:200]}")
         if speaker.stops:
             say(f"{speaker.name}: answers end before {', '.join(map(repr, speaker.stops))}")
     if args.prompt is not None:

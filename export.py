@@ -48,6 +48,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from atomic_files import writing
+from dataset.prompt_template import TEMPLATE_KWARGS
 from model.compatibility import check_tokenizer, eos_ids
 from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
 from model.minimind_conversion import as_minimind, as_plain
@@ -147,9 +148,12 @@ def card(model, tokenizer, name, reader, figures, stops=None):
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
     ask = 'tokenizer("Your text", return_tensors="pt")'
     if tokenizer.chat_template:
+        switches = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
         ask = (
             'tokenizer.apply_chat_template([{"role": "user", "content": "Your question"}],\n'
-            '    add_generation_prompt=True, return_dict=True, return_tensors="pt")'
+            '    add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+            + "".join(f", {name}={value!r}" for name, value in switches.items())
+            + ")"
         )
     more = ", tokenizer=tokenizer" if stops else ""
     trained = f"\n## Training\n\n{figures}\n" if figures else ""

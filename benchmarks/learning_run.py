@@ -35,6 +35,7 @@ from trainer.inputs import OF_THE_CRITIC, load_inputs
 from trainer.rewards.reward import load_reward
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World
+from trainer.value_scale import AdvantageScale
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
 RATES = ("learning_rate", "critic_learning_rate")
@@ -170,11 +171,7 @@ def count_sampled(points, metrics):
 def no_whitening():
     """Advantages are centred and not divided by their standard deviation."""
 
-    def centred(x, mask, sum_over_processes):
-        mean, _ = ppo.mean_std(sum_over_processes(ppo.moments(x, mask)))
-        return torch.where(mask, x - mean, 0.0), 1.0, 1.0
-
-    ppo.whiten = centred
+    AdvantageScale.unit = lambda *_: 1.0
 
 
 def deal_anew():
@@ -183,11 +180,14 @@ def deal_anew():
 
     def update(run, rollout, step, metrics):
         epochs, rows = run.args.ppo_epochs, len(rollout.tokens)
+        older = run.args.replay_batches
+        run.args.replay_batches = 0  # the first rows are of all batches
         run.args.ppo_epochs = 1
         for number in range(step * epochs, (step + 1) * epochs):
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
             one_epoch(run, rollout.rows(order.tolist()), number, metrics)
         run.args.ppo_epochs = epochs
+        run.args.replay_batches = older
 
     train_ppo.update = update
 
@@ -233,7 +233,7 @@ def run_trl(request, out):
 
     args = train_ppo.parse_args(command_line(flags_of(request, out)))
     policy, tokenizer, prompts, held_out, _ = load_inputs(args, World(0, 1, torch.device("cpu")))
-    reward = load_reward(args, torch.device("cpu"), torch.float32, tokenizer, prompts, held_out)
+    reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, held_out)
     judge = Judge(
         request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)
     )

@@ -78,6 +78,32 @@ def minibatch_rows(batch_size, mini_batch_size, answers=1):
     ]
 
 
+def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -> list[int]:
+    """What step ``step`` learns from: numbers of minibatches, ``count`` * ``epochs`` of them.
+
+    The step's own batch and up to ``older`` ones before it have ``count`` minibatches each, the oldest
+    batch's first. A batch's minibatches are in an order of their own, for each PPO epoch another. Each step
+    that has the batch takes the next few of them, so none is used twice more often than another.
+    """
+    total = count * epochs
+
+    def share(born, now):  # how many of a batch's minibatches a step takes; over all batches ``total``
+        age = now - born
+        batches = min(now, older) + 1
+        return -(-(age + 1) * total // batches) + (-age * total // batches)
+
+    places = []
+    oldest = max(0, step - older)
+    for born in range(oldest, step + 1):
+        first = sum(share(born, now) for now in range(born, step))
+        mine = share(born, step)
+        for number in range(first, first + mine):
+            epoch, place = divmod(number, count)
+            minibatch = int(_epoch_order(count, seed, born * epochs + epoch)[place])
+            places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
+    return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
+
+
 class RecordBatches(Sampler):
     """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
     [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names

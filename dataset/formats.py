@@ -6,7 +6,7 @@
     {"chosen": …, "rejected": …}                      text beside a "prompt", turns with or without one (TRL),
                                                       transcripts (HH-RLHF), or texts that begin alike (TRL)
     {"user_input": text, "completion", "score"}       ChatLLaMA
-    {"question": text, "answer": text}                GSM8K
+    {"question": text, "answer": text}                GSM8K: a solution that ends with #### and a number
     {"instruction": text, "input", "output": text}    Alpaca
     {"text": text or transcript}                      a prompt, or a text to be learned
 
@@ -35,6 +35,7 @@ import json
 import math
 import re
 
+from dataset.answers import without_solution
 from dataset.keys import BY_FORM, keys_found, value_at
 from dataset.turns import (
     as_messages,
@@ -55,13 +56,14 @@ TURNS = ("conversations", "messages", "prompt", "completion", "chosen", "rejecte
 def to_prompt(record, keys=BY_FORM):
     """A record of any format -> (prompt: text or messages, answer: text or None). Raises InputError.
 
-    The answer of verl's records is the ground truth; what is no text there becomes JSON text.
+    The answer of verl's records is the ground truth; what is no text there becomes JSON text. Of a solution
+    that ends with "#### 72", as GSM8K's do, the answer is "72".
     """
     prompt, answer = _prompt_and_answer(record, keys)
     checked = record.get("reward_model")
     if answer is None and isinstance(checked, dict) and (truth := checked.get("ground_truth")) is not None:
         answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
-    return prompt, answer
+    return prompt, answer and without_solution(answer)
 
 
 def to_demonstration(record, keys=BY_FORM):

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
 
+from dataset.answers import comparable
 from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
 from dataset.keys import BY_FORM
 from dataset.prompt_template import check_system_prompt
 from dataset.record_files import located, open_records
-from dataset.special_tokens import mark_special
-from dataset.tokenization import conversation_text, encode, for_tokenizer, render
+from dataset.special_tokens import mark_special, unmark
+from dataset.tokenization import conversation_text, encode, for_tokenizer, prompt_text, render
 from dataset.turns import add_system
 from errors import InputError
 from progress_bar import phase
@@ -60,6 +61,7 @@ class RecordDataset(Dataset):
         with phase(f"tokens of {path}", len(places), "records") as bar:
             for first in range(0, len(places), BLOCK):
                 for item in self.make(places[first : first + BLOCK]):
+                    self.note_item(item)
                     digest.update(json.dumps(item, default=_hashed).encode())
                     lengths.append(self.length(item))
                 bar.done = len(lengths)
@@ -77,6 +79,9 @@ class RecordDataset(Dataset):
                 f"{path}: tools are ignored: {count['records']} of {count['read']} records have them; "
                 f"{count['turns']} turns that call one or hold its result are left out"
             )
+
+    def note_item(self, item):
+        """Called at the start with each item that is read."""
 
     def make(self, indices):
         """Record numbers -> their items, also those that are too long."""
@@ -146,7 +151,7 @@ class RecordDataset(Dataset):
 
 def _hashed(prompt):
     """What of a Prompt goes into the fingerprint: what is trained on, and not the rest of its record."""
-    return {name: value for name, value in vars(prompt).items() if name != "record"}
+    return {name: value for name, value in vars(prompt).items() if name not in ("record", "text")}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -156,39 +161,61 @@ def _hashed(prompt):
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``index``: the number of its record. ``answer``: for evaluation and reward functions; its
-    text is never trained on. ``prompt_ids``: token ids up to the assistant's turn. ``record``: the record as
-    the file has it, for reward functions."""
+    text is never trained on. ``prompt_ids``: token ids up to the assistant's turn, ``text``: the same as
+    text. ``record``: the record as the file has it, for reward functions."""
 
     index: int
     prompt: list | str  # messages or text: reward models apply their own templates
     answer: str | None
     prompt_ids: list
     record: dict = field(repr=False)
+    text: str = field(repr=False)
 
 
 class RLAIFDataset(RecordDataset):
     """Prompts for PPO. Items: ``Prompt``. Takes records of every format and uses their prompts only. Prompts
-    of more than ``max_length`` tokens are dropped (see ``RecordDataset``)."""
+    of more than ``max_length`` tokens are dropped (see ``RecordDataset``). thinking: ``Thinking`` or None.
+
+    ``answers``, ``comparable_answers``: of the records read at the start, those with an answer, and those
+    with one that a response can equal (``comparable`` in answers.py).
+    """
+
+    answers, comparable_answers = 0, 0
+
+    def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, thinking=None):
+        self.thinking = thinking
+        super().__init__(path, tokenizer, max_length, system_prompt, keys)
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether it says something how many responses equal the answers: can most of these be compared?"""
+        return 0 < self.answers <= 2 * self.comparable_answers
+
+    def note_item(self, item):
+        if item.answer is not None:
+            self.answers += 1
+            self.comparable_answers += comparable(item.answer)
 
     def make(self, indices):
         rows = self.read(indices, self._row)
-        ids = encode(self.tokenizer, [row[-1] for row in rows])
-        for i, tokens in zip(indices, ids, strict=True):
+        texts = []
+        for i, (_, prompt, _) in zip(indices, rows, strict=True):
             with located(self.records, i):
-                if not tokens:
+                switched = self.thinking.kwargs(i) if self.thinking else {}
+                texts.append(prompt_text(self.tokenizer, prompt, **switched))
+        items = []
+        for i, row, text, ids in zip(indices, rows, texts, encode(self.tokenizer, texts), strict=True):
+            record, prompt, answer = row
+            with located(self.records, i):
+                if not ids:
                     raise InputError("the prompt has no tokens; fill it in or delete the line")
-        return [
-            Prompt(i, prompt, answer, tokens, record)
-            for i, (record, prompt, answer, _), tokens in zip(indices, rows, ids, strict=True)
-        ]
+            items.append(Prompt(i, prompt, answer, ids, record, unmark(self.tokenizer, text)))
+        return items
 
     def _row(self, record, keys):
-        """-> (record, prompt, answer, the prompt as text for the tokenizer)"""
+        """-> (record, prompt, answer)"""
         prompt, answer = to_prompt(record, keys)
-        prompt = add_system(prompt, self.system_prompt)
-        asked = for_tokenizer(self.tokenizer, prompt)
-        text = asked if isinstance(asked, str) else render(self.tokenizer, asked, generate=True)
-        return record, prompt, answer, text
+        return record, add_system(prompt, self.system_prompt), answer
 
     @staticmethod
     def length(item):

@@ -14,7 +14,7 @@ from dataset.formats import is_rated, to_pair, to_rated
 from dataset.keys import BY_FORM
 from dataset.lm_dataset import Prompt, RecordDataset
 from dataset.record_files import located, open_records
-from dataset.special_tokens import mark_special
+from dataset.special_tokens import mark_special, unmark
 from dataset.tokenization import encode, for_tokenizer, render
 from dataset.turns import add_system
 from errors import InputError
@@ -87,12 +87,27 @@ class LoggedAnswers(RecordDataset):
         asked = encode(self.tokenizer, [prompt for prompt, _ in texts])
         said = encode(self.tokenizer, [response for _, response in texts], opening=False)
         items = []
-        for i, prompt, ids, answer, row in zip(indices, prompts, asked, said, rows, strict=True):
+        for i, prompt, (text, _), ids, answer, row in zip(
+            indices, prompts, texts, asked, said, rows, strict=True
+        ):
             with located(self.records, i):
                 if not ids:
                     raise InputError("the prompt has no tokens; fill it in or delete the line")
                 answer = self._ended(answer)
-            items.append(LoggedAnswer(i, prompt, None, ids, row[0], row[2], answer, row[3]))
+            record, _, response, score = row
+            items.append(
+                LoggedAnswer(
+                    index=i,
+                    prompt=prompt,
+                    answer=None,
+                    prompt_ids=ids,
+                    record=record,
+                    text=unmark(self.tokenizer, text),
+                    response=response,
+                    response_ids=answer,
+                    score=score,
+                )
+            )
         return items
 
     def _texts(self, prompt, response):

@@ -1,6 +1,7 @@
 """Tokenization: conversations -> text, by the chat template -> token ids. All datasets use it."""
 
-from dataset.special_tokens import MARK, encode_marked, mark_special, unmark
+from dataset.prompt_template import TEMPLATE_KWARGS
+from dataset.special_tokens import MARK, encode_marked, mark_special
 from dataset.turns import is_transcript, to_messages
 from model.loading import as_input_error
 
@@ -22,10 +23,14 @@ def for_tokenizer(tokenizer, prompt):
     ]
 
 
-def render(tokenizer, messages, generate=False):
-    """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end."""
+def render(tokenizer, messages, generate=False, **kwargs):
+    """The chat template's text of ``messages``; with ``generate``, an assistant turn begins at its end.
+    kwargs: of the template, before those that the tokenizer was given (``set_template_kwargs``)."""
+    kwargs = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {}) | kwargs
     with as_input_error("the tokenizer's chat template refuses the conversation"):
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, **kwargs
+        )
 
 
 def encode(tokenizer, texts, opening=True):
@@ -40,10 +45,11 @@ def encode(tokenizer, texts, opening=True):
         return [encode_marked(tokenizer, text, defaults) if MARK in text else next(rows) for text in texts]
 
 
-def prompt_text(tokenizer, prompt):
-    """The prompt as the text that the policy reads: the chat template up to the assistant's turn."""
+def prompt_text(tokenizer, prompt, **kwargs):
+    """The prompt as the text that the policy reads, marked: the chat template up to the assistant's turn.
+    kwargs: of the template."""
     asked = for_tokenizer(tokenizer, prompt)
-    return unmark(tokenizer, asked if isinstance(asked, str) else render(tokenizer, asked, generate=True))
+    return asked if isinstance(asked, str) else render(tokenizer, asked, generate=True, **kwargs)
 
 
 def conversation_text(tokenizer, prompt, response):

@@ -86,6 +86,8 @@ class CriticModel(nn.Module):
         self.scale = scale
 
     @torch.no_grad()
-    def shift(self, amount):
-        """Add ``amount`` to all values."""
-        self.value_head.bias += amount / self.scale
+    def map_values(self, slope: float, intercept: float) -> None:
+        """Every value v becomes slope * v + intercept."""
+        for p in self.value_head.parameters():
+            p.mul_(slope)
+        self.value_head.bias += intercept / self.scale

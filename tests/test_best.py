@@ -285,7 +285,8 @@ def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
 def chosen(metric="", answer=None, judge=None, fn="", reasoning=0, answers=1, pairs=None, **reward):
     args = SimpleNamespace(best_metric=metric, reasoning=reasoning, eval_reward_fn=fn, eval_reward_model=[])
     args.num_generations = answers
-    held_out = Records([SimpleNamespace(answer=None), SimpleNamespace(answer=answer)])
+    held_out = Records()
+    held_out.has_accuracy = answer is not None
     given = {"models": {"model": (None, 1.0)}, "reasoning": bool(reasoning), **reward}
     return choose_best(args, held_out, Reward(**given), Judge(function=judge), pairs)
 
@@ -301,10 +302,22 @@ def test_another_judge_is_another_source_where_it_decides():
 
 
 def test_which_metric_decides():
-    assert chosen(answer="a", judge=len, normalize=True).metric == "eval/accuracy"
-    assert chosen(judge=len, normalize=True).metric == "eval/judge"
-    assert chosen(normalize=True).metric == "eval/score_raw"
-    assert chosen().metric == "eval/score"
+    """What the pairs say, the judge, the user's function, the accuracy, the score: the first there is."""
+    given = {"answer": "a", "judge": len, "function": len, "normalize": True, "pairs": [1]}
+    for without, metric in (
+        ("", "chosen_share"),
+        ("pairs", "judge"),
+        ("judge", "function"),
+        ("function", "score_raw"),
+        ("normalize", "score"),
+    ):
+        given.pop(without, None)
+        best = chosen(**given)
+        assert best.metric == f"eval/{metric}"
+        assert best.successor == ("eval/accuracy" if metric.startswith("score") else "")
+    assert chosen().successor == chosen("score", answer="a").successor == ""
+    assert chosen(answer="a", models={}).metric == "eval/accuracy"  # there is no score
+    assert chosen("missing_eos", missing_eos_penalty=None).metric == "eval/missing_eos"  # not yet chosen
     for name in ("model", "eval/model", "length", "score_greedy", "eval/finished_greedy"):
         assert chosen(name).metric == f"eval/{name.removeprefix('eval/')}"
     assert chosen("format_rate", reasoning=1).metric == "eval/format_rate"
@@ -330,7 +343,6 @@ def test_what_has_no_greedy_twin_is_known_by_its_exact_name():
     """pass@k: k = 2, 4 … up to --num_generations, as evaluate in evaluation.py logs them."""
     for name in ("pass@2", "pass@4", "accuracy_greedy"):
         assert chosen(name, answer="a", answers=6).metric == f"eval/{name}"
-    assert chosen(answer="a", answers=6).metric == "eval/accuracy"
     for name in ("pass@3", "pass@8", "pass@4_greedy"):
         with pytest.raises(InputError, match=r"with _greedy behind it, or pass@2, pass@4$"):
             chosen(name, answer="a", answers=6)
@@ -348,6 +360,45 @@ def test_flags_of_evaluations_need_held_out_prompts(files, flag):
     wanted = {"eval_data_path": "", "eval_reward_fn": "", flag: "x"}
     with pytest.raises(InputError, match=f"--{flag}: .*give --eval_data_path too"):
         train_ppo.parse_args(argv_of(files | wanted, "out"))
+
+
+def test_the_accuracy_decides_from_its_first_value_above_0_on():
+    """score, accuracy of each evaluation -> whether it is the best so far, and by which metric."""
+    best = Best("eval/score", "x", "eval/accuracy")
+    for step, (score, accuracy, better, metric) in enumerate(
+        (
+            (1.0, 0.0, True, "score"),
+            (0.9, 0.0, False, "score"),
+            (2.0, 0.0, True, "score"),
+            (0.5, 0.1, True, "accuracy"),
+            (9.0, 0.1, False, "accuracy"),
+            (9.0, 0.0, False, "accuracy"),
+            (0.0, 0.2, True, "accuracy"),
+        )
+    ):
+        metrics = {"eval/score": score, "eval/accuracy": accuracy}
+        assert best.beaten_by(metrics) is better
+        if better:
+            best.take(metrics, step)
+        assert best.metric == f"eval/{metric}"
+        resumed = Best("eval/score", "x", "eval/accuracy")
+        resumed.load_state_dict(best.state_dict())
+        assert vars(resumed) == vars(best)
+    assert (best.value, best.step) == (0.2, 6)
+    assert best.describe("b.pth") == "; b.pth has those after step 6, the best by eval/accuracy (0.200)"
+    old = {
+        "metric": "eval/accuracy",
+        "source": "x",
+        "value": 0.3,
+        "step": 4,
+        "since": 0,
+    }  # an older version's
+    resumed = Best("eval/score", "x", "eval/accuracy")
+    resumed.load_state_dict(old)
+    assert (resumed.metric, resumed.value, resumed.step) == ("eval/accuracy", 0.3, 4)
+    by_function = Best("eval/function", "x")
+    by_function.load_state_dict(old)
+    assert (by_function.value, by_function.forgotten) == (None, old)
 
 
 def test_only_a_higher_value_beats_the_best():

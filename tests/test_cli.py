@@ -143,6 +143,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
+    ("a clip that allows any fall", {"clip_epsilon": 2}, "--clip_epsilon 2"),
     ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
     ("warm-up in words", {"critic_warmup_steps": "some"}, "'some' is neither a whole number nor auto"),
     (
@@ -171,7 +172,7 @@ def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, ba
 
 def test_bad_input_on_the_real_command_line(files, tmp_path):
     process = launch(flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 2
     assert err == "error: --mini_batch_size 16: must divide --batch_size 8\n"
     assert out == ""
@@ -207,7 +208,7 @@ def test_it_runs_from_any_folder(files, tmp_path):
         cwd=ROOT / "trainer",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -6,11 +6,13 @@ import pytest
 import torch
 from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_jsonl
 
+from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
 from trainer.build_run import build_run
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.sampling_noise import noise_keys, uniform
-from trainer.inputs import load_inputs
+from trainer.inputs import accuracy_note, load_inputs
+from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World, share_of
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -19,6 +21,8 @@ RIGHT = "<think>\nx\n</think>\n<answer>\n{}\n</answer>"
 
 class Prompts(list):
     """Answers (None where a record has none), as a dataset of prompts."""
+
+    has_accuracy = True
 
     def __getitem__(self, place):
         return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place))
@@ -76,9 +80,58 @@ def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate():
 
 
 def test_without_answers_there_is_no_accuracy():
-    found, _ = evaluate(answering(["a", "b"], ["a", "b"]), Prompts([None, None]), 0.7, False, ALONE)
+    prompts = Prompts([None, None])
+    prompts.has_accuracy = False
+    found, _ = evaluate(answering(["a", "b"], ["a", "b"]), prompts, 0.7, False, ALONE)
     assert "eval/score" in found
     assert not any("accuracy" in name or "format_rate" in name for name in found)
+
+
+def test_an_answer_that_no_response_can_equal_does_not_count():
+    answers = Prompts(["5", "a long text, which nobody says twice", None])
+    found, _ = evaluate(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, 0.7, False, ALONE)
+    assert found["eval/accuracy"] == found["eval/accuracy_greedy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reasoning", "right"),
+    [
+        ("6 * 12 is 72.", "72", 0, True),
+        ("72 is 6 * 12", "72", 0, False),  # the last number counts
+        (r"so \boxed{72}, which is 6 * 12", "72.0", 0, True),
+        ("It costs $1,240.", "1240", 0, True),
+        ("<think>\n5\n</think>\n\nso 72", "72", 0, True),
+        ("<think>\n72\n</think>\n\nnone", "72", 0, False),
+        ("<think>\nhm\n</think> Paris ", "Paris", 0, True),
+        ("It is Paris", "Paris", 0, False),  # no number: the whole text
+        (RIGHT.format(72), "72", 1, True),
+        (RIGHT.format("72.0"), "72", 1, True),
+        (RIGHT.format("so 72"), "72", 1, False),  # the block has to be the answer
+        ("72", "72", 1, False),  # no answer block
+        (RIGHT.format("Paris"), "Paris", 1, True),
+        (RIGHT.format(72) + " 5", "72", 1, True),
+    ],
+)
+def test_what_is_compared_with_the_answer(response, answer, reasoning, right):
+    assert is_correct(response, answer, reasoning) is right
+
+
+@pytest.mark.parametrize(("short", "there"), [(0, False), (1, False), (2, True), (4, True)])
+def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short, there, tmp_path):
+    """Conversations end with long texts, and some with a word: such a word says nothing of the others."""
+    records = [{"prompt": "a", "answer": "5" if n < short else "b c d e f g"} for n in range(4)]
+    path = write_jsonl(tmp_path / "held_out.jsonl", [*records, {"prompt": "a"}])
+    held_out = RLAIFDataset(path, word_tokenizer(WORDS), 64)
+    assert held_out.has_accuracy is there
+    assert (accuracy_note(held_out) is None) is there
+    if not there:
+        line = f"accuracy none: of 4 held-out answers only {short} are a number or a few words, which"
+        assert accuracy_note(held_out).startswith(line)
+
+
+def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
+    held_out = RLAIFDataset(write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}]), word_tokenizer(WORDS), 64)
+    assert not held_out.has_accuracy and accuracy_note(held_out) is accuracy_note(None) is None
 
 
 @pytest.mark.parametrize("batch", [256, 8, 1])

@@ -132,7 +132,7 @@ print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 def in_a_fresh_process(code, folder, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [PYTHON, "-I", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -315,9 +315,9 @@ def test_the_real_command_line(demo, tmp_path):
     """From any folder: success is one line and exit code 0, bad input one line and exit code 2."""
     script = ROOT / "export.py"
     good = launch([str(demo), str(tmp_path / "new")], script=script)
-    out, err = good.communicate(timeout=120)
+    out, err = good.communicate(timeout=600)
     assert (good.returncode, out.count("\n"), err) == (0, 1, ""), err
     bad = start_script([PYTHON, str(script), str(demo), str(tmp_path / "new")], {})
-    out, err = bad.communicate(timeout=120)
+    out, err = bad.communicate(timeout=600)
     assert (bad.returncode, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {tmp_path / 'new'}: is not empty")

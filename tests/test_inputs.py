@@ -1,19 +1,16 @@
-"""What is chosen where no flag says it: rates, sizes that follow each other, warm-up, --reasoning, .pth."""
+"""What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import argparse
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_llama, word_tokenizer, write_jsonl
+from tiny import tiny_llama
 
-from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
 from trainer import inputs, train_ppo
-from trainer.inputs import DEMO, choose_rates, choose_reasoning, complete_flags, count_steps, load_inputs
+from trainer.inputs import DEMO, choose_rates, complete_flags, count_steps, load_inputs
 from trainer.runs.distributed import World
-
-WORDS = ["a", "b", "<think>"]
 
 
 def parsed(*argv):
@@ -174,30 +171,6 @@ def test_a_dual_clip_that_would_stop_every_bad_token_is_refused(limit):
         completed("--dual_clip", limit)
 
 
-def reasoning(tmp_path, template, records, given=None):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    tokenizer.chat_template += template
-    data = RLAIFDataset(write_jsonl(tmp_path / "data.jsonl", records), tokenizer, 64)
-    args = argparse.Namespace(reasoning=given, data_path="data.jsonl")
-    line = choose_reasoning(args, tokenizer, data)
-    return args.reasoning, line
-
-
-def test_reasoning_is_on_only_where_template_or_data_use_it(tmp_path):
-    plain, thought = {"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": "<think> b"}
-    on, line = reasoning(tmp_path, "", [plain, thought])
-    assert on == 1 and line.startswith("format   rewarded: data.jsonl uses <think>; --reasoning 0")
-    on, line = reasoning(tmp_path, "{# <think> #}", [plain])
-    assert on == 1 and "the tokenizer's chat template uses <think>" in line
-    on, line = reasoning(tmp_path, "", [plain])
-    assert on == 0 and line.startswith("format   not rewarded") and "--reasoning 1" in line
-
-
-@pytest.mark.parametrize("given", [0, 1])
-def test_a_given_reasoning_stays_and_nothing_is_said(tmp_path, given):
-    assert reasoning(tmp_path, "{# <think> #}", [{"prompt": "a"}], given) == (given, None)
-
-
 @pytest.mark.parametrize(("processes", "said"), [(1, True), (2, False)])
 def test_that_a_single_process_splits_nothing_is_said(processes, said, monkeypatch):
     monkeypatch.setattr(inputs, "load_once", lambda args, world, load, *given: load(*given))
@@ -230,7 +203,7 @@ def test_the_demo_is_rewarded_for_its_format():
     ("there", "given", "name", "reasoning"),
     [
         (["reason"], None, "reason", 1),
-        (["full_sft"], None, "full_sft", None),  # template and data decide later
+        (["full_sft"], None, "full_sft", None),  # the answers decide later
         (["reason", "full_sft"], None, "reason", 1),
         (["reason", "full_sft"], 0, "full_sft", 0),
     ],

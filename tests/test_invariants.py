@@ -33,7 +33,7 @@ def files(tmp_path_factory):
 
 
 def make_run(files, **values):
-    """A Run as main builds it, with its prompts."""
+    """A Run as main builds it, with its prompts. None: a flag is left out."""
     sizes = {
         "batch_size": 16,
         "mini_batch_size": 8,
@@ -42,7 +42,8 @@ def make_run(files, **values):
         "max_steps": 4,
         "dtype": "float32",  # the invariants are exact, or to 1e-6
     }
-    args = train_ppo.parse_args(flags(**{**files, **sizes, **values}))
+    given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
+    args = train_ppo.parse_args(flags(**given))
     actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
     return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts), prompts
 

@@ -66,7 +66,7 @@ def run(folder, argv, code=0, **environment):
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
-        timeout=120,
+        timeout=600,
     )
     out, err = (text.decode("cp1252") for text in (done.stdout, done.stderr))
     assert done.returncode == code, f"{out}\n{err}"

@@ -120,41 +120,83 @@ def test_group_normalized_by_hand():
 
 
 def test_without_the_std_the_groups_advantages_are_those_of_leave_one_out():
-    """Dr. GRPO's R - mean is (n - 1) / n times RLOO's: after ``scale_to_one`` they are equal."""
+    """Dr. GRPO's R - mean is (n - 1) / n times RLOO's: divided by their size they are equal."""
     total = ppo.response_rewards(REWARDS, FOUR, 4)
     centred = torch.where(FOUR, (total - total.mean(1, keepdim=True)).view(-1, 1), 0.0)
     one, other = (
-        ppo.scale_to_one(x, FOUR, lambda t: t)[0] for x in (centred, ppo.leave_one_out(REWARDS, FOUR, 4))
+        x / ppo.root_mean_square(x, FOUR, lambda t: t) for x in (centred, ppo.leave_one_out(REWARDS, FOUR, 4))
     )
     assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_scale_to_one_divides_by_the_root_mean_square_of_all_processes():
-    """Squares 9 + 1 here and 16 + 4 there, over five tokens: sqrt(6). The sign of every number stays."""
-    x = torch.tensor([[3.0, 1.0, math.inf]])
-    mask = torch.tensor([[True, True, False]])
+def test_the_root_mean_square_is_of_the_answers_that_say_something_on_all_processes():
+    """Squares 9 + 1 here and 16 + 4 there, over five tokens that are not 0: sqrt(6)."""
+    x = torch.tensor([[3.0, 1.0, 0.0, math.inf]])
+    mask = torch.tensor([[True, True, True, False]])
     there = torch.tensor([6.0, 20.0, 3.0]).double()
-    scaled, size, divisor = ppo.scale_to_one(x, mask, lambda t: t + there)
-    assert size == divisor == pytest.approx(6**0.5)
-    assert scaled.tolist() == [pytest.approx([3 / 6**0.5, 1 / 6**0.5, 0])]
-    assert ppo.scale_to_one(torch.zeros(1, 3), mask, lambda t: t)[0].tolist() == [[0, 0, 0]]
-    same, size, divisor = ppo.leave_as_is(x, mask, lambda t: t + there)
-    assert same is x and divisor == 1 and size == pytest.approx(6**0.5)
+    assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(6**0.5)
+    assert ppo.root_mean_square(torch.zeros(1, 4), mask, lambda t: t) == 0
 
 
-def test_a_batch_without_any_signal_leaves_kl_and_entropy_their_weight():
-    """Zeros, divided by 1: KL loss and entropy bonus are divided by the same number. Small rewards are a
-    signal: they are divided by 0.0001 or more. The spread that is logged is the true one in both cases."""
+def test_rloo_has_the_same_size_with_one_lesson_as_with_many():
+    """Groups with one right answer of four: 1 and three times -1/3, root mean square sqrt(1/3), whether all
+    32 groups are like that or one. Over all tokens of the latter it would be sqrt(1/96)."""
+    mask = torch.ones(128, 1, dtype=torch.bool)
+    right = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
+    for rewards in (right.repeat(32, 1), torch.cat([right, torch.zeros(124, 1)])):
+        advantages = ppo.leave_one_out(rewards, mask, 4)
+        size = ppo.root_mean_square(advantages, mask, lambda t: t)
+        assert size == pytest.approx((1 / 3) ** 0.5)
+        assert (advantages / size).max().item() == pytest.approx(3**0.5)
+
+
+def test_centred_by_hand_over_processes_and_zeros_where_there_is_only_rounding():
+    """1 and 3 here, 5 and 7 there: mean 4, std sqrt(5)."""
     mask = torch.tensor([[True, True, False]])
-    for normalize in (ppo.scale_to_one, ppo.whiten):
-        scaled, *sizes = normalize(torch.zeros(1, 3), mask, lambda t: t)
-        assert (scaled.tolist(), sizes) == ([[0, 0, 0]], [0.0, 1.0])
-        for x, divisor in ((2e-4, 2e-4), (1e-5, 1e-4)):
-            scaled, *sizes = normalize(torch.tensor([[x, -x, math.nan]]), mask, lambda t: t)
-            assert scaled.tolist() == [pytest.approx([x / divisor, -x / divisor, 0])]
-            assert sizes == [pytest.approx(x), pytest.approx(divisor)]
-    scaled, *sizes = ppo.whiten(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
-    assert (scaled.tolist(), sizes) == ([[0, 0, 0]], [0.0, 1.0])
+    there = torch.tensor([12.0, 74.0, 2.0]).double()
+    x, std = ppo.centred(torch.tensor([[1.0, 3.0, math.nan]]), mask, lambda t: t + there)
+    assert x[mask].tolist() == [-3, -1]
+    assert std == pytest.approx(5**0.5)
+    for size in (1.0, 1e-5, 1e5):
+        x, std = ppo.centred(torch.tensor([[size, -size, math.nan]]), mask, lambda t: t)
+        assert x[mask].tolist() == pytest.approx([size, -size])
+        assert std == pytest.approx(size)
+    x, std = ppo.centred(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
+    assert (x.tolist(), std) == ([[0, 0, 0]], 0)
+
+
+@pytest.mark.parametrize(("knows", "last", "first"), [(True, 5.0, -0.42), (False, 3.39, -0.29)])
+def test_a_lambda_below_one_turns_an_error_of_the_values_into_a_slope(knows, last, first):
+    """256 tokens, scores of std 1, all values too low by 1, lambda 0.95: docs/ppo.md, section 5. knows: the
+    critic foresees the score but for that. With lambda 1 all tokens have the same advantage."""
+    scores = torch.tensor([1.0, -1.0])
+    mask = torch.ones(2, 256, dtype=torch.bool)
+    rewards = ppo.token_rewards(scores, torch.tensor([256, 256]), mask)
+    values = (scores[:, None] if knows else torch.zeros(2, 1)).expand(2, 256) - 1
+    for lam, ends in ((0.95, [first, last]), (1.0, [0, 0])):
+        x, std = ppo.centred(ppo.gae(rewards, values, mask, 1.0, lam)[0], mask, lambda t: t)
+        mean = x.mean(0) / (std or 1.0)  # over scores
+        assert [mean[0].item(), mean[-1].item()] == [pytest.approx(end, abs=0.01) for end in ends]
+
+
+def test_regression_by_hand_over_processes():
+    """x 10, 30 here and 50, 30 there; y 1, 1 and 5, 1: covariance 20, variance 200, so 0.1 x - 1."""
+    mask = torch.tensor([[True, True, False]])
+    x, y = torch.tensor([[10.0, 30.0, math.nan]]), torch.tensor([[1.0, 1.0, math.nan]])
+    there = iter([[80.0, 3400.0, 2.0], [6.0, 26.0, 2.0], 20.0 * 3 + 0.0 * -1])
+    line = ppo.regression(x, y, mask, lambda t: t + torch.tensor(next(there)).double())
+    assert line == (pytest.approx(0.1), pytest.approx(-1))
+    alone = lambda x, y: ppo.regression(torch.tensor([x]), torch.tensor([y]), mask[:, :2], lambda t: t)  # noqa: E731
+    assert alone([1.0, 3.0], [7.0, 2.0]) == (0, 4.5)  # never a slope below 0
+    assert alone([0.3, 0.3], [7.0, 2.0]) == (0, 4.5)
+    assert alone([1.0, 3.0], [0.3, 0.3]) == (0, pytest.approx(0.3))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5, 1e5])
+def test_group_normalized_has_no_unit(size):
+    rewards = size * torch.tensor([[0.0], [1.0], [2.0], [1.0]])
+    advantages = ppo.group_normalized(rewards, torch.ones(4, 1, dtype=torch.bool), 4)
+    assert advantages[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])

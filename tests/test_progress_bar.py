@@ -71,7 +71,7 @@ def run_in_terminal(code, **environment):
         if not piece:
             break
     os.close(ours)
-    assert process.wait(timeout=60) == 0, said
+    assert process.wait(timeout=600) == 0, said
     screen.write(said.decode())
     return screen
 

@@ -1,10 +1,13 @@
 """Replay: older batches are learned from again, as if their responses were new."""
 
+from collections import Counter
+
+import pytest
 import torch
 from test_invariants import ALONE, files, make_run
 from tiny import tiny_llama
 
-from dataset.data_order import local_positions
+from dataset.data_order import epoch_order, local_positions, minibatch_order
 from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import join_rollouts
 from trainer.compute.scoring import PolicyScorer
@@ -134,3 +137,32 @@ def test_a_step_makes_as_many_optimizer_steps_as_without(files, monkeypatch):
         assert metrics["kl/sequence"] is not None
         length = batch.rollout.response_len.sum().item() / 16
         assert metrics["rollout/length"] == length  # metrics are those of the new batch
+
+
+@pytest.mark.parametrize("older", [0, 1, 2, 8])
+@pytest.mark.parametrize(("count", "epochs"), [(1, 1), (2, 3), (4, 1), (4, 8), (5, 2)])
+def test_each_minibatch_is_learned_from_equally_often(older, count, epochs):
+    """Over all steps that have its batch, ``epochs`` times; a batch at a run's start or end may have more or
+    fewer, but none of its minibatches twice more often than another. A step's number of them is the same."""
+    uses, steps = Counter(), 30
+    for step in range(steps):
+        order = minibatch_order(step, older, count, epochs, seed=7)
+        assert len(order) == count * epochs
+        oldest = max(0, step - older)
+        for k in order:
+            assert 0 <= k < count * (min(step, older) + 1)
+            uses[oldest + k // count, k % count] += 1
+    for born in range(steps):
+        each = [uses[born, minibatch] for minibatch in range(count)]
+        assert max(each) - min(each) <= 1
+        assert not older <= born < steps - older or set(each) == {epochs}
+
+
+def test_without_replay_each_ppo_epoch_has_an_order_of_its_own():
+    expected = [k for epoch in (6, 7) for k in epoch_order(4, 5, epoch)]
+    assert minibatch_order(3, 0, 4, 2, seed=5) == expected
+
+
+def test_old_and_new_batches_take_turns():
+    order = minibatch_order(9, 1, 4, 1, seed=0)
+    assert [k // 4 for k in order] == [0, 1, 0, 1]

@@ -11,7 +11,7 @@ from errors import InputError
 from model.critic import CriticModel
 from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import length_mask
-from trainer.value_scale import ValueScale
+from trainer.value_scale import AdvantageScale, ValueScale
 
 assert files  # the fixture
 STEPS = 8
@@ -20,9 +20,10 @@ STEPS = 8
 class Rows:
     """What ``ValueScale.update`` reads of a rollout: two responses, of three tokens and of one."""
 
-    def __init__(self, returns):
+    def __init__(self, returns, values=None):
         self.mask = length_mask(torch.tensor([3, 1]), 3)
-        self.values, self.returns = torch.zeros(2, 3), torch.tensor(returns)
+        self.returns = torch.tensor(returns)
+        self.values = torch.zeros(2, 3) if values is None else torch.tensor(values)
 
 
 def make_critic():
@@ -37,31 +38,33 @@ def update(scale, *batches):
         scale.update(batch, batch.returns, lambda x: x)
 
 
-def test_another_scale_changes_no_value_and_a_shift_changes_all_alike():
+def test_another_scale_changes_no_value_and_a_line_maps_all_values():
     critic, tokens = make_critic(), torch.randint(10, (2, 5))
     before = critic(tokens)
     critic.rescale(37.0)
     assert torch.allclose(critic(tokens), before, atol=1e-5)
     assert critic.scale == 37
-    critic.shift(2.5)
-    assert torch.allclose(critic(tokens), before + 2.5, atol=1e-5)
+    critic.map_values(0.5, 2.5)
+    assert torch.allclose(critic(tokens), 0.5 * before + 2.5, atol=1e-5)
 
 
-def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_the_mean():
-    """Returns 1, 1, 5, 1: mean 2, variance 3. Then 0, 4, 4, 0: variance 4; the mean of both is 3.5."""
+def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean():
+    """Returns 1, 1, 5, 1: mean 2, variance 3. The values are ten times as large: 0.1 of them, less 1, is the
+    closest line. Then 0, 4, 4, 0: variance 4; the mean of both is 3.5."""
     critic = make_critic()
-    scale, first = ValueScale(critic), Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]])
+    first = Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]])
+    scale = ValueScale(critic)
     tokens = torch.randint(10, (2, 5))
     before = critic(tokens)
     update(scale, first)
     assert critic.scale == pytest.approx(math.sqrt(3))
-    assert first.values.tolist() == [[2, 2, 2], [2, 0, 0]]  # 0 on padding
-    assert torch.allclose(critic(tokens), before + 2, atol=1e-5)
+    assert first.values.tolist() == [pytest.approx([0, 2, 4], abs=1e-6), pytest.approx([2, 0, 0])]
+    assert torch.allclose(critic(tokens), 0.1 * before - 1, atol=1e-5)
     second = Rows([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]])
     update(scale, second)
     assert critic.scale == pytest.approx(math.sqrt(3.5))
-    assert second.values.abs().max() == 0  # only the first batch shifts
-    assert torch.allclose(critic(tokens), before + 2, atol=1e-5)
+    assert second.values.abs().max() == 0  # only the first batch is fitted
+    assert torch.allclose(critic(tokens), 0.1 * before - 1, atol=1e-5)
 
 
 def test_the_scale_follows_the_last_ten_batches_or_so():
@@ -125,10 +128,10 @@ def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
     assert (scale.batches, critic.scale) == (0, 1.0)
 
 
-def learned(files, factor, offset=0.0):
+def learned(files, factor, offset=0.0, init="actor"):
     """A few steps with every score times ``factor``, plus ``offset`` -> (actor's weights, metrics)."""
     rates = {"learning_rate": 1e-3, "critic_learning_rate": 3e-3}
-    run, prompts = make_run(files, max_steps=STEPS, kl_coef=0.1 * factor, critic_init="actor", **rates)
+    run, prompts = make_run(files, max_steps=STEPS, kl_coef=0.1 * factor, critic_init=init, **rates)
     combine = run.reward.combine
     run.reward.combine = lambda *a: {k: factor * v + offset for k, v in combine(*a).items()}
     batches = iter([[prompts[i] for i in range(16)]] * STEPS)
@@ -139,10 +142,13 @@ def learned(files, factor, offset=0.0):
     return torch.cat([p.detach().flatten() for p in run.actor.parameters()]), metrics
 
 
-@pytest.mark.parametrize(("factor", "offset"), [(0.01, 0.0), (100.0, 0.0), (1.0, 50.0)])
-def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset):
-    weights, metrics = learned(files, 1.0)
-    scaled, others = learned(files, factor, offset)
+@pytest.mark.parametrize(
+    ("factor", "offset", "init"), [(0.01, 0.0, "actor"), (100.0, 0.0, "reward"), (1.0, 50.0, "actor")]
+)
+def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset, init):
+    """Also where the critic starts from the reward model, whose scores have the size of before."""
+    weights, metrics = learned(files, 1.0, init=init)
+    scaled, others = learned(files, factor, offset, init)
     start = torch.cat([p.flatten() for p in make_run(files)[0].ref.parameters()])
     assert (scaled - weights).norm() < 0.02 * (weights - start).norm()
     for one, other in zip(metrics, others, strict=True):
@@ -183,5 +189,52 @@ def test_returns_for_the_critic_have_a_lambda_of_their_own(files):
         if critic_lam == 1:
             to_go = ppo.monte_carlo_returns(rollout.rewards, rollout.mask, 0.9)
             assert torch.allclose(rollout.returns, to_go, atol=1e-6)
-        advantages = ppo.whiten(ppo.gae(*fields, 0.7)[0], rollout.mask, ALONE.sum)[0]
-        assert rollout.advantages.equal(advantages)
+        advantages, std = ppo.centred(ppo.gae(*fields, 0.7)[0], rollout.mask, ALONE.sum)
+        assert rollout.advantages.equal(torch.where(rollout.mask, advantages / std, 0.0))
+
+
+def test_what_advantages_are_divided_by():
+    """Their own size; where all scores are equal, that of the batches before; never below a tenth of it. It
+    follows as the values' scale does: after ten batches of 0.3 one of 0.6 makes the variance
+    0.9 * 0.09 + 0.1 * 0.36."""
+    scale = AdvantageScale()
+    assert scale.unit(0.0, False) == scale.unit(0.003, False) == 1.0  # no batch had anything to tell so far
+    assert [scale.unit(0.3, True) for _ in range(10)] == [0.3] * 10
+    assert scale.unit(0.003, False) == scale.unit(0.0, False) == scale.unit(0.0, True) == pytest.approx(0.3)
+    assert scale.unit(0.5, False) == 0.5
+    assert scale.unit(0.6, True) == 0.6
+    follows = (0.9 * 0.09 + 0.1 * 0.36) ** 0.5
+    assert scale.unit(0.0, False) == pytest.approx(follows)
+    assert math.isnan(scale.unit(math.nan, True)) and scale.unit(math.inf, True) == math.inf
+    restored, older = AdvantageScale(), AdvantageScale()
+    restored.load_state_dict(scale.state_dict())
+    older.load_state_dict({})
+    for each in (scale, restored):
+        assert each.unit(0.003, True) == pytest.approx(0.1 * follows)
+    assert restored.state_dict() == scale.state_dict()
+    assert older.state_dict() == AdvantageScale().state_dict()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"advantage": "rloo", "num_generations": 4}, {"advantage": "reinforce"}],
+    ids=lambda x: x.get("advantage", "gae"),
+)
+def test_a_solved_task_is_no_full_lesson(files, more):
+    """A batch with different scores, then one whose scores are all 1: values that differ by 0.003 or so are
+    not whitened to 1, and the weight of the KL does not grow."""
+    run, prompts = make_run(files, **({"critic_warmup_steps": None} if more else {}), **more)
+    batches = iter([[prompts[i] for i in range(16 // run.args.num_generations)]] * 2)
+    units = []
+    for step in range(2):
+        batch = train_ppo.collect(run, step, batches, list(range(16)))
+        if step:
+            batch.scores["score"] = torch.ones(16)
+            if run.critic:
+                torch.nn.init.normal_(run.critic.value_head.weight, std=1e-3)
+                torch.nn.init.constant_(run.critic.value_head.bias, 1 / run.critic.scale)
+        rollout = train_ppo.fill_rollout(run, step, batch, train_ppo.Metrics())
+        units.append(rollout.advantage_unit)
+    assert units[1] == pytest.approx(units[0])
+    assert units[0] > 0.1 and rollout.advantage_std < 0.02
+    assert rollout.advantages.abs().max() < 0.1

@@ -7,7 +7,9 @@ metrics must agree. A metric that ``Plain`` does not compute fails the test.
 """
 
 import copy
+import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -65,6 +67,8 @@ CASES = {
         "kl_in": "loss",
         "critic_lam": 0.6,
         "importance_cap": 1.05,
+        "cliprange_value": 0.1,
+        "vf_coef": 1.2,
         "clip_epsilon_high": 0.3,
         "dual_clip": 1.4,
         "lr_schedule": "constant",
@@ -88,7 +92,13 @@ CASES = {
         "kl_horizon": 20,
     },
     "experts": {"kl_in": "loss", "experts": True, "grad_clip": 2.0, "ptx_coef": 0.5},
-    "logged answers": {"kl_in": "loss", "logged": True, "ptx_coef": 0.2, "update_old_actor_freq": 1},
+    "logged answers": {
+        "kl_in": "loss",
+        "logged": True,
+        "ptx_coef": 0.2,
+        "update_old_actor_freq": 1,
+        "cliprange_value": 0.1,
+    },
     "four answers": {"kl_in": "loss", "num_generations": 4, "replay_batches": 1},
     "RLOO": {
         **NO_CRITIC,
@@ -127,7 +137,7 @@ class Plain:
         self.begins = None if run.args.critic_warmup_steps == "auto" else run.args.critic_warmup_steps
         self.used, self.batches, self.scores = set(), [], torch.zeros(0)
         self.kl_coef = run.args.kl_coef
-        self.norms = {"critic": [], "actor": []}
+        self.norms, self.packs = {"critic": [], "actor": []}, []
         path = run.args.ptx_data_path
         self.texts = [record["text"] for record in read_jsonl(path)] if path else []
         adam = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -263,15 +273,14 @@ class Plain:
     def learn(self, step):
         """-> {name: mean} of what learning measures"""
         args, self.noted = self.args, {}
-        pool = len(self.prompt_len) // args.mini_batch_size
         self.fill(step)
         count = args.batch_size // args.mini_batch_size
+        dealt = iter(self.deal(step, count))
         actor_learns, stopped = self.begins is not None and step >= self.begins, False
         for epoch in range(args.ppo_epochs):
-            order = epoch_order(pool, args.seed, step * args.ppo_epochs + epoch)[:count]
-            for place, k in enumerate(order):
+            for place in range(count):
                 number = (step * args.ppo_epochs + epoch) * count + place
-                rows_of_k = self.rows_of(int(k))
+                rows_of_k = self.rows_of(next(dealt))
                 if self.critic:
                     self.step("critic", self.critic_loss(rows_of_k), number)
                 was_stopped = stopped
@@ -289,6 +298,20 @@ class Plain:
             of_samples = ("kl/", "rollout/")
             self.noted = {name: x for name, x in self.noted.items() if not name.startswith(of_samples)}
         return {name: torch.cat(parts).double().mean().item() for name, parts in self.noted.items()}
+
+    def deal(self, step, count):
+        """Each batch is a pack of its minibatches, in a new order for each PPO epoch. A step takes the next
+        ones of the pack of each batch that is kept, in turn: as evenly as whole numbers are."""
+        epochs, seed = self.args.ppo_epochs, self.args.seed
+        orders = (epoch_order(count, seed, epoch) for epoch in itertools.count(step * epochs))
+        self.packs.append(int(k) for order in orders for k in order)
+        packs = self.packs[-1 - self.args.replay_batches :]
+        share, taken = Fraction(count * epochs, len(packs)), []
+        for age, pack in enumerate(reversed(packs)):
+            mine = math.ceil((age + 1) * share) - math.ceil(age * share)
+            place = len(packs) - 1 - age
+            taken += [(Fraction(2 * i + 1, mine), place, place * count + next(pack)) for i in range(mine)]
+        return [k for *_, k in sorted(taken)]
 
     @torch.no_grad()
     def fill(self, step):
@@ -360,11 +383,11 @@ class Plain:
                 if kind == "rloo":
                     of_rows.append(mine - (sum(group) - mine) / (len(group) - 1))
                 else:
-                    of_rows.append((mine - np.mean(group)) / max(np.std(group, ddof=1), 1e-4))
+                    of_rows.append((mine - np.mean(group)) / (np.std(group, ddof=1) or 1.0))
             advantages = torch.tensor(of_rows)[self.row]
         std, middle = advantages.std(correction=0), advantages.mean()
         if kind in ("rloo", "group"):
-            std, middle = advantages.square().mean().sqrt(), 0.0
+            std, middle = advantages[advantages != 0].square().mean().sqrt(), 0.0
         self.note("policy/advantage_std", std[None])
         self.unit = torch.ones(()) if kind == "group" else std
         self.advantages = (advantages - middle) / self.unit
@@ -381,12 +404,14 @@ class Plain:
         return advantages
 
     def rescale(self, outcome):
-        """Values are in units of the returns' running std; the first batch sets their mean."""
+        """Values are in units of the returns' running std; the first batch sets their slope and mean."""
         head = self.critic.value_head
         if not self.variances:
-            shift = (outcome - self.old_values).mean()
-            head.bias += shift / self.scale
-            self.old_values = self.old_values + shift
+            slope = max(np.polyfit(self.old_values.double().numpy(), outcome.double().numpy(), 1)[0], 0.0)
+            shift = outcome.mean() - slope * self.old_values.mean()
+            head.weight *= slope
+            head.bias.copy_(slope * head.bias + shift / self.scale)
+            self.old_values = slope * self.old_values + shift
         new = outcome.var(correction=0).item()
         self.variances.append(new)
         if len(self.variances) > 1:

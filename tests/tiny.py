@@ -139,7 +139,8 @@ WORDS = list("abcdefgh")
 
 
 def run_files(folder, count=40):
-    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags."""
+    """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags. The
+    penalty is given: to choose one, a run would call the function once more."""
     tokenizer = word_tokenizer(WORDS, chat=True)
     (folder / "reward.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
@@ -148,6 +149,7 @@ def run_files(folder, count=40):
         "reward_model": save_reward_dir(folder / "reward", tokenizer),
         "reward_fn": f"{folder / 'reward.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "missing_eos_penalty": 1.0,
     }
 
 
@@ -204,7 +206,7 @@ def _start(command, environment, kind=subprocess.Popen):
     return kind(command, **pipes, cwd="/", env={**os.environ, **environment}, start_new_session=True)
 
 
-def finish(process, code=0, seconds=120):
+def finish(process, code=0, seconds=600):
     """Wait for a process that should exit with ``code`` -> (stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -215,7 +217,7 @@ def finish(process, code=0, seconds=120):
     return out, err
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=300):
     """Wait until ``condition()`` holds. AssertionError if the process ends first or it takes too long."""
     end = time.monotonic() + seconds
     while not condition():

@@ -18,6 +18,8 @@ DATA = "tests/dataset/test_dataset.py"
 RESPONSES, REWARDS = "tests/test_response_stats.py", "tests/rewards/test_rewards.py"
 BARS, TRACKED = "tests/test_progress_bar.py", "tests/runs/test_trackers.py"
 SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_the_same_are_sampled_again"
+COMPARED = "tests/runs/test_several_answers.py::test_scores_are_compared_without_what_is_taken_off_for_length"
+NO_CRITIC = "tests/runs/test_several_answers.py::test_there_is_no_critic"
 SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
 VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
@@ -33,6 +35,7 @@ BUILT = f"{PLAN}what_is_there_while_a_run_is_built_by_hand"
 SHARED = f"{PLAN}a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand"
 GATHERED = f"{PLAN}what_a_sharded_run_gathers_by_hand"
 OFFLINE, LOGGED = "tests/test_offline.py", "tests/dataset/test_logged_answers.py"
+THINKING = "tests/test_thinking.py"
 
 
 class Mutation(NamedTuple):
@@ -62,12 +65,6 @@ TRAIN_PPO = [
         "demonstrations also after the critic's gradients",
         PTX,
     ),
-    (
-        "epoch_order(pool, args.seed, epoch + i)[:count]",
-        "range(count)",
-        "minibatches are never reordered",
-    ),
-    ("epoch + i)[:count]", "epoch)[:count]", "the same order in every PPO epoch"),
     (
         "run.sampling_from(run.old_actor):\n        rollout, texts =",
         "run.sampling_from(run.actor):\n        rollout, texts =",
@@ -118,15 +115,16 @@ TRAIN_PPO = [
         "advantages with the lambda of returns",
     ),
     (
-        "normalize(advantages, mask, run.world.sum)\n",
-        "normalize(advantages, mask, run.world.sum)\n"
+        "mask, advantages / rollout.advantage_unit, 0.0)\n",
+        "mask, advantages / rollout.advantage_unit, 0.0)\n"
         "    if run.critic:\n"
         "        rollout.returns = rollout.advantages + rollout.values\n",
         "returns from whitened advantages",
     ),
-    ("normalize(advantages, mask, run.world.sum)", "advantages, 1.0, 1.0", "advantages are not whitened"),
-    ('"rloo": ppo.scale_to_one,', '"rloo": ppo.whiten,', "RLOO's advantages are whitened"),
-    (', "group": ppo.leave_as_is}', "}", "the group's advantages are divided a second time"),
+    ("mask, advantages / rollout.advantage_unit, 0.0)", "mask, advantages, 0.0)", "no advantage is divided"),
+    ('if kind in ("gae", "reinforce"):', "if True:", "RLOO's advantages are whitened"),
+    ('if kind != "group":', "if True:", "the group's advantages are divided a second time"),
+    ("informative = ppo.std_or_zero(scores) > 0", "informative = True", "noise is a lesson", VALUE_SCALE),
     ('{"rloo": ppo.leave_one_out,', '{"rloo": ppo.group_normalized,', "RLOO is GRPO"),
     (
         "ppo.monte_carlo_returns(rewards, mask, args.gamma)",
@@ -169,11 +167,8 @@ TRAIN_PPO = [
         "newest_rows(rollout, rollout.returns, args.batch_size)",
         "critic's returns",
     ),
-    (
-        "for i in range(args.ppo_epochs) for k",
-        "for i in range(1) for k",
-        "one PPO epoch, whatever the flag",
-    ),
+    ("epochs=args.ppo_epochs,", "epochs=1,", "one PPO epoch, whatever the flag"),
+    ("older=args.replay_batches,", "older=0,", "only the oldest kept batch is learned from"),
     (
         "minibatches[k], token_counts[k]",
         "minibatches[k], token_counts[0]",
@@ -264,7 +259,11 @@ PPO = [
         "the std of a population",
         FORMULAS,
     ),
-    ("(total[1] / total[2]).sqrt()", "(total[1] / total[2])", "the mean square", FORMULAS),
+    (".clamp(min=1)).sqrt().item()", ".clamp(min=1)).item()", "the mean square", FORMULAS),
+    ("moments(x, mask & (x != 0))", "moments(x, mask)", "answers that say nothing count", FORMULAS),
+    ("covariance / mean_std(x_total)[1] ** 2", "covariance / mean_std(x_total)[1]", "no slope", FORMULAS),
+    ("y_mean - slope * x_mean", "y_mean", "a line that misses the means", FORMULAS),
+    ("if std_or_zero(x_total) and std_or_zero(y_total):", "if True:", "a slope from rounding", FORMULAS),
     ("else weights * mb.counted", "else weights", "all tokens count in the loss", ENTROPY_TOP),
     ("masked_sum(weights * moved", "masked_sum(counted * moved", "other tokens have no KL", ENTROPY_TOP),
     ('if kl_in == "loss" and kl_weight:', "if False:", "no KL loss"),
@@ -310,15 +309,8 @@ PPO = [
         "w in fp32",
         FORMULAS,
     ),
-    ("return divide(x - mean_std(total)[0], mask", "return divide(x, mask", "whitening keeps the mean"),
-    ("return torch.zeros_like(x), 0.0, 1.0", "pass", "KL and entropy count 10,000 times", FORMULAS),
-    ("zeros_like(x), 0.0, 1.0", "zeros_like(x), 1.0, 1.0", "equal advantages seem to differ", FORMULAS),
-    (
-        "mask, x / divisor, 0.0), size, divisor",
-        "mask, x / divisor, 0.0), divisor, divisor",
-        "a false std",
-        FORMULAS,
-    ),
+    ("(x - mean_std(total)[0] if std", "(x if std", "whitening keeps the mean"),
+    (" if std else torch.zeros_like(x)), std", "), std", "advantages of rounding alone", FORMULAS),
     ("without_rounding(total - others, total)", "(total - others)", "RLOO learns from rounding", FORMULAS),
     (
         "without_rounding(total - total.mean(1, keepdim=True), total)",
@@ -399,21 +391,34 @@ PPO = [
 CRITIC = {
     "trainer/value_scale.py": [
         (
-            "self.critic.rescale(math.sqrt(self.variance))",
+            "self.critic.rescale(self.std)",
             "self.critic.rescale(self.variance)",
             "variance as scale",
         ),
         ("RATE = 0.1", "RATE = 1.0", "the scale is that of the last batch"),
-        ("self.critic.shift(shift)", "self.critic.shift(-shift)", "the first shift has the other sign"),
-        ("rollout.values + shift, 0.0)", "rollout.values, 0.0)", "the first batch's values are not shifted"),
-        ("        if not self.batches:\n", "        if True:\n", "every batch shifts the values"),
+        (
+            "self.critic.map_values(slope, intercept)\n",
+            "pass\n",
+            "the critic is not fitted to the first batch",
+        ),
+        ("slope * rollout.values + intercept", "rollout.values", "the first batch's values are not fitted"),
+        ("        if not self.batches:\n", "        if True:\n", "every batch sets the values"),
+        ("LEAST_SHARE * self.std)", "0.0)", "scores that hardly differ are a full lesson", VALUE_SCALE),
+        ("self.follow(size**2)", "self.follow(size)", "the running scale of advantages", VALUE_SCALE),
+        (
+            "max(size, self.std or 1.0)",
+            "max(size, 1.0)",
+            "rewards of size 1 where all are equal",
+            VALUE_SCALE,
+        ),
         ("limit = GROWTH * max(", "limit = 1e9 * max(", "an outlier sets the scale", VALUE_SCALE),
         ("max(self.variance, self.last)", "self.variance", "a lasting change is not taken over", VALUE_SCALE),
     ],
     "model/critic.py": [
         ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
         ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
-        ("bias += amount / self.scale", "bias += amount * self.scale", "a shift in other units", VALUE_SCALE),
+        ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
+        ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
     "trainer/critic_warmup.py": [
         (
@@ -522,7 +527,13 @@ CRITIC = {
             "checkpoints forget where the warm-up stands",
             RESUMING,
         ),
-        ('own = {"kl": self.kl}', "own = {}", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        ('own = {"kl": self.kl, ', "own = {", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
+        (
+            '"advantage_scale": self.advantage_scale}',
+            "}",
+            "checkpoints forget the scale of advantages",
+            NO_CRITIC,
+        ),
         ('"ema": self.ema.beta and self.ema', '"ema": 0', "checkpoints forget the average", LOSS_OPTIONS),
     ],
     "trainer/step_metrics.py": [
@@ -561,6 +572,9 @@ CRITIC = {
         ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
     ],
     "dataset/data_order.py": [
+        ("born * epochs + epoch)[place]", "epoch)[place]", "each batch has the same order"),
+        ("divmod(number, count)", "(0, number % count)", "the same order in every PPO epoch"),
+        ("sum(share(born, now) for now in range(born, step))", "0", "the same ones in each step", REPLAY),
         (
             "row % answers % spread == part",
             "row // answers % spread == part",
@@ -596,6 +610,7 @@ CRITIC = {
         ("places // count, places", "places, places", "each answer has noise of a prompt of its own"),
         ("places % count +", "0 * places +", "all answers to a prompt are the same"),
         (" + times * count)", ")", "the same answers are sampled again", SEVERAL),
+        ("if name not in OF_LENGTH}", "}", "a group with one answer cut is a lesson", COMPARED),
         (
             "keys = step_noise(run, step, torch.tensor(positions)[rows], times)",
             "keys = step_noise(run, step, rows, times)",
@@ -706,6 +721,7 @@ ELSEWHERE = {
             "accuracy 1",
             EVALUATION,
         ),
+        (" and comparable(prompt.answer)", "", "answers that nobody can say count as wrong", EVALUATION),
         ("count * len(right))", "len(texts))", "records without an answer count as wrong", EVALUATION),
         ('("_greedy", 0.0,', '("_greedy", temperature,', "greedy results are sampled", EVALUATION),
         ("math.comb(wrong, k) / math", "math.comb(k, wrong) / math", "pass@k turned round", EVALUATION),
@@ -833,7 +849,7 @@ _HIGH = _HEALTH + "test_a_rate_that_is_high_is_not_raised"
 _CAUSES = _HEALTH + "test_a_cause_that_the_flags_rule_out_is_not_named"
 _STOPS = _HEALTH + "test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small"
 _BIAS = _HEALTH + "test_the_bias_of_the_critic_has_a_direction"
-_FORM = _HEALTH + "test_the_judge_falls_by_more_than_chance_and_the_form_has_most_of_the_gain"
+_FORM = _HEALTH + "test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _BY_HAND = "tests/runs/test_health_read.py::test_a_folder_that_was_changed_by_hand_is_named_in_one_line"
 _SHOWN = (
@@ -903,16 +919,12 @@ HEALTH = {
     ],
     "trainer/runs/health_reward.py": [
         ("fall > max(2 * spread_of_steps(before), 0.0)", "fall > 0.0", "any fall is a fall", *H),
-        ("max(0.02, chance)", "0.02", "the judge falls by chance", _FORM),
-        ("max(0.02, chance)", "chance", "the judge falls by nothing", _FORM),
-        ("2 * math.hypot(*spreads)", "math.hypot(*spreads)", "one standard error", _FORM),
+        ("max(0.02, least)", "0.02", "the user's part falls by chance", _FORM),
+        ("max(0.02, least)", "least", "the user's part falls by nothing", _FORM),
+        ("2 * math.hypot(", "math.hypot(", "one standard error", _FORM),
+        ("past.independent and past", "past", "a score that rules raise is better", _FORM),
         ("SHARE_OF_FORM = 0.8", "SHARE_OF_FORM = 0.2", "a small share is the form's alone", _FORM),
-        (
-            "or past.improved():\n        return None\n    gain",
-            "or 0:\n        return None\n    gain",
-            "all better",
-            *H,
-        ),
+        ("or (past.independent and past.improved()):", "or 0:", "all better", *H),
         ("moved > 0.1", "moved > 0.7", "a move of half a nat is none", *H),
         ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", _LIMITS),
         ("price / spread < SMALLEST_PRICE", "price < SMALLEST_PRICE", "the scale of the scores", *H),
@@ -1173,8 +1185,30 @@ ENDS = {
             "short ones are rewarded",
             OVERLONG,
         ),
+        (
+            "0.25 if response.count(TAGS[1]) == 1",
+            "0.25 if response.count(TAGS[0]) == 1",
+            "the other tag",
+            THINKING,
+        ),
+        (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
+    ],
+    "dataset/prompt_template.py": [
+        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
+        (
+            "0.0 if rules.has_closed_thought(asked) else rules",
+            "rules",
+            "a second thought is paid for",
+            THINKING,
+        ),
+        (
+            "said = responses if self.whole else",
+            "said = responses if not self.whole else",
+            "reward models see thoughts",
+            THINKING,
+        ),
         (
             'parts["overlong"] = -torch.tensor(penalties)',
             'parts["overlong"] = torch.tensor(penalties)',
@@ -1378,6 +1412,8 @@ ALL_0 = "tests/runs/test_health.py::test_advantages_that_are_all_0_are_a_finding
 GIVEN = "tests/test_inputs.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
+FROM_ABOVE_0 = "tests/test_best.py::test_the_accuracy_decides_from_its_first_value_above_0_on"
+MISSING_EOS = "tests/test_missing_eos.py"
 EMA_DECIDES = "tests/test_best.py::test_the_average_of_the_actor_decides_nothing"
 TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_tokenizer"
 SHOWN_LATE = "tests/test_chat.py::test_what_may_begin_a_stop_string_is_shown_late"
@@ -1461,7 +1497,17 @@ REST = {
     "trainer/rewards/reward.py": [
         ("self.judging_seconds + new.judging_seconds", "new.judging_seconds", "only the last call", REWARDS),
     ],
+    "trainer/missing_eos.py": [
+        ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
+        ("UNKNOWN if alike else ", "", "no penalty where all score alike", MISSING_EOS),
+    ],
+    "trainer/rewards/rules.py": [
+        ("else final_number(said)", "else as_number(said)", "a number in a sentence is wrong", EVALUATION),
+        ("as_number(said) if reasoning", "None if reasoning", "no number in a block", EVALUATION),
+        ("else after_thinking(response)", "else response", "a number of the thought counts", EVALUATION),
+    ],
     "trainer/best.py": [
+        ("metrics.get(self.successor, 0.0) > 0", "self.successor", "accuracy 0 decides", FROM_ABOVE_0),
         (
             'if name.startswith("ema/"):',
             "if False:",
@@ -1508,8 +1554,8 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/value_scale.py": [
         (
-            '"last": self.last, **scale',
-            '"last": 0.0, **scale',
+            '"last": self.last}',
+            '"last": 0.0}',
             "not in the checkpoint",
             f"{VALUE_SCALE}{KEEPS}",
         ),

@@ -18,32 +18,38 @@ import time
 
 from atomic_files import one_at_a_time, writing
 from errors import InputError
-from trainer.evaluation import has_answers
 
 KEPT = "best.pth"  # in the run folder and in checkpoints
 
 
 class Best:
     """The best evaluation so far. metric: "eval/…", "" without evaluations; source: what the values depend on
-    besides the actor, as text: values of another source cannot be compared.
+    besides the actor, as text: values of another source cannot be compared; successor: a metric that takes
+    the place of ``metric`` from its first value above 0 on, "" for none.
 
     ``value``: None before the first evaluation. ``step``: of that evaluation; 0 means that there is no file.
     ``since``: evaluations up to this step do not count, because they were of another metric or source.
     ``forgotten``: what ``state_dict`` returned before they changed; {} if they have not.
     """
 
-    def __init__(self, metric="", source=""):
-        self.metric, self.source = metric, source
+    def __init__(self, metric="", source="", successor=""):
+        self.metric, self.source, self.successor = metric, source, successor
         self.value, self.step, self.since, self.forgotten = None, 0, 0, {}
 
     def beaten_by(self, metrics):
         """Whether these metrics, {name: mean}, have an evaluation that is better than all before."""
-        value = metrics.get(self.metric, math.nan)
-        return value > (-math.inf if self.value is None else self.value)
+        name = self.deciding(metrics)
+        least = self.value if name == self.metric and self.value is not None else -math.inf
+        return metrics.get(name, math.nan) > least
 
     def take(self, metrics, step):
         """The evaluation with these metrics is the best from now on."""
+        self.metric = self.deciding(metrics)
         self.value, self.step = metrics[self.metric], step
+
+    def deciding(self, metrics: dict) -> str:
+        """The name of the metric by which an evaluation with these metrics is compared with the best."""
+        return self.successor if metrics.get(self.successor, 0.0) > 0 else self.metric
 
     def describe(self, file):
         """Words on the file of this name, to stand behind those on the result; "" without evaluations."""
@@ -65,7 +71,8 @@ class Best:
         KeyError or TypeError for anything else."""
         if not state:
             return
-        if not self.metric or (state["metric"], state["source"]) == (self.metric, self.source):
+        known = state["metric"] in (self.metric, self.successor) and state["source"] == self.source
+        if not self.metric or known:
             self.metric, self.source, self.value = state["metric"], state["source"], state["value"]
             self.step, self.since = int(state["step"]), state.get("since", 0)
         elif state["value"] is not None:
@@ -76,21 +83,21 @@ def choose_best(args, held_out, reward, judge, pairs=None):
     """Flags and what is evaluated -> the ``Best`` of a run that has not begun.
 
     reward, judge: ``Reward`` and ``Judge``; pairs: held-out pairs of offline PPO, or None. Without
-    --best_metric it is what the pairs say, else the accuracy where records have answers, else the judge, else
-    the score (with --normalize_reward the raw score, whose scale does not move); without any of them nothing
-    is compared. Raises InputError for a metric that is not evaluated.
+    --best_metric it is what the pairs say, else the judge, else the user's function, else the accuracy once
+    it was above 0, else the score (with --normalize_reward the raw score, whose scale does not move); without
+    any of them nothing is compared. Raises InputError for a metric that is not evaluated.
     """
     if held_out is None:
         return Best()
-    answered, size = has_answers(held_out), args.num_generations.bit_length()
+    answered, size = held_out.has_accuracy, args.num_generations.bit_length()
     sampled = ["chosen_share", "chosen_preferred"] if pairs else []  # these have no greedy twin
     sampled += [f"pass@{2**i}" for i in range(1, size)] if answered else []
     names = ["accuracy"] if answered else []
     names += ["format_rate"] if reward.reasoning else []
     names += [*reward.names, *judge.names, "length", "finished"]
-    usual = ("chosen_share", "accuracy", "judge", "score_raw", "score")
-    name = args.best_metric.removeprefix("eval/")
-    name = name or next((name for name in usual if name in sampled + names), "")
+    usual = ("chosen_share", "judge", "function", "score_raw", "score", "accuracy")
+    given = args.best_metric.removeprefix("eval/")
+    name = given or next((name for name in usual if name in sampled + names), "")
     if not name:
         return Best()
     if name == "kl":
@@ -109,7 +116,8 @@ def choose_best(args, held_out, reward, judge, pairs=None):
             f"{', '.join(names)}, or one of them with _greedy behind it{others}"
         )
     judged_by = [args.eval_reward_fn, *args.eval_reward_model] if name.startswith("judge") else []
-    return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]))
+    successor = "eval/accuracy" if answered and not given and name.startswith("score") else ""
+    return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]), successor)
 
 
 def keep_best(run, logger, metrics):

@@ -29,7 +29,7 @@ from trainer.runs.optimizer_step import Learner
 from trainer.shard_run import load_once, ppo_optimizer, shares_models
 
 
-def load_rewards(args, world, dtype, tokenizer, prompts, held_out):
+def load_rewards(args, world, dtype, prompts, held_out):
     """-> (``Reward`` of the run, its ``Judge``), with their reward models."""
     load = call
     if not (args.trust_remote_code or args.filter_groups):  # else each process has whole ones
@@ -38,7 +38,7 @@ def load_rewards(args, world, dtype, tokenizer, prompts, held_out):
     judge = load_judge(args, world.device, dtype, held_out, load)
     if args.offline_data_path:  # logged answers come with their scores
         return Reward(reasoning=False), judge
-    return load_reward(args, world.device, dtype, tokenizer, prompts, held_out, load=load), judge
+    return load_reward(args, world.device, dtype, prompts, held_out, load=load), judge
 
 
 def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, notes=()):
@@ -51,7 +51,7 @@ def build_run(args, flags, world, actor, tokenizer, prompts, held_out=None, note
     free_unused_memory()  # the copies with which the policy was checked
     keep_freed_memory(sharded=in_step is not None)
     check_range(actor, dtype, f"--model {args.model}: ")
-    reward, judge = load_rewards(args, world, dtype, tokenizer, prompts, held_out)
+    reward, judge = load_rewards(args, world, dtype, prompts, held_out)
     actor.eval().requires_grad_(not args.lora_r)
     if not in_step:  # else it need not fit on a GPU
         actor.to(device)

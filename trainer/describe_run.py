@@ -3,7 +3,7 @@
 from model.lora import describe as describe_adapters
 from trainer.flags import AUTO
 from trainer.rewards.reward_models import SCORE_LIMIT, parse_spec
-from trainer.rewards.rules import LENGTHS
+from trainer.rewards.rules import LENGTHS, THOUGHTS
 
 
 def describe_run(run):
@@ -31,14 +31,24 @@ def describe_run(run):
         + describe_advantage(args)
         + (f"\nwarm-up  {steps} the critic (--critic_warmup_steps {warmup})" if warmup else "")
         + (f"\nsystem   {args.system_prompt}" if args.system_prompt else "")
+        + (f"\ntemplate with {args.chat_template_kwargs}" if args.chat_template_kwargs else "")
+        + (f"\nthinking {describe_thinking(prompts)}" if args.thinking_ratio is not None else "")
         + "".join(f"\n{note}" for note in run.notes)
     )
+
+
+def describe_thinking(prompts):
+    """For which share of the prompts the chat template's switch of thinking is on."""
+    share, switches = prompts.thinking.ratio, " and ".join(prompts.thinking.switches)
+    return f"{share:.0%} of the prompts are rendered with {switches} true (--thinking_ratio {share:g})"
 
 
 def describe_advantage(args):
     """How advantages are estimated, and from how many answers to a prompt."""
     many = f"\nanswers  {args.num_generations} to each prompt (--num_generations)"
     many = many if args.num_generations > 1 else ""
+    if args.filter_groups and args.kl_target:
+        many += "\nnote     --kl_target sees only the answers that --filter_groups keeps"
     if args.advantage == "gae":
         return f"{many}\nlambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)"
     return f"{many}\ncritic   none: --advantage {args.advantage} needs none"
@@ -53,6 +63,10 @@ def describe_reward(args, reward):
         limit = f"normalised and {limit} (--normalize_reward)"
     if args.reasoning:
         parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
+    if size := args.thinking_reward:
+        few, many = THOUGHTS
+        about = f"a thought of {few} to {many} characters and one </think>"
+        parts["thinking"] = f"{-0.75 * size:g} to {1.25 * size:g} for {about} (--thinking_reward)"
     for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
         parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
     if args.reward_fn:
@@ -64,8 +78,9 @@ def describe_reward(args, reward):
     if size := args.length_reward:
         few, many = LENGTHS
         parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
-    if penalty := args.missing_eos_penalty:
-        parts["missing_eos"] = f"-{penalty:g} for a response that does not end (--missing_eos_penalty)"
+    if (penalty := args.missing_eos_penalty) != 0:
+        lost = "less, by the spread of the scores," if penalty is None else f"-{penalty:g}"
+        parts["missing_eos"] = f"{lost} for a response that does not end (--missing_eos_penalty)"
     if reward.overlong:
         longest, buffer, largest = reward.overlong
         first = f"0 up to {longest - buffer} tokens, -{largest:g} at {longest}"

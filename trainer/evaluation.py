@@ -4,14 +4,16 @@ The prompts are those of ``--eval_data_path``; without it there is no evaluation
 (step 0), after every ``--eval_interval`` batches and after the last one (``train`` in train_ppo.py).
 
 Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
-accuracy falls, the policy exploits the reward (reward hacking). For records without answers there is the
-judge (rewards/judge.py), which is never a reward either. best.py keeps the weights of the best evaluation.
+accuracy falls, the policy exploits the reward (reward hacking). There is none where most answers are too long
+to be compared (``comparable`` in dataset/answers.py). For records without answers there is the judge
+(rewards/judge.py), which is never a reward either. best.py keeps the weights of the best evaluation.
 """
 
 import math
 
 import torch
 
+from dataset.answers import comparable
 from progress_bar import phase
 from trainer.generation.sampling_noise import noise_keys
 from trainer.offline import evaluate_pairs, sequence_kl
@@ -22,11 +24,6 @@ from trainer.runs.samples import SHOWN, answer_rows, rows_of_evaluation
 
 BATCH = 256  # responses sampled at a time
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
-
-
-def has_answers(prompts):
-    """Whether any of these records has an answer, so that there is an accuracy."""
-    return any(prompts[i].answer is not None for i in range(len(prompts)))
 
 
 def pass_rate(right, k):
@@ -46,7 +43,6 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
     [B]}), the answers to a prompt one after the other. If it raises InputError in one process, all raise it.
     """
     metrics, shown = Metrics(), {}
-    answered = has_answers(prompts)
     batches = batches_of(len(prompts), max(1, BATCH // answers), world)
     total = (answers + 1) * sum(map(len, batches))
     with phase("evaluation", total, "responses") as bar:
@@ -62,12 +58,12 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
                 for place, prompt, row in zip(places, batch, rows, strict=True):
                     if place < SHOWN:
                         shown.setdefault(place, {"prompt": prompt})[kind] = row
-                if answered:
+                if prompts.has_accuracy:
                     groups = [texts[i : i + count] for i in range(0, len(texts), count)]
                     right = [
                         [is_correct(text, prompt.answer, reasoning) for text in group]
                         for prompt, group in zip(batch, groups, strict=True)
-                        if prompt.answer is not None
+                        if prompt.answer is not None and comparable(prompt.answer)
                     ]
                     metrics.add(f"eval/accuracy{kind}", sum(map(sum, right)), count * len(right))
                     for k in (2**i for i in range(1, count.bit_length())):

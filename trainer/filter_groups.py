@@ -8,11 +8,14 @@ takes depends on nothing that was sampled. What still scores the same after N ti
 """
 
 import time
+from dataclasses import replace
 
 import torch
 
 from trainer.compute.rollout_data import join_rollouts
 from trainer.generation.sampling_noise import noise_keys
+
+OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
 
 
 def step_noise(run, step, positions, times=0):
@@ -30,10 +33,12 @@ def rows_of_equal_groups(scores, answers):
 
 
 def scores_to_compare(reward, raw):
-    """``RawScores`` -> [B]: the scores as they will be learned from. In the first batch of a run with
+    """``RawScores`` -> [B]: the scores as they will be learned from, without what is taken off for length:
+    a group that is all wrong with one answer cut is no lesson. In the first batch of a run with
     ``--normalize_reward`` there is no running mean and standard deviation yet, and the clip would make all
     normalised scores equal: there the plain sum of the raw parts."""
-    scores = reward.combine(raw)
+    judged = {name: scores for name, scores in raw.parts.items() if name not in OF_LENGTH}
+    scores = reward.combine(replace(raw, parts=judged))
     return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
 
 

@@ -229,6 +229,7 @@ def add_stage_flags(p):
     add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
     add("--system_prompt", type=str, help="system message of records that have none; default: model's own")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: model's own")
     add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")

@@ -11,18 +11,33 @@ from pathlib import Path
 from dataset.keys import Keys
 from dataset.lm_dataset import RLAIFDataset
 from dataset.logged_answers import LoggedAnswers
-from dataset.prompt_template import set_system_prompt, set_template
+from dataset.prompt_template import (
+    SWITCHES,
+    load_thinking,
+    parse_template_kwargs,
+    set_system_prompt,
+    set_template,
+    set_template_kwargs,
+)
 from errors import InputError
-from model.compatibility import most_positions, tokenizer_note
+from model.compatibility import eos_ids, most_positions, tokenizer_note
 from model.loading import load_tokenizer, tokenizer_source
 from trainer.evaluation import BATCH
 from trainer.flags import AUTO, ROOT, complete_output_flags
+from trainer.generation.engine import sample
+from trainer.generation.sampling_noise import noise_keys
 from trainer.offline import check_offline, load_logged
 from trainer.policy_checks import load_checked
+from trainer.rewards.rules import TAGS
+from trainer.runs.distributed import World
 from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.shard_run import check_shard, load_once
 
-THINK, LOOKED_AT = "<think>", 256  # the tag of reasoning; how many records are searched for it
+ANSWER = "<answer>"  # the tag of --reasoning
+LOOKED_AT = 256  # how many answers of the data are searched for it
+SAMPLED = 16  # the same of the policy
+SHARE = 0.25  # of them that must have it
+FIRST_ANSWERS = -2  # the step of the policy's answers in the sampling noise
 
 DEMO = {
     "model": ROOT / "model/demo/policy",
@@ -68,6 +83,11 @@ def complete_flags(args, flags):
         raise InputError(f"--ptx_coef {args.ptx_coef:g}: name the demonstrations with --ptx_data_path")
     if args.ptx_data_path and args.ptx_coef is None:
         args.ptx_coef = PTX_COEF
+    if args.thinking_ratio is not None and args.chat_template_kwargs:
+        for name in parse_template_kwargs(args.chat_template_kwargs):
+            if name in SWITCHES:
+                what = f"--thinking_ratio {args.thinking_ratio:g}"
+                raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
     complete_advantage(args, given)
     complete_sizes(args)
     fill_paths(args)
@@ -184,21 +204,58 @@ def count_steps(args, n_prompts, processes):
     return steps
 
 
-def choose_reasoning(args, tokenizer, prompts):
-    """Set --reasoning where it is not given: 1 if the tokenizer's template or the data use <think>.
+def choose_reasoning(args, world, actor, tokenizer, prompts):
+    """Set --reasoning where it is not given: 1 if a quarter or more of the answers have ``<answer>``, those
+    of the data or else the policy's own first ones -> lines that say so and what a template spoils, or None.
 
-    -> a line that says so, None if the flag was given.
+    A ``<think>`` says nothing: models of today think without that format.
     """
-    if args.reasoning is not None:
+    said = None
+    if args.reasoning is None:
+        where = args.data_path or args.offline_data_path
+        first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+        answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
+        if not (args.offline_data_path or have_format(answers)):
+            where = "the policy"
+            answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
+        args.reasoning = int(have_format(answers))
+        count = f"{sum(ANSWER in text for text in answers)} of {len(answers)}"
+        said = f"{count} first answers of {where} have {ANSWER}; --reasoning {1 - args.reasoning} switches it"
+        said = f"format   rewarded: {said} off" if args.reasoning else f"format   not rewarded: {said} on"
+    if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
+        note = "format   the chat template writes <think> before each response, which must write it again"
+        said = "\n".join(filter(None, [said, f"{note}; --reasoning 0 rewards no format"]))
+    return said
+
+
+def have_format(answers: list) -> bool:
+    """Whether enough of these answers have ``<answer>``."""
+    return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
+
+
+def first_answers(args, world: World, actor, tokenizer, prompts: list) -> list:
+    """The policy's answers to these prompts, the same in all processes: those of the main one, which alone
+    has weights with --shard. Their noise is that of no --seed: what is rewarded must not depend on it."""
+    texts = None
+    with world.all_or_none():
+        if world.is_main:
+            if not args.shard:  # else it need not fit on a GPU
+                actor.to(world.device)
+            ids = [prompt.prompt_ids for prompt in prompts]
+            keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))
+            rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
+            texts = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
+    return world.from_main(texts)
+
+
+def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
+    """A line that says why there is no accuracy although held-out records have answers, else None."""
+    if not held_out or not held_out.answers or held_out.has_accuracy:
         return None
-    where = "the tokenizer's chat template" if THINK in str(tokenizer.chat_template or "") else ""
-    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-    if any(THINK in f"{p.prompt} {p.answer or getattr(p, 'response', None)}" for p in first):
-        where = where or args.data_path or args.offline_data_path
-    args.reasoning = int(bool(where))
-    if where:
-        return f"format   rewarded: {where} uses {THINK}; --reasoning 0 switches it off"
-    return f"format   not rewarded: neither chat template nor data use {THINK}; --reasoning 1 switches it on"
+    return (
+        f"accuracy none: of {held_out.answers} held-out answers only {held_out.comparable_answers} are a "
+        "number or a few words, which a response can equal; --eval_reward_fn can judge the responses"
+    )
 
 
 def choose_rates(args, actor, critic_start):
@@ -229,10 +286,12 @@ def check_positions(args, model):
 
 
 def load_trained_tokenizer(args, source):
-    """The tokenizer at ``source`` with the chat template and the system message of the flags or its own."""
+    """The tokenizer at ``source`` with the chat template, the arguments of that and the system message of the
+    flags or its own."""
     tokenizer = load_tokenizer(source, args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
     args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
     return tokenizer
 
 
@@ -255,8 +314,9 @@ def load_inputs(args, world):
     tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
     actor = load_once(args, world, load_checked, args, tokenizer)
     keys = Keys(args.prompt_key, args.answer_key)
+    thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
     prompts, held_out = (
-        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys) if path else None
+        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking) if path else None
         for path in (args.data_path, args.eval_data_path)
     )
     if args.offline_data_path:
@@ -268,8 +328,9 @@ def load_inputs(args, world):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, tokenizer, prompts)]
+    notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, world, actor, tokenizer, prompts)]
     notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
+    notes.append(accuracy_note(held_out))
     if args.shard and world.size == 1:
         notes.append("shard    nothing is split: there is one process (--shard 1); torchrun starts several")
     return actor, tokenizer, prompts, held_out, notes

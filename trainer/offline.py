@@ -35,10 +35,11 @@ from trainer.runs.metrics import Metrics, mean_square_to_std
 NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
     **dict.fromkeys(("reward_model", "reward_fn", "reward_url"), "the logged answers have their scores"),
     **dict.fromkeys(
-        ("repetition_penalty", "length_reward", "normalize_reward", "overlong_buffer"),
+        ("repetition_penalty", "length_reward", "thinking_reward", "normalize_reward", "overlong_buffer"),
         "scores are taken as they are",
     ),
     "data_path": "the logged answers have their prompts",
+    "thinking_ratio": "logged answers were given with or without thinking; --chat_template_kwargs says which",
     **dict.fromkeys(("kl_target", "kl_horizon"), "the KL is that of samples, and there are none"),
     "min_gen_len": "logged answers are as long as they are",
     "filter_groups": "nothing is sampled, so nothing can be sampled again",
@@ -53,7 +54,7 @@ def check_offline(args, given):
     if not args.offline_data_path:
         return
     for name, why in NOT_OFFLINE.items():
-        if getattr(args, name):
+        if name in given:
             raise InputError(f"--offline_data_path: leave out --{name}: {why}")
     if args.overlong_penalty and "overlong_penalty" in given:  # its default does nothing without a buffer
         raise InputError("--offline_data_path: leave out --overlong_penalty: scores are taken as they are")

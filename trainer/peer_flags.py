@@ -257,7 +257,6 @@ NOT_HERE = {
     "whiten_rewards": "rewards are not whitened, advantages always are",
     "reward_clip_range": "scores of reward models are always clipped to -3 and 3",
     "zero_stage": "--shard 1 splits models, gradients and moments over the processes",
-    "thinking_ratio": "the chat template is rendered as it is, the same way for every prompt",
     "push_to_hub": "nothing is uploaded; export.py writes a Hugging Face directory",
 }
 

@@ -20,6 +20,7 @@ k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Y
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ import torch.nn.functional as F
 
 from trainer.compute.batching import send
 
-LEAST_STD = 1e-4  # what advantages are divided by is not smaller
 ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 
 
@@ -111,11 +111,11 @@ def group_normalized(rewards, mask, answers):
     the same for all tokens of a response -> [B, R], 0 on padding. The std is that of a sample (answers - 1).
 
     Without the division by std (Dr. GRPO, arXiv:2503.20783) it is (answers - 1) / answers times
-    ``leave_one_out``, so after ``scale_to_one`` the two are equal.
+    ``leave_one_out``, so divided by their ``root_mean_square`` the two are equal.
     """
     total = response_rewards(rewards, mask, answers)
     centred = without_rounding(total - total.mean(1, keepdim=True), total)
-    normalized = centred / total.std(1, keepdim=True).clamp(min=LEAST_STD)
+    normalized = torch.where(centred == 0, 0.0, centred / total.std(1, keepdim=True))
     return torch.where(mask, normalized.view(-1, 1), 0.0)
 
 
@@ -160,45 +160,39 @@ def std_or_zero(total):
     return std if std > ROUNDING * abs(mean) else 0.0
 
 
-def whiten(x, mask, sum_over_processes):
-    """x [B, R] less its mean, divided by its standard deviation, both over the response tokens of the whole
-    batch on all processes -> (whitened [B, R], 0 on padding; the standard deviation; the divisor).
-
-    ``estimate_advantages`` of train_ppo.py applies it to every batch's advantages, after ``gae``. Returns are
-    not whitened.
+def centred(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> tuple[torch.Tensor, float]:
+    """x [B, R] less its mean over the response tokens of the whole batch on all processes -> (the
+    differences, their standard deviation). Zeros where that is only rounding.
 
     sum_over_processes: tensor -> the sum of every process' tensor.
     """
     total = sum_over_processes(moments(x, mask))
-    return divide(x - mean_std(total)[0], mask, std_or_zero(total))
+    std = std_or_zero(total)
+    return (x - mean_std(total)[0] if std else torch.zeros_like(x)), std
 
 
-def scale_to_one(x, mask, sum_over_processes):
-    """x [B, R] divided by its root mean square over the response tokens of the whole batch on all processes
-    -> (scaled [B, R], 0 on padding; the root mean square; the divisor). Unlike ``whiten`` it changes no
-    advantage's sign."""
-    return divide(x, mask, root_mean_square(x, mask, sum_over_processes))
+def root_mean_square(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> float:
+    """sqrt of the mean of x², a float: over the response tokens of the whole batch on all processes whose x
+    is not 0. So answers that say nothing, since all of their group are rewarded alike, do not count."""
+    total = sum_over_processes(moments(x, mask & (x != 0)))
+    return (total[1] / total[2].clamp(min=1)).sqrt().item()
 
 
-def leave_as_is(x, mask, sum_over_processes):
-    """For advantages that have a scale of their own (``group_normalized``) -> (x; its root mean square as of
-    ``scale_to_one``; 1.0)."""
-    return x, root_mean_square(x, mask, sum_over_processes), 1.0
-
-
-def root_mean_square(x, mask, sum_over_processes):
-    """sqrt of the mean of x² over the response tokens of the whole batch on all processes, a float."""
-    total = sum_over_processes(moments(x, mask))
-    return (total[1] / total[2]).sqrt().item()
-
-
-def divide(x, mask, size):
-    """x [B, R] / size -> (the quotient, 0 on padding; ``size``; the divisor, at least LEAST_STD). With size 0
-    there is nothing to learn from: zeros, and 1.0, as KL loss and entropy bonus are divided by it too."""
-    if not size:
-        return torch.zeros_like(x), 0.0, 1.0
-    divisor = max(size, LEAST_STD)
-    return torch.where(mask, x / divisor, 0.0), size, divisor
+def regression(
+    x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable
+) -> tuple[float, float]:
+    """The line slope * x + intercept that is closest to y (least squares) over the response tokens of the
+    whole batch -> (slope, intercept). The slope is at least 0, and 0 where all x or all y are equal."""
+    x_total = sum_over_processes(moments(x, mask))
+    y_total = sum_over_processes(moments(y, mask))
+    x_mean = mean_std(x_total)[0]
+    y_mean = mean_std(y_total)[0]
+    slope = 0.0
+    if std_or_zero(x_total) and std_or_zero(y_total):
+        products = torch.where(mask, (x.double() - x_mean) * (y.double() - y_mean), 0.0).sum()
+        covariance = (sum_over_processes(products) / x_total[2]).item()
+        slope = max(covariance / mean_std(x_total)[1] ** 2, 0.0)
+    return slope, y_mean - slope * x_mean
 
 
 def explained_variance(returns, values, mask, sum_over_processes):

@@ -45,7 +45,7 @@ from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
 from trainer.shard_run import shard_models
 from trainer.start_facts import fingerprints, start_facts
-from trainer.value_scale import ValueScale
+from trainer.value_scale import AdvantageScale, ValueScale
 
 
 @dataclass
@@ -95,6 +95,7 @@ class PpoRun:
         self.clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
         self.host = HostMemory(self.world.device)  # where frozen models wait with --offload_frozen 1
         self.value_scale = ValueScale(self.critic) if self.critic else None
+        self.advantage_scale = AdvantageScale()
         sizes = args.batch_size, args.mini_batch_size, self.world.rank, self.world.size
         positions = local_positions(*sizes, args.num_generations)
         self.replay = Replay(args.replay_batches, positions, self.world)
@@ -153,7 +154,7 @@ class PpoRun:
         """{name in state.json: what else a checkpoint keeps}"""
         models = {name: model for name, (model, _) in self.reward.models.items()}
         kept = {f"reward_{name}": model for name, model in models.items() if hasattr(model, "state_dict")}
-        own = {"kl": self.kl}
+        own = {"kl": self.kl, "advantage_scale": self.advantage_scale}
         if self.critic:
             own |= {"value_scale": self.value_scale, "critic_warmup": self.critic_warmup}
         return {"raw_scores": self.reward, "loss_scale": self.loss_scale, "best": self.best, **own, **kept}
@@ -206,10 +207,16 @@ class PpoRun:
     def raw_scores(self, reward, prompts, rollout, texts):
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
-        asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
         with self.host.on_device(*modules_of(reward)):
-            ended, lengths = rollout.finished.tolist(), rollout.on_host()[1]
-            return reward.raw_scores(asked, texts, answers, ended, records, lengths)
+            return reward.raw_scores(
+                prompts=[p.prompt for p in prompts],
+                responses=texts,
+                answers=[p.answer for p in prompts],
+                finished=rollout.finished.tolist(),
+                records=[p.record for p in prompts],
+                lengths=rollout.on_host()[1],
+                texts=[p.text for p in prompts],
+            )
 
     def free_cache(self):
         """Free the sampler's keys and values before the next phases, where memory is short."""

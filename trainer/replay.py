@@ -1,8 +1,9 @@
 """Replay: the last ``--replay_batches`` batches are learned from again, beside the new one.
 
-A batch is used once, and a few batches later the policy has forgotten half of it. Here each step draws its
+A batch is used once, and a few batches later the policy has forgotten half of it. Here each step takes its
 minibatches from the new batch and from the last n together, as many as without replay: a step takes as many
 optimizer steps, and each response is used n + 1 times less often in its own step, but in n + 1 steps.
+Which ones: ``minibatch_order`` in dataset/data_order.py.
 
 Older responses are treated as if they were new: their log-probs, values, KL penalties and advantages are
 computed again with today's actor and critic, and the ratio is 1 when the step begins. They were drawn by an

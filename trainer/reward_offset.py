@@ -14,7 +14,7 @@ import torch
 
 from atomic_files import writing
 from dataset.prompt_template import set_template
-from dataset.tokenization import encode, for_tokenizer, render
+from dataset.tokenization import encode, prompt_text
 from errors import InputError
 from model.compatibility import check_tokenizer, eos_ids, most_positions
 from model.loading import load_policy, load_tokenizer, tokenizer_source
@@ -25,6 +25,7 @@ from trainer.generation.results import response_texts
 from trainer.generation.sampling_noise import noise_keys
 from trainer.policy_checks import check_sampling
 from trainer.rewards.reward_models import load_reward_model
+from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs.distributed import share_of
 from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.metrics import Metrics
@@ -43,7 +44,8 @@ class Reference:
         return short_hash([weights_hash(self.model), eos_ids(self.tokenizer, self.model), self.prompts])
 
     def answers(self, world, dtype, seed):
-        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)]."""
+        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)],
+        without the thoughts that PPO does not show to a reward model."""
         sampler = Sampler(self.model.to(world.device), dtype)
         ends, found = eos_ids(self.tokenizer, self.model), []
         mine = share_of([(i, *pair) for i, pair in enumerate(self.prompts)], world)
@@ -51,7 +53,9 @@ class Reference:
             places, prompts, ids = zip(*mine[first : first + BATCH], strict=True)
             keys = noise_keys(seed, EVAL_STEP, list(places))
             rollout = sampler.sample(list(ids), keys, ends, self.max_gen_len, 1.0)
-            found += zip(prompts, response_texts(rollout, self.tokenizer), strict=True)
+            texts = response_texts(rollout, self.tokenizer)
+            said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
+            found += zip(prompts, said, strict=True)
         self.model.to("cpu")
         return found
 
@@ -77,9 +81,7 @@ def make_reference(model, tokenizer, records, count, max_gen_len):
     limit, prompts = most_positions(model.config) - max_gen_len, []
     for place in list(records.indices)[:count]:
         prompt = records.dataset.prompt(place)
-        asked = for_tokenizer(tokenizer, prompt)
-        text = asked if isinstance(asked, str) else render(tokenizer, asked, generate=True)
-        ids = encode(tokenizer, [text])[0]
+        ids = encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
         if 0 < len(ids) <= limit:
             prompts.append((prompt, ids))
     if not prompts:

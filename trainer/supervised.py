@@ -141,6 +141,7 @@ class SupervisedRun:
             + (f", {held_out}held out" if held_out else "")
             + "".join(f"\nnote     {data.note}" for data in files if data.note)
             + (f"\nsystem   {self.args.system_prompt}" if self.args.system_prompt else "")
+            + (f"\ntemplate with {self.args.chat_template_kwargs}" if self.args.chat_template_kwargs else "")
             + self.note
         )
 

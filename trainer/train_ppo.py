@@ -55,10 +55,16 @@ def flag_parser():
     add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
     add("--system_prompt", type=str, help="system message of prompts that have none; default: model's own")
     add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
+    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: model's own")
+    share = "share of the prompts that are rendered with thinking"
+    add("--thinking_ratio", type=float, at_least=0, at_most=1, help=share)
     add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
     add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
     p.group("reward: the sum of what is given")
     add("--reasoning", type=int, choices=[0, 1], help="1: reward <think> and <answer>; default: if used")
+    add(
+        "--thinking_reward", default=0.0, at_least=0, help="times MiniMind's points for a thought; 1 is usual"
+    )
     add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
     add("--reward_dtype", default="auto", choices=DTYPES, help="of its weights; auto: as the checkpoint's")
     add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
@@ -66,7 +72,8 @@ def flag_parser():
     add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
     add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="only evaluates")
     add("--eval_reward_fn", default="", type=path, may_change=True, help="only evaluates: path.py:function")
-    add("--missing_eos_penalty", default=1.0, at_least=0, help="subtracted where a response has no EOS")
+    spread = "what a response without an EOS loses; default: the spread of the scores"
+    add("--missing_eos_penalty", type=float, at_least=0, at_most=1e6, help=spread)
     costs = "tokens before --max_gen_len in which each costs more"
     add("--overlong_buffer", default=0, at_least=0, at_most=MANY, help=costs)
     add("--overlong_penalty", default=1.0, at_least=0, help="what a response of --max_gen_len tokens loses")
@@ -78,7 +85,8 @@ def flag_parser():
     add("--shard", default=0, choices=[0, 1], may_change=True, help="1: models are split over processes")
     add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
     add_output_flags(p, save_interval=20, eval_interval=20)
-    add("--best_metric", default="", may_change=True, help="says which weights are best; default: accuracy")
+    best = "says which weights are best; default: judge, function, accuracy or score"
+    add("--best_metric", default="", may_change=True, help=best)
     add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
     return p
 
@@ -106,7 +114,7 @@ def add_ppo_flags(p):
     add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
     add("--lr_schedule", default="cosine", choices=["cosine", "constant"], help="of the learning rates")
     add("--lr_warmup_steps", default=0, at_least=0, at_most=MANY, help="batches in which the rates rise")
-    add("--clip_epsilon", default=0.2, above=0, help="clip of the ratio actor / old actor, below and above 1")
+    add("--clip_epsilon", default=0.2, above=0, at_most=0.999, help="clip of the ratio, below and above 1")
     add("--clip_epsilon_high", type=float, above=0, at_most=1e6, help="the clip above 1 [--clip_epsilon]")
     add("--dual_clip", default=0.0, at_least=0, help="a bad token counts at most X times; 0: no limit")
     add("--importance_cap", default=2.0, at_least=0, help="largest training / sampling probability; 0: off")
@@ -143,7 +151,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 
-from dataset.data_order import RecordBatches, epoch_order, minibatch_rows, next_batch, record_loader
+from dataset.data_order import RecordBatches, minibatch_order, minibatch_rows, next_batch, record_loader
 from progress_bar import phase
 from trainer import ppo
 from trainer.batch import Batch
@@ -155,6 +163,7 @@ from trainer.entropy_top import choose_tokens
 from trainer.evaluation import evaluate_actor
 from trainer.filter_groups import sample_again, step_noise
 from trainer.inputs import complete_flags, load_inputs
+from trainer.missing_eos import choose_missing_eos_penalty
 from trainer.offline import collect_logged, take_reference
 from trainer.replay import newest_rows
 from trainer.runs.distributed import init_world
@@ -218,9 +227,15 @@ def estimate_advantages(run, rollout):
     else:
         estimator = {"rloo": ppo.leave_one_out, "group": ppo.group_normalized}[kind]
         advantages = estimator(rewards, mask, args.num_generations)
-    normalize = {"rloo": ppo.scale_to_one, "group": ppo.leave_as_is}.get(kind, ppo.whiten)
-    rollout.advantages, *sizes = normalize(advantages, mask, run.world.sum)
-    rollout.advantage_std, rollout.advantage_unit = sizes
+    if kind in ("gae", "reinforce"):
+        advantages, rollout.advantage_std = ppo.centred(advantages, mask, run.world.sum)
+    else:  # a comparison of answers has its own zero
+        rollout.advantage_std = ppo.root_mean_square(advantages, mask, run.world.sum)
+    if kind != "group":  # whose advantages have a scale of their own
+        scores = run.world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))
+        informative = ppo.std_or_zero(scores) > 0
+        rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
+    rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
 
 
 def fill_rollout(run, step, batch, metrics):
@@ -332,19 +347,19 @@ def train_model(run, name, minibatch, token_count, number, metrics):
 
 
 def update(run, rollout, step, metrics):
-    """PPO epochs over a rollout, minibatches in a new order each time. In each the critic steps first, then
+    """PPO epochs over a rollout (``minibatch_order``). In each minibatch the critic steps first, then
     the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
     of the batch; the critic, if there is one, goes on: the KL does not concern it."""
     args, world, batch, count = run.args, run.world, run.args.batch_size, run.minibatches_per_batch
-    epoch = step * args.ppo_epochs  # this batch's first one in the run
-    first = epoch * count  # optimizer steps before this batch
+    first = step * args.ppo_epochs * count  # optimizer steps before this batch
     names = [name for name, learner in run.learners.items() if first >= learner.first_step]
     cut = minibatch_rows(batch, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), batch)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
-    pool = len(minibatches)  # to draw from
     token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
-    order = [k for i in range(args.ppo_epochs) for k in epoch_order(pool, args.seed, epoch + i)[:count]]
+    order = minibatch_order(
+        step, older=args.replay_batches, count=count, epochs=args.ppo_epochs, seed=args.seed
+    )
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first):  # optimizer step, minibatch
@@ -387,6 +402,7 @@ def train(run, logger):
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
             save(run, logger)
         if progress.step == 0:
+            choose_missing_eos_penalty(run, logger)
             metrics, rows = evaluate_actor(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
             keep_best(run, logger, metrics)

@@ -1,4 +1,4 @@
-"""The scale of the critic's values: they are learned in units of the returns' standard deviation.
+"""Running scales, so that rewards of any size are learned alike: of the critic's values and of advantages.
 
 AdamW moves every weight by about the learning rate, however large the error. So a critic that has to say 100
 would need a hundred times the steps of one that has to say 1. Therefore
@@ -9,8 +9,9 @@ and the value loss and its clip are in units of that scale too (``value_loss`` i
 (and ``--kl_coef``) are 100 times as large then learns the same. When the scale changes, the head is divided
 by as much, so no value changes (PopArt: van Hasselt et al. 2016, arXiv:1602.07714).
 
-With the first batch the head's bias is set so that the mean value is the mean return: a reward that is
-always about 50 need not be learned step by step either.
+With the first batch the values become the line through them that is closest to the returns: a reward that is
+always about 50 need not be learned step by step, and a critic that starts from a reward model has scores of
+another size than the rewards, which may be clipped, normalised or mixed.
 """
 
 import math
@@ -23,44 +24,85 @@ from trainer import ppo
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # times the variance so far, or that of the batch before, is the most that a batch counts with
 LARGEST = torch.finfo(torch.float32).max
+LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 
 
-class ValueScale:
-    """Keeps ``critic.scale`` at the running standard deviation of a batch's returns. Checkpoints keep it
-    (``state_dict``). It is the same in all processes.
+class RunningScale:
+    """A running standard deviation. Checkpoints keep it (``state_dict``). It is the same in all processes.
 
-    Batches whose returns are all equal change nothing. A batch with an outlier counts little; if the next
-    one is like it, the change is taken over.
+    A batch with an outlier counts little; if the next one is like it, the change is taken over.
     """
 
+    def __init__(self):
+        self.batches = 0
+        self.variance = 0.0
+        self.last = 0.0  # the variance of the batch before
+
+    @property
+    def std(self) -> float:
+        """0 before the first batch."""
+        return math.sqrt(self.variance)
+
+    def follow(self, variance: float) -> None:
+        """Take in the variance of a batch, above 0."""
+        self.batches += 1
+        limit = GROWTH * max(self.variance, self.last) if self.variance else math.inf
+        self.variance += max(1 / self.batches, RATE) * (min(variance, limit) - self.variance)
+        self.last = variance
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"batches": self.batches, "variance": self.variance, "last": self.last}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what ``state_dict`` returned; {} is of a checkpoint from before there was this scale."""
+        if state:
+            self.batches, self.variance, self.last = (state[name] for name in ("batches", "variance", "last"))
+
+
+class AdvantageScale(RunningScale):
+    """What advantages, and with them KL loss and entropy bonus, are divided by: a batch's own size.
+
+    Where all its scores are equal, or nearly so, its advantages are the critic's noise, which would become as
+    large as a lesson, and the KL's weight with it: there it is the size that batches had before.
+    """
+
+    def unit(self, size: float, informative: bool) -> float:
+        """size: of the batch's advantages, before they are divided; informative: not all scores are equal."""
+        if not (informative and 0 < size <= LARGEST):
+            return max(size, self.std or 1.0)
+        unit = max(size, LEAST_SHARE * self.std)
+        self.follow(size**2)
+        return unit
+
+
+class ValueScale(RunningScale):
+    """Keeps ``critic.scale`` at the running standard deviation of a batch's returns. Batches whose returns
+    are all equal do not change it."""
+
     def __init__(self, critic):
+        super().__init__()
         self.critic = critic
-        self.batches, self.variance, self.last = 0, 0.0, 0.0  # last: the variance of the batch before
 
     def update(self, rollout, returns, sum_over_processes):
         """Take in a batch's Monte-Carlo returns [B, R] before the batch is learned from. The first batch also
-        shifts the values, those in ``rollout.values`` included."""
+        sets slope and mean of the values, those in ``rollout.values`` included."""
         mask = rollout.mask
         total = sum_over_processes(ppo.moments(returns, mask))
-        error = sum_over_processes(ppo.moments(returns - rollout.values, mask))
+        values = sum_over_processes(ppo.moments(rollout.values, mask))
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
-        if not (total[1] <= LARGEST and error[1] <= LARGEST):
+        if not (total[1] <= LARGEST and values[1] <= LARGEST):
             return
         if not self.batches:
-            shift = ppo.mean_std(error)[0]
-            self.critic.shift(shift)
-            rollout.values = torch.where(mask, rollout.values + shift, 0.0)
+            slope, intercept = ppo.regression(rollout.values, returns, mask, sum_over_processes)
+            self.critic.map_values(slope, intercept)
+            rollout.values = torch.where(mask, slope * rollout.values + intercept, 0.0)
         if variance := ppo.std_or_zero(total) ** 2:
-            self.batches += 1
-            limit = GROWTH * max(self.variance, self.last) if self.variance else math.inf
-            self.variance += max(1 / self.batches, RATE) * (min(variance, limit) - self.variance)
-            self.last = variance
-            self.critic.rescale(math.sqrt(self.variance))
+            self.follow(variance)
+            self.critic.rescale(self.std)
 
     def state_dict(self):
-        """What a checkpoint keeps."""
-        scale = {"scale": self.critic.scale}
-        return {"batches": self.batches, "variance": self.variance, "last": self.last, **scale}
+        return {**super().state_dict(), "scale": self.critic.scale}
 
     def load_state_dict(self, state):
         """Take over what ``state_dict`` returned, after the critic's weights. InputError if it is empty: then
@@ -70,5 +112,5 @@ class ValueScale:
                 "--resume: the checkpoint is of an older version, whose values had no scale; finish the run "
                 "with that version, or start another"
             )
-        self.batches, self.variance, self.last = (state[name] for name in ("batches", "variance", "last"))
+        super().load_state_dict(state)
         self.critic.scale = float(state["scale"])

@@ -10,7 +10,9 @@ from tiny import ROOT, SHARED, flags, read_jsonl, word_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from dataset.answers import comparable
 from dataset.formats import to_demonstration, to_pair, to_prompt, to_rated
+from dataset.keys import Keys
 from dataset.lm_dataset import (
     PreferenceDataset,
     RatedDataset,
@@ -64,7 +66,6 @@ FORMS = {  # name: (record, prompt, answer)
     "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh as a prompt": ({"prompt": ASKED, "answer": "5"}, ASKED, "5"),
     "plain text": ({"text": "once upon a time"}, "once upon a time", None),
-    "gsm8k": ({"question": "hi", "answer": "so\n#### 5"}, "hi", "so\n#### 5"),
     "alpaca": ({"instruction": "Add.", "input": "2 and 3", "output": "5"}, "Add.\n\n2 and 3", "5"),
     "alpaca without an input": ({"instruction": "hi", "input": "", "output": "5"}, "hi", "5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
@@ -109,6 +110,49 @@ def test_prompts(name):
     assert to_prompt(record) == (prompt, answer)
     if answer is not None:
         assert to_demonstration(record) == (prompt, answer)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("6*12 = <<6*12=72>>72\n#### 72", "72"),
+        ("so\n#### 1,240", "1240"),
+        ("so\n#### $-2.50\n", "-2.50"),
+        ("####72", "72"),
+        ("#### 1. Data\n#### 2. Tools", "#### 1. Data\n#### 2. Tools"),  # headings
+        ("#### 72 eggs", "#### 72 eggs"),
+        ("72", "72"),
+        ("so", "so"),
+        ("", ""),
+    ],
+)
+def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned(solution, answer):
+    record = {"question": "hi", "answer": solution}
+    assert to_prompt(record) == ("hi", answer)
+    assert to_demonstration(record) == ("hi", solution)
+    assert to_prompt({"prompt": "hi", "answer": solution}) == ("hi", answer)
+    assert to_prompt({"q": "hi", "a": solution}, Keys(prompt="q", answer="a")) == ("hi", answer)
+    verl = VERL | {"reward_model": {"ground_truth": solution}}
+    assert to_prompt(verl) == ([user("hi")], answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "there"),
+    [
+        ("72", True),
+        (" -1,240.5 ", True),
+        ("C", True),
+        ("Ada Lovelace", True),
+        (r"\frac{1}{2}", True),
+        ("苹果", True),
+        ("1" * 60, True),  # a number of any length
+        ("one\ntwo", False),
+        ("It is late, and so I go home.", False),
+        ("苹果是一种水果，" * 6, False),
+    ],
+)
+def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words(answer, there):
+    assert comparable(answer) is there
 
 
 @pytest.mark.parametrize(
@@ -418,8 +462,6 @@ def test_the_page_of_forms():
             assert to_pair(record)[0] == (prompt, answer) == to_demonstration(record)
         if "score" in record:
             assert to_rated(record) == (prompt, answer, 4.5)
-        if "question" in record:
-            answer = answer.split("#### ")[1]
         if text.startswith("Once"):
             assert (answer, to_demonstration(record)) == (None, (None, text))
         elif text.startswith("Two"):

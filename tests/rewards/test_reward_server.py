@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny import WORDS, finish, flags, launch, read_jsonl, run_files, train, word_tokenizer
+from tiny import finish, flags, launch, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo
@@ -83,11 +83,10 @@ def quick(monkeypatch):
 
 def ask(url, count=3, timeout=1.0):
     """The server's scores of ``count`` responses: a, a a, a a a, …"""
-    tokenizer = word_tokenizer(WORDS, chat=True)
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
-    return RewardServer(url, timeout, tokenizer)(
-        ["b"] * count, responses, ["c"] + [None] * (count - 1)
-    ).tolist()
+    texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them
+    answers = ["c"] + [None] * (count - 1)
+    return RewardServer(url, timeout)(["b"] * count, texts, responses, answers).tolist()
 
 
 def test_what_is_sent_is_what_openrlhf_sends():

@@ -410,7 +410,7 @@ def test_a_full_disk(whole, files, tmp_path):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=600,
     )
     error = (tmp_path / "disk.err").read_text()
     assert (tmp_path / "disk.rc").read_text() == "2\n", error
@@ -483,7 +483,7 @@ def test_a_closed_output_pipe_does_not_stop_the_run(files, tmp_path):
     argv = argv_of(files, tmp_path, log_interval=1)
     command = f"{shlex.join([PYTHON, str(ROOT / 'trainer' / 'train_ppo.py'), *argv])} | head -n 1"
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -225,7 +225,7 @@ def test_a_reward_function_may_fork_and_change_what_it_is_given(files, tmp_path)
     messages = [{"prompt": [{"role": "user", "content": f"{a} {b}"}]} for a in WORDS for b in WORDS]
     change = {"data_path": write_jsonl(tmp_path / "messages.jsonl", messages)}
     argv = argv_of(files | change, tmp_path, reward_fn=f"{tmp_path / 'pool.py'}:score", reward_timeout=20)
-    _, err = finish(launch(argv), seconds=60)
+    _, err = finish(launch(argv))
     assert "stopping" not in err
     assert "CHANGED" not in (tmp_path / "r" / "samples.jsonl").read_text()
 

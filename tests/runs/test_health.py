@@ -427,43 +427,56 @@ def test_the_format_alone_rises():
     early = {"reward/format": 0.1, "reward/marks": 0.5, "reward/model": 0.5}
     late = {"reward/format": 0.5, "reward/marks": 1.0, "reward/model": 0.3}
     steps = [{**(early if n < 10 else late), "reward/score": 1.1 + 0.7 * (n >= 10)} for n in range(20)]
-    assert "form_gains_judge_loses" in found_in(steps)
+    assert found_in(steps)["form_gains_judge_loses"] == ("wrong", 20)
     facts = {**FACTS, "reward_models": {"model": {"weight": 0.5, "template": True, "sees_answer": True}}}
     for given, weight in (("a/DIR=0.5", facts), ("a/DIR", FACTS)):
         found = findings(steps_of(*steps), {**FLAGS, "reward_model": [given], "facts": weight})
         (remedy,) = [f.remedy for f in found if f.name == "form_gains_judge_loses"]
         assert remedy == f"--reward_model a/DIR={'1' if '=' in given else '2'}, or --reasoning 0"
     (remedy,) = [f.remedy for f in findings(steps_of(*steps), {}) if f.name == "form_gains_judge_loses"]
-    assert remedy == "a larger weight in --reward_model, or --reasoning 0"  # of an older version
-    assert "form_gains_judge_loses" not in found_in([{**s, "reward/model": 0.5} for s in steps])
+    assert remedy == "larger scores in the rest of the reward, or --reasoning 0"  # of an older version
+    stands = [{**s, "reward/model": 0.5, "reward/score": 1.1 + 0.9 * (n >= 10)} for n, s in enumerate(steps)]
+    assert found_in(stands)["form_gains_judge_loses"] == ("look", 20)
     assert "form_gains_judge_loses" not in found_in(evaluated([dict(s) for s in steps], 0.6, 0.9))
     assert "form_gains_judge_loses" in found_in(evaluated([dict(s) for s in steps], 0.6, 0.6))
 
 
-def forms(fall, share=1.0, noise=0.0):
-    """20 steps: the form gains 0.9, which is this share of the score's gain; the judge's part falls so much
-    and goes up and down by ``noise`` from step to step."""
-    return [
-        {
-            "reward/score": 1 + 0.9 / share * (n >= 10),
-            "reward/format": 0.4 * (n >= 10),
-            "reward/marks": 0.5 * (n >= 10),
-            "reward/model": 0.5 - fall * (n >= 10) + noise * (n % 2),
-        }
-        for n in range(20)
-    ]
+def forms(rise, noise=0.0, parts=("format", "marks", "model")):
+    """20 steps: two rules gain 0.9, and the third part, the user's, rises so much and goes up and down by
+    ``noise`` from step to step."""
+    rows = [(0.4 * (n >= 10), 0.5 * (n >= 10), rise * (n >= 10) + noise * (n % 2)) for n in range(20)]
+    named = [dict(zip((f"reward/{part}" for part in parts), row, strict=True)) for row in rows]
+    return [{**row, "reward/score": sum(row.values())} for row in named]
 
 
-def test_the_judge_falls_by_more_than_chance_and_the_form_has_most_of_the_gain():
+def test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain():
     """Noise of 0.2 up and down is a standard deviation of 0.2 sqrt(pi) / 2 = 0.177; two standard errors of
     the difference of two means of ten are 2 sqrt(2 / 10) 0.177 = 0.159."""
 
-    def there(*args):
-        return "form_gains_judge_loses" in found_in(forms(*args))
+    def level(*args, **more):
+        return found_in(forms(*args), **more).get("form_gains_judge_loses", ("", 0))[0]
 
-    assert there(0.021) and not there(0.019)
-    assert there(0.17, 1.0, 0.2) and not there(0.15, 1.0, 0.2)
-    assert there(0.3, 0.82) and not there(0.3, 0.78)
+    eos = "missing_eos", "repetition"
+    for parts in (("format", "marks", "model"), (*eos, "function"), (*eos, "server"), (*eos, "model_rm")):
+        assert level(-0.021, 0.0, parts) == "wrong" and level(-0.019, 0.0, parts) == "look"
+        assert level(-0.17, 0.2, parts) == "wrong" and level(-0.15, 0.2, parts) == "look"
+        assert level(0.15, 0.2, parts) == "look" and level(0.17, 0.2, parts) == ""
+        assert level(0.22, 0.5, parts) == "look" and level(0.23, 0.5, parts) == ""  # a fifth of the gain
+    for name, there in (("score", True), ("judge", False)):  # a score that rises by rules is no witness
+        steps = evaluated(forms(0.0), 0.1, 1.0, name=f"eval/{name}")
+        assert ("form_gains_judge_loses" in found_in(steps)) is there
+    (found,) = findings(steps_of(*forms(0.0, 0.0, (*eos, "function"))), {"facts": {}})
+    assert found.numbers == "missing_eos +0.40, repetition +0.50, function +0.00"
+    assert found.remedy == "larger scores in the rest of the reward, or a smaller --repetition_penalty"
+
+
+def test_a_score_that_is_normalised_is_told_from_its_rules_by_the_raw_one():
+    """The raw score rises by what missing_eos gives; the model's normalised score moves with its scale."""
+    steps = [{"reward/model": 0.5 * (n >= 10), "reward/missing_eos": 0.4 * (n >= 10)} for n in range(20)]
+    steps = [{**s, "reward/score": 1.0, "reward/score_raw": 8 + s["reward/missing_eos"]} for s in steps]
+    assert found_in(steps)["form_gains_judge_loses"] == ("look", 20)
+    risen = [{**s, "reward/score_raw": 8 + s["reward/missing_eos"] + s["reward/model"]} for s in steps]
+    assert "form_gains_judge_loses" not in found_in(risen)
 
 
 def test_a_kl_that_weighs_nothing_beside_the_scores():
@@ -683,7 +696,7 @@ def test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone(tm
         "max_steps": 5,
         "missing_eos_penalty": 0,
     }
-    argv = flags(**files, **sizes, device="cpu", out_dir=tmp_path / "out", strict_health=1)
+    argv = flags(**files | sizes, device="cpu", out_dir=tmp_path / "out", strict_health=1)
     out, err = finish(launch(argv), code=3)
     assert err == (
         "error: --strict_health 1: ended by scores_alike, wrong since step 1; its line above and "
@@ -732,7 +745,7 @@ def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path
 def test_the_command_speaks_of_any_run_folder(tmp_path):
     def ask(*words):
         command = [PYTHON, "-m", "trainer.runs.health", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "run_1"

@@ -57,7 +57,7 @@ def test_a_folder_that_was_changed_by_hand_is_named_in_one_line(tmp_path, config
 def test_the_command_ends_with_code_2_and_one_line(tmp_path):
     folder = folder_of(tmp_path, {"temperature": "warm"}, {"step": 1})
     command = [PYTHON, "-m", "trainer.runs.health", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: {folder}/config.json: temperature is no number; restore it, or name another run folder\n"

@@ -69,6 +69,14 @@ def test_there_is_no_critic(whole):
     assert {"eval/pass@2", "eval/pass@4"} <= lines[0].keys()
     facts = json.loads((whole / "config.json").read_text())["facts"]
     assert list(facts["suited"]) == ["learning_rate"]
+    state = json.loads((whole / "checkpoints" / "step_4" / "state.json").read_text())
+    assert state["advantage_scale"]["batches"] > 0
+
+
+def test_a_run_says_whose_kl_its_target_follows(files, tmp_path):
+    given = {**RUN, **ONE, "out_dir": tmp_path, "kl_in": "loss"}
+    assert "--kl_target" not in built(files, **given).about()
+    assert "answers that --filter_groups keeps" in built(files, **given, kl_target=0.5).about()
 
 
 def test_two_processes_equal_one(files, whole, tmp_path):
@@ -104,6 +112,14 @@ def test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normal
     assert scores_to_compare(reward, raw).equal(learned)
     plain = Reward(reasoning=False, function=len)
     assert scores_to_compare(plain, RawScores({"function": torch.tensor([1.0])})).tolist() == [1]
+
+
+def test_scores_are_compared_without_what_is_taken_off_for_length():
+    """Two wrong answers, one of them cut and the other long: nothing to compare."""
+    parts = {"function": [0.3, 0.3], "missing_eos": [-1.0, 0.0], "overlong": [0.0, -0.5]}
+    raw = RawScores({name: torch.tensor(scores) for name, scores in parts.items()})
+    scores = scores_to_compare(Reward(reasoning=False, function=len), raw)
+    assert rows_of_equal_groups(scores, 2) == [0, 1]
 
 
 def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):

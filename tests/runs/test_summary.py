@@ -85,6 +85,50 @@ def test_where_a_change_of_the_score_comes_from():
     assert text in verdict([ends[0], *steps, ends[1]], displays.PPO, 8, 32)
 
 
+def gains(own, eos=0.9, noise=0.0, part="function"):
+    """40 steps and two evaluations: the penalty's part rises by ``eos``, the user's by ``own``."""
+    records = [{"step": 0}]
+    for n in range(40):
+        x = noise * (-1) ** n
+        records.append({"step": n + 1, f"reward/{part}": x, "reward/missing_eos": 0.0, "reward/score": x})
+    for record, x, y in ((records[0], 0.1, -1.0), (records[-1], 0.1 + own, -1.0 + eos)):
+        record |= {f"eval/{part}": x, "eval/missing_eos": y, "eval/score": x + y}
+    return records
+
+
+def test_a_score_that_rose_by_rules_alone_is_said_in_the_first_sentence():
+    """Steps of ±0.1: two standard errors of 32 records, 8 a step: 2 * 0.1772 sqrt(2 * 8 / 32) = 0.2506."""
+
+    def first(*args, **more):
+        return verdict(gains(*args, **more), displays.PPO, 8, 32)[0]
+
+    rose = "The score rose from -0.900 to"
+    assert first(0.04, noise=0.1) == (
+        f"{rose} 0.040 on 32 held-out prompts, but only by rules (missing_eos): "
+        "function did not clearly rise, from 0.100 to 0.140."
+    )
+    assert first(-0.3, noise=0.1, part="model").endswith(": model fell, from 0.100 to -0.200.")
+    assert first(0.24, noise=0.1).endswith("did not clearly rise, from 0.100 to 0.340.")
+    assert first(0.26, noise=0.1) == f"{rose} 0.260 on 32 held-out prompts."
+    assert first(0.2, 0.15, noise=0.1) == f"{rose} -0.550 on 32 held-out prompts."  # most of it is the user's
+    assert "did not clearly change" in first(0.0, 0.2, noise=0.1)
+    steps = [{"step": n + 1, "reward/function": 0.1 * (-1) ** n} for n in range(40)]
+    for n, step in enumerate(steps):  # no evaluation
+        step |= {"reward/format": 0.5 * (n >= 20), "reward/score": step["reward/function"] + 0.5 * (n >= 20)}
+    words = "(first 4 steps and last 4 steps of 40), but only by rules (format): function did not"
+    assert words in verdict(steps, displays.PPO, 8, 0)[0]
+
+
+def test_an_accuracy_of_0_is_said_in_words():
+    records = records_of(0.0, 1.0, 2.0)
+    records[0]["eval/accuracy"] = records[-1]["eval/accuracy"] = 0.0
+    text = "No held-out answer was right, before or after (accuracy 0)."
+    assert text in verdict(records, displays.PPO, 8, 32)
+    records[-1]["eval/accuracy"] = 0.1
+    text = "The accuracy, which is never rewarded: 0.000 before, 0.100 after."
+    assert text in verdict(records, displays.PPO, 8, 32)
+
+
 def test_a_run_that_got_worse_names_its_best_evaluation():
     records = records_of(0.0, -1.26, -1.98)
     records[20] |= {"eval/score": -1.0}

@@ -43,9 +43,9 @@ class Rollout:
     importance_weights: torch.Tensor | None = None  # [B, R] what sampler and old log-probs make of the loss
     rewards: torch.Tensor | None = None  # [B, R]
     returns: torch.Tensor | None = None  # [B, R]
+    advantage_std: float = 1.0  # before they were divided, in units of the reward
+    advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
     advantages: torch.Tensor | None = None  # [B, R]
-    advantage_std: float = 1.0  # before whitening, in units of the reward
-    advantage_unit: float = 1.0  # what whitening divided the advantages by: 1 where the std is 0
     host_lengths: tuple | None = None  # see ``on_host``
 
     @property

@@ -58,7 +58,7 @@ class Sampler:
         self.copy = SamplerCopy(policy, dtype, device or policy.device)
         self.slots, self.cache_bytes = slots, cache_bytes
         self.graphs, self.engine = CudaGraphs(self.copy.model.device), None
-        self.sizes = sizes
+        self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose
 
     def load(self, policy):
         """Copy this policy's weights into the sampler. -> self"""

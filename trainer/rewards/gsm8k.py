@@ -2,15 +2,12 @@
 
     python trainer/train_ppo.py --data_path train.jsonl --reward_fn trainer/rewards/gsm8k.py:exact_answer …
 
-GSM8K's records are {"question": …, "answer": "… #### 72"}. verl's ground truth, "72", is read as well.
+GSM8K's records are {"question": …, "answer": "… #### 72"}. The function gets the answer "72", as it does from
+verl's ground truth.
 """
 
-import re
-from decimal import Decimal
-
-NUMBER = r"(?:(?<![\w.)])-)?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)"  # the minus of "10-3" is no sign
-SKIPPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|\\?\$")  # the comma of 1,000 and the sign of $5
-MARKED = re.compile(rf"####\s*({NUMBER})|\\boxed\{{([^{{}}]*)|<answer>(.*?)</answer>", re.DOTALL)
+from dataset.answers import final_number
+from trainer.rewards.rules import after_thinking
 
 
 def exact_answer(prompts, responses, answers):
@@ -18,13 +15,5 @@ def exact_answer(prompts, responses, answers):
     rights = [final_number(answer or "") for answer in answers]
     if None in rights:
         raise ValueError(f"no number in the answer {answers[rights.index(None)]!r}")
-    return [float(final_number(r) == right) for r, right in zip(responses, rights, strict=True)]
-
-
-def final_number(text):
-    """The number after the last ####, or the last one in the last \\boxed{…} or <answer>…</answer>, or of the
-    whole text if it has none of these; None if there is no number."""
-    text = SKIPPED.sub("", text)
-    marks = list(MARKED.finditer(text))
-    numbers = re.findall(NUMBER, marks[-1][marks[-1].lastindex] if marks else text)
-    return Decimal(numbers[-1]) if numbers else None
+    said = [after_thinking(response) for response in responses]
+    return [float(final_number(r) == right) for r, right in zip(said, rights, strict=True)]

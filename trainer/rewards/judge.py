@@ -2,8 +2,8 @@
 
 A policy can raise the reward that it is trained on without getting better (reward hacking). Where the records
 have answers, the accuracy shows it. Where they have none, a second reward can: one that PPO does not see. It
-is called in evaluations only and logged as ``eval/judge``. Its scores are taken as they are: of the whole
-response, neither clipped nor normalised.
+is called in evaluations only and logged as ``eval/judge``. Its scores are taken as they are, neither clipped
+nor normalised. Its models see a thought only with ``--reasoning 1``, as those that train.
 """
 
 import re
@@ -20,19 +20,20 @@ from trainer.rewards.reward_models import load_reward_models
 
 class Judge:
     """The evaluation reward of a run, used as a ``Reward`` is. Without any model or function it has no
-    scores. models: {name of the part: (reward model, weight)}; function: the user's; timeout: its seconds.
+    scores. models: {name of the part: (reward model, weight)}; function: the user's; timeout: its seconds;
+    whole: as of ``Reward``.
 
     ``names``: of the scores that ``combine`` returns: "judge", and with more than one part "judge_<part>".
     """
 
-    def __init__(self, models=None, function=None, timeout=0.0):
-        self._reward = Reward(models, function, reasoning=False, timeout=timeout)
+    def __init__(self, models=None, function=None, timeout=0.0, whole=False):
+        self._reward = Reward(models, function, reasoning=False, timeout=timeout, whole=whole)
         self.models = self._reward.models
         parts = [*self.models, *(["function"] if function else [])]
         more = [f"judge_{part}" for part in parts] if len(parts) > 1 else []
         self.names = ["judge", *more] if parts else []
 
-    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None):
+    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None, texts=None):
         """Score B responses -> ``RawScores``. Arguments and errors as of ``Reward.raw_scores``."""
         with named_as_evaluation():
             return self._reward.raw_scores(prompts, responses, answers, finished, records)
@@ -55,7 +56,8 @@ def load_judge(args, device, dtype, held_out, load=call):
         if function and held_out:
             check_columns(function, held_out.columns, held_out.path)
         how = device, args.trust_remote_code, dtype, args.reward_dtype
-        return Judge(load_reward_models(args.eval_reward_model, *how, load), function, args.reward_timeout)
+        models = load_reward_models(args.eval_reward_model, *how, load)
+        return Judge(models, function, args.reward_timeout, whole=bool(args.reasoning))
 
 
 @contextmanager

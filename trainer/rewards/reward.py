@@ -2,7 +2,8 @@
 
 The parts: rules about the text (rules.py), reward models (reward_models.py), a function of the user's
 (reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
-reward models get messages as messages.
+reward models get messages as messages. Of a model that thinks, reward models and the repetition penalty see
+what follows ``</think>``; all others see the whole response. With ``--reasoning 1`` all see the whole.
 
 Where to add a reward of one's own:
 
@@ -25,6 +26,8 @@ from trainer.rewards.reward_function import call_reward_function, check_columns,
 from trainer.rewards.reward_models import SCORE_LIMIT, clip_scores, load_reward_models, mix_with_answer
 from trainer.rewards.reward_server import RewardServer
 from trainer.rewards.running_stats import RunningStats
+
+PENALTY_OF_BEFORE = 1.0  # the default of --missing_eos_penalty before it followed the rewards
 
 
 @dataclass
@@ -60,7 +63,8 @@ class Reward:
 
     models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``;
     timeout: seconds that the function may take, 0 for no limit; overlong: None, or the arguments of
-    ``rules.overlong_penalty`` after the length.
+    ``rules.overlong_penalty`` after the length; whole: thoughts are judged too, as always with reasoning;
+    missing_eos_penalty: None until it is chosen (missing_eos.py): till then no response pays it.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
@@ -80,11 +84,15 @@ class Reward:
         length_reward=0.0,
         timeout=0.0,
         overlong=None,
+        thinking_reward=0.0,
+        whole=False,
     ):
         self.models, self.function, self.server, self.timeout = models or {}, function, server, timeout
         self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
+        self.whole = whole or reasoning
         self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
         self.overlong = overlong
+        self.thinking_reward = thinking_reward
         # Only these parts are normalised: the user chooses the scale of every other part.
         self.normalized = {*self.models, "server"} if normalize else set()
         self.running = {}
@@ -95,27 +103,29 @@ class Reward:
         given = {
             "format": self.reasoning,
             "marks": self.reasoning,
+            "thinking": self.thinking_reward,
             **dict.fromkeys(self.models, True),
             "function": self.function,
             "server": self.server,
             "repetition": self.repetition_penalty,
             "length_reward": self.length_reward,
-            "missing_eos": self.missing_eos_penalty,
+            "missing_eos": self.missing_eos_penalty != 0,
             "overlong": self.overlong,
         }
         parts = [name for name, there in given.items() if there]
         raw = [f"{name}_raw" for name in parts if name in self.normalized]
         return [*parts, *(["score"] if parts else []), *raw, *(["score_raw"] if raw else [])]
 
-    def __call__(self, prompts, responses, answers, finished, records=None, lengths=None):
-        return self.combine(self.raw_scores(prompts, responses, answers, finished, records, lengths))
+    def __call__(self, prompts, responses, answers, finished, records=None, lengths=None, texts=None):
+        return self.combine(self.raw_scores(prompts, responses, answers, finished, records, lengths, texts))
 
-    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None):
+    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None, texts=None):
         """Score B responses -> ``RawScores``.
 
         prompts: text or messages; responses: texts; answers: texts or None; finished: bools, False for a
         response that was cut at --max_gen_len; records: the dicts of the data file, for the user's function;
-        lengths: in tokens, which only ``overlong`` needs.
+        lengths: in tokens, which only ``overlong`` needs; texts: the prompts as the policy reads them, which
+        only a server and ``thinking_reward`` need.
         Raises InputError if a reward fails: it raises an exception, takes too long, or gives a score that is
         NaN or infinite.
         """
@@ -124,17 +134,27 @@ class Reward:
         if self.reasoning:
             parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
             parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
+        if self.thinking_reward:
+            size = self.thinking_reward
+            points = [
+                0.0 if rules.has_closed_thought(asked) else rules.thinking_reward(response, size)
+                for asked, response in zip(texts, responses, strict=True)
+            ]
+            parts["thinking"] = torch.tensor(points)
+        said = responses if self.whole else [rules.after_thinking(r) for r in responses]
         start = time.perf_counter()
-        self._score_with_models(prompts, responses, raw)
+        self._score_with_models(prompts, said, raw)
         raw.judging_seconds = time.perf_counter() - start
         if self.function:
             batch = prompts, responses, answers, records or [{}] * len(responses)
             scores, raw.steps = call_reward_function(self.function, *batch, self.timeout)
             parts["function"] = finite("--reward_fn", scores, responses)
         if self.server:
-            parts["server"] = finite("--reward_url", self.server(prompts, responses, answers), responses)
+            parts["server"] = finite(
+                "--reward_url", self.server(prompts, texts, responses, answers), responses
+            )
         if self.repetition_penalty:
-            penalties = [rules.repetition_penalty(r, self.repetition_penalty) for r in responses]
+            penalties = [rules.repetition_penalty(r, self.repetition_penalty) for r in said]
             parts["repetition"] = -torch.tensor(penalties)
         if self.length_reward:
             sizes = [rules.length_reward(r, self.length_reward) for r in responses]
@@ -211,12 +231,18 @@ class Reward:
         return running | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
 
     def state_dict(self):
-        """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}."""
-        return {part: asdict(stats) for part, stats in self.running.items()}
+        """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
+        running = {part: asdict(stats) for part, stats in self.running.items()}
+        return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
     def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else."""
-        self.running = {part: RunningStats(**stats) for part, stats in dict(state).items()}
+        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else. A penalty
+        that is given stays; a checkpoint from before it was chosen has that of then."""
+        running = dict(state)
+        kept = float(running.pop("missing_eos_penalty", PENALTY_OF_BEFORE))
+        self.running = {part: RunningStats(**stats) for part, stats in running.items()}
+        if self.missing_eos_penalty is None:
+            self.missing_eos_penalty = kept
 
 
 def finite(flag, scores, responses):
@@ -228,10 +254,9 @@ def finite(flag, scores, responses):
     return scores
 
 
-def load_reward(args, device, dtype, tokenizer, *datasets, load=call):
-    """Flags -> the ``Reward`` of the run. tokenizer: the policy's; it renders the prompts for a server.
-    datasets: those whose records a function may ask for, or None. load: as of
-    ``load_reward_models``."""
+def load_reward(args, device, dtype, *datasets, load=call):
+    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for, or None.
+    load: as of ``load_reward_models``."""
     function = load_reward_function(args.reward_fn) if args.reward_fn else None
     for data in datasets if function else ():
         if data:
@@ -241,7 +266,7 @@ def load_reward(args, device, dtype, tokenizer, *datasets, load=call):
             args.reward_model, device, args.trust_remote_code, dtype, args.reward_dtype, load
         ),
         function=function,
-        server=RewardServer(args.reward_url, args.reward_timeout, tokenizer) if args.reward_url else None,
+        server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
         normalize=args.normalize_reward,
         missing_eos_penalty=args.missing_eos_penalty,
@@ -251,4 +276,5 @@ def load_reward(args, device, dtype, tokenizer, *datasets, load=call):
         overlong=(args.max_gen_len, args.overlong_buffer, args.overlong_penalty)
         if args.overlong_buffer and args.overlong_penalty
         else None,
+        thinking_reward=args.thinking_reward,
     )

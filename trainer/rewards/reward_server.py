@@ -17,7 +17,6 @@ from urllib.request import Request, urlopen
 import torch
 from tqdm import tqdm
 
-from dataset.tokenization import prompt_text
 from errors import InputError
 from progress_bar import phase
 from trainer.rewards.time_limit import TimeUp, time_limit
@@ -28,7 +27,8 @@ PAUSE = 1.0  # seconds before the second try; the pause doubles before each furt
 
 
 class RewardServer:
-    """Call it with B prompts (text or messages), responses and answers -> scores [B].
+    """Call it with B prompts (text or messages), the same as the policy reads them, responses and answers ->
+    scores [B].
 
     timeout: ``--reward_timeout``, the seconds that one request may take, 0 for no limit. If the server cannot
     be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4 and 8
@@ -37,20 +37,19 @@ class RewardServer:
     ends with that line (``train`` in train_ppo.py); it can be resumed, also with another URL.
     """
 
-    def __init__(self, url, timeout, tokenizer):
-        self.url, self.timeout, self.tokenizer = url, timeout, tokenizer
+    def __init__(self, url, timeout):
+        self.url, self.timeout = url, timeout
 
-    def __call__(self, prompts, responses, answers):
+    def __call__(self, prompts, texts, responses, answers):
         scores = []
         with phase("reward server", len(responses), "responses") as bar:
             for first in range(0, len(responses), BATCH):
                 part = slice(first, first + BATCH)
-                scores += self._ask(prompts[part], responses[part], answers[part])
+                scores += self._ask(prompts[part], texts[part], responses[part], answers[part])
                 bar.done = len(scores)
         return torch.tensor(scores)
 
-    def _ask(self, prompts, responses, answers):
-        texts = [prompt_text(self.tokenizer, prompt) for prompt in prompts]
+    def _ask(self, prompts, texts, responses, answers):
         query = [text + response for text, response in zip(texts, responses, strict=True)]
         request = {
             "query": query,

@@ -1,18 +1,21 @@
-"""Rewards that are rules about a response: MiniMind's think / answer format, repetition and length; how close
-it came to --max_gen_len.
+"""Rewards that are rules about a response: MiniMind's think / answer format, thinking, repetition and length;
+how close it came to --max_gen_len.
 
-Sources: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025; DAPO, Yu et al.
-2025 (arXiv:2503.14476), eq. 13, for the last one. ``Reward`` in
+Sources: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025 for the format,
+of August 2026 for thinking; DAPO, Yu et al. 2025 (arXiv:2503.14476), eq. 13, for the last one. ``Reward`` in
 reward.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
 """
 
 import re
+
+from dataset.answers import as_number, final_number
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPEATED = re.compile(r"\w+|[^\w\s]")  # words and punctuation marks, of which trigrams are made
 LENGTHS = (20, 800)  # the least and the most characters of a response that is rewarded for its length
+THOUGHTS = (20, 300)  # the same of a thought
 
 
 def format_reward(response):
@@ -30,6 +33,22 @@ def after_thinking(response: str) -> str:
     whole response where there is no such tag."""
     _, tag, said = response.rpartition(TAGS[1])
     return said.strip() if tag else response
+
+
+def has_closed_thought(prompt: str) -> bool:
+    """Whether the prompt, as the policy reads it, ends with a thought that the chat template has closed."""
+    return prompt.rstrip().endswith(TAGS[1])
+
+
+def thinking_reward(response: str, size: float) -> float:
+    """``size`` times MiniMind's points for a response with ``</think>``: 1 for a thought of 20 to 300
+    characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it."""
+    thought, tag, _ = response.partition(TAGS[1])
+    if not tag:
+        return 0.0
+    thought = thought.strip().removeprefix(TAGS[0]).strip()  # the tag is in the prompt or here
+    of_length = 1.0 if THOUGHTS[0] <= len(thought) <= THOUGHTS[1] else -0.5
+    return size * (of_length + (0.25 if response.count(TAGS[1]) == 1 else -0.25))
 
 
 def answer_text(response):
@@ -60,7 +79,14 @@ def overlong_penalty(length, longest, buffer, largest):
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
 
 
-def is_correct(response, answer, reasoning):
-    """True if the response gives this answer. Only evaluation uses it (accuracy); it is never a reward."""
-    given = answer_text(response) if reasoning else response.strip()
-    return given == answer.strip()
+def is_correct(response: str, answer: str, reasoning: bool) -> bool:
+    """Whether the response gives this answer. Only evaluation asks (accuracy); it is never a reward.
+
+    With ``--reasoning 1`` the answer block has to be the answer; numbers are compared as numbers. Else what
+    follows the thought has to be it, or, where the answer is a number, to give it (``final_number``).
+    """
+    number = as_number(answer)
+    said = answer_text(response) if reasoning else after_thinking(response).strip()
+    if said is None or number is None:
+        return said == answer.strip()
+    return (as_number(said) if reasoning else final_number(said)) == number

@@ -33,6 +33,10 @@ class Display:
     mark: Callable = lambda metrics: ""  # metrics of a step -> words at the beginning of its line
 
 
+# The parts of PPO's reward that are rules about the form of a response. What the user wants is the rest.
+RULES = ("format", "marks", "thinking", "repetition", "length_reward", "missing_eos", "overlong")
+
+
 def metric_names(pattern, records):
     """A metric, or ``PARTS`` -> the names of the metrics in these records (list of dicts) that it stands for.
 

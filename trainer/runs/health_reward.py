@@ -5,6 +5,7 @@ Each is a pure function: ``Past`` -> ``Finding``, or None.
 
 import math
 
+from trainer.runs.displays import PARTS, RULES, metric_names
 from trainer.runs.health_past import (
     BEGIN,
     JUDGEMENT,
@@ -24,6 +25,14 @@ AT_LIMIT = 0.2  # share of responses
 ALIKE = 0.8  # share of prompts
 FLAT = 1.0  # standard errors of a rise
 SHARE_OF_FORM = 0.8  # of the score's gain
+LESS = {  # rule -> how it weighs less
+    **dict.fromkeys(("format", "marks"), "--reasoning 0"),
+    "thinking": "a smaller --thinking_reward",
+    "repetition": "a smaller --repetition_penalty",
+    "length_reward": "a smaller --length_reward",
+    "missing_eos": "a smaller --missing_eos_penalty",
+    "overlong": "a smaller --overlong_penalty",
+}
 SMALLEST_PRICE = 2e-4  # of a nat, in standard deviations of the score
 
 
@@ -181,31 +190,39 @@ def score_is_flat(past):
 
 
 def form_gains_judge_loses(past):
-    """The score rises by the format alone, while the reward model falls, by more than by chance."""
-    if past.steps < 2 * WINDOW or past.improved():
+    """The score rises by rules about the form alone, while the rest of the reward does not rise, or falls."""
+    if past.steps < 2 * WINDOW or (past.independent and past.improved()):
         return None
-    gain = {}
-    for name in ("reward/score", "reward/format", "reward/marks", "reward/model"):
-        before, now = past.starts(name), past.values(name)
-        if len(before) < WINDOW or len(now) < WINDOW:
-            return None
-        gain[name] = (sum(now) - sum(before)) / WINDOW
-    form = gain["reward/format"] + gain["reward/marks"]
-    spreads = [spread_of_steps(x) for x in (past.starts("reward/model"), past.values("reward/model"))]
-    chance = 2 * math.hypot(*spreads) / math.sqrt(WINDOW)  # two standard errors of the difference
-    if not (form > SHARE_OF_FORM * gain["reward/score"] > 0 and -gain["reward/model"] > max(0.02, chance)):
+    rules = [name for name in metric_names(PARTS, past.latest) if name.removeprefix("reward/") in RULES]
+    begin, end = ([of(name) for name in (past.score, *rules)] for of in (past.starts, past.values))
+    if not rules or any(len(values) < WINDOW for values in (*begin, *end)):
         return None
+    gain, chance = rise_of(begin[0], end[0])
+    rest = [[score - sum(form) for score, *form in zip(*values, strict=True)] for values in (begin, end)]
+    own, least = rise_of(*rest)
+    if not (gain > chance and own <= min(least, (1 - SHARE_OF_FORM) * gain)):
+        return None
+    level, does = (WRONG, "falls") if -own > max(0.02, least) else (LOOK, "does not rise")
+    gains = {n: rise_of(past.starts(n), past.values(n))[0] for n in metric_names(PARTS, past.latest)}
+    largest = max(rules, key=gains.get).removeprefix("reward/")
     models = past.facts.get("reward_models", {})
     heavier = past.reward_models(**{name: 2 * model["weight"] for name, model in models.items()})
     return Finding(
-        LOOK,
+        level,
         past.step,
-        "the score rises by the format alone, and the reward model likes the answers less",
-        f"format and marks {form:+.2f}, model {gain['reward/model']:+.2f}",
-        ("the weight of the reward model is too small",),
-        f"{heavier if models else 'a larger weight in --reward_model'}, or --reasoning 0",
+        f"the score rises by rules about the form alone, and the rest of the reward {does}",
+        ", ".join(f"{name.removeprefix('reward/')} {x:+.2f}" for name, x in gains.items()),
+        (f"{largest} weighs too much beside the rest of the reward",),
+        f"{heavier if models else 'larger scores in the rest of the reward'}, or {LESS[largest]}",
         JUDGEMENT,
     )
+
+
+def rise_of(begin, end):
+    """The values of the first and the last ``WINDOW`` steps -> (the rise of the mean, two standard errors of
+    it)."""
+    chance = 2 * math.hypot(spread_of_steps(begin), spread_of_steps(end)) / math.sqrt(WINDOW)
+    return (sum(end) - sum(begin)) / WINDOW, chance
 
 
 def kl_weighs_nothing(past):

@@ -40,7 +40,6 @@ from pathlib import Path
 import torch
 from transformers import __version__ as transformers_version
 
-from atomic_files import write_whole, writing
 from errors import InputError
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints, trackers
@@ -51,6 +50,7 @@ from trainer.runs.run_logger import NullLogger, RunLogger
 LOCK_PATIENCE = 60.0  # seconds in which a process that torchrun has ended may still be ending
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")
+CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
 
 
 def start_or_resume(run, about, argv):
@@ -100,10 +100,9 @@ def write_config(run, folder, argv):
         old = _read_json(held)
         folder.notes += check_same_run(old, config, run.flags)
         config["run_id"] = old.get("run_id") or old.get("swanlab_id") or config["run_id"]
-    path = folder.path / "config.json"
-    with writing(path):
-        write_whole(path, json.dumps(config, indent=2))
+        config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
     folder.config = config
+    folder.write_config()
 
 
 def configuration(run):
@@ -140,6 +139,7 @@ def check_same_run(old, new, flags):
             if over:
                 was, now = was * old["processes"], now * new["processes"]
             may_change = flag.may_change or (length_may_change and name in LENGTH)
+            may_change |= name in CHOSEN and now is None
             if was != now and not may_change:
                 raise InputError(f"--resume: --{name} was {was!r} and is now {now!r}{over}; set it back")
         if (was := old["total_steps"]) != (now := new["total_steps"]) and not length_may_change:

@@ -29,7 +29,7 @@ import re
 import time
 from pathlib import Path
 
-from atomic_files import lock, writing
+from atomic_files import lock, write_whole, writing
 from errors import InputError
 from trainer.runs.checkpoints import SUMS, damage, list_checkpoints, newest_intact, step_of
 
@@ -103,6 +103,12 @@ class RunFolder:
             raise InputError(
                 f"--resume: {self.checkpoint} is damaged ({problem}); name the run folder instead"
             )
+
+    def write_config(self):
+        """Write ``config`` to config.json."""
+        path = self.path / "config.json"
+        with writing(path):
+            write_whole(path, json.dumps(self.config, indent=2))
 
     def remove_if_unused(self):
         """Remove the folder of a run that has learned nothing -> True if it is gone, its number free again.

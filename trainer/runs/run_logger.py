@@ -45,6 +45,9 @@ class NullLogger:
     def introduce(self, run, about):
         pass
 
+    def keep_choice(self, name, value):
+        pass
+
     def summary(self, run):
         pass
 
@@ -188,6 +191,11 @@ class RunLogger:
             + (f"\nresumed  after step {run.progress.step}" if self.folder.checkpoint else "")
             + "".join(f"\n{line}" for line in self._trackers.about())
         )
+
+    def keep_choice(self, name: str, value: float):
+        """Write what the run has chosen for a flag into config.json, where health.py reads it."""
+        self.folder.config[name] = value
+        self.folder.write_config()
 
     def flush(self):
         """Force the log files to the disk. Call it before a checkpoint, which must not be ahead of them."""

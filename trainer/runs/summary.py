@@ -15,7 +15,7 @@ there.
 
 import math
 
-from trainer.runs.displays import PARTS, compared_name, metric_names, only_critic
+from trainer.runs.displays import PARTS, RULES, compared_name, metric_names, only_critic
 from trainer.runs.health import SCRIPT, as_markdown
 from trainer.runs.health_past import spread_of_steps
 
@@ -75,29 +75,19 @@ def verdict(records, display, batch_size, held_out, best_by=""):
     """
     steps = [r for r in records if r["step"]]
     short = compared_name({name: 0 for r in records for name in r}, display.best)
-    numbers = values_of(steps, f"{display.group}/{short}")
-    spread = spread_of_steps([x for _, x in numbers])
-    found = values_of(records, f"eval/{short}")
-    if len(found) >= 2:
-        before, after = found[0][1], found[-1][1]
-        least = 2 * spread * math.sqrt(2 * batch_size / max(held_out, 1))
-        if not numbers or short in SHARES:  # steps have none, or one of records that they have learned
-            least = 2 * spread_of_records(records, short) * math.sqrt(2 / max(held_out, 1))
-        if changes := values_of(records, f"eval/{short}_change_std"):
-            least = 2 * changes[-1][1] / math.sqrt(max(held_out, 1))
-        where = f"on {held_out} held-out {display.tested or display.unit}"
-    elif numbers:
-        count = share_of_steps(len(numbers))
-        before, after = mean(numbers[:count]), mean(numbers[-count:])
-        least = 2 * spread * math.sqrt(2 / count)
-        where = f"in training ({of_steps('first', count)} and {of_steps('last', count)} of {len(numbers)})"
-    elif steps:
+    how = display, batch_size, held_out
+    change = change_of(records, short, *how)
+    if change is None and steps:
         return [f"Nothing was evaluated that says whether the run helped (eval/{short})."]
-    else:
+    if change is None:
         return ["No step was trained."]
+    before, after, least, where = change
     sign = -1 if display.lower_is_better else 1
     name = short.replace("score_raw", "raw score")
     words = [compare(name, before, after, least, where, sign)]
+    if after - before > least and (own := change_of([without_rules(r, short) for r in records], "own", *how)):
+        words[0] = words[0].removesuffix(".") + by_rules(records, after - before, *own)
+    found = values_of(records, f"eval/{short}")
     greedy = values_of(records, f"eval/{short}_greedy")
     if len(greedy) >= 2:
         words.append(compare(f"greedy {name}", greedy[0][1], greedy[-1][1], least, where, sign))
@@ -114,7 +104,40 @@ def verdict(records, display, batch_size, held_out, best_by=""):
         if len(found) >= 2:
             before, after = found[0][1], found[-1][1]
             words.append(f"The {name}, which is never rewarded: {before:.3f} before, {after:.3f} after.")
+            if name == "accuracy" and before == after == 0:
+                words[-1] = "No held-out answer was right, before or after (accuracy 0)."
     return words
+
+
+def change_of(records, short, display, batch_size, held_out):
+    """How a metric changed -> (before, after, the least difference that is no chance, where it was measured);
+    None where no step and no two evaluations have it. short: its name without the group."""
+    numbers = values_of([r for r in records if r["step"]], f"{display.group}/{short}")
+    spread = spread_of_steps([x for _, x in numbers])
+    found = values_of(records, f"eval/{short}")
+    if len(found) >= 2:
+        least = 2 * spread * math.sqrt(2 * batch_size / max(held_out, 1))
+        if not numbers or short in SHARES:  # steps have none, or one of records that they have learned
+            least = 2 * spread_of_records(records, short) * math.sqrt(2 / max(held_out, 1))
+        if changes := values_of(records, f"eval/{short}_change_std"):
+            least = 2 * changes[-1][1] / math.sqrt(max(held_out, 1))
+        return found[0][1], found[-1][1], least, f"on {held_out} held-out {display.tested or display.unit}"
+    if not numbers:
+        return None
+    count = share_of_steps(len(numbers))
+    least = 2 * spread * math.sqrt(2 / count)
+    where = f"in training ({of_steps('first', count)} and {of_steps('last', count)} of {len(numbers)})"
+    return mean(numbers[:count]), mean(numbers[-count:]), least, where
+
+
+def without_rules(record, score):
+    """A record with "reward/own" and "eval/own": what of this score is not by ``RULES``, if any of it is."""
+    own = {}
+    for group in ("reward", "eval"):
+        rules = [record[f"{group}/{rule}"] for rule in RULES if f"{group}/{rule}" in record]
+        if rules and f"{group}/{score}" in record:
+            own[f"{group}/own"] = record[f"{group}/{score}"] - sum(rules)
+    return record | own
 
 
 def spread_of_records(records, name):
@@ -138,6 +161,18 @@ def best_evaluation(records, name, sign):
         return []
     last = f"the last one has {found[-1][1]:.3f}"
     return [f"The best evaluation by {name} was at step {best_step}: {best:.3f}; {last}."]
+
+
+def by_rules(records, rise, before, after, least, _):
+    """The end of the sentence on a score that rose by ``rise``: whether it was only by ``RULES``. before,
+    after, least: of the score without them, as ``change_of`` has them."""
+    if after - before > min(least, rise / 2):
+        return "."
+    parts = [name.removeprefix("reward/") for name in metric_names(PARTS, records)]
+    rules = ", ".join(part for part in parts if part in RULES)
+    own = " and ".join(part for part in parts if part not in RULES)
+    how = "fell" if before - after > least else "did not clearly rise"
+    return f", but only by rules ({rules}): {own} {how}, from {before:.3f} to {after:.3f}."
 
 
 def parts_of_the_change(records, steps):

@@ -1,0 +1,383 @@
+"""Models that think: the template's switches, what their answers are rewarded for, which format they have.
+
+The templates behave as Qwen3's and MiniMind-3's do: without thinking the prompt ends with an empty thought.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from same_runs import (
+    CRITIC,
+    EXACT,
+    built,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from test_invariants import ALONE
+from tiny import (
+    ROOT,
+    WORDS,
+    flags,
+    read_jsonl,
+    run_files,
+    save_policy_dir,
+    tiny_llama,
+    word_tokenizer,
+    write_jsonl,
+)
+from torch.utils.data import Subset
+
+import chat
+import export
+from dataset.lm_dataset import RLAIFDataset, SFTDataset, reward_dataset
+from dataset.prompt_template import load_thinking, set_template_kwargs
+from dataset.tokenization import conversation_text
+from errors import InputError
+from model.loading import load_tokenizer
+from trainer import train_ppo, train_reward, train_sft
+from trainer.inputs import choose_reasoning
+from trainer.reward_offset import make_reference
+from trainer.rewards.judge import Judge
+from trainer.rewards.reward import Reward
+from trainer.rewards.rules import thinking_reward
+
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ 'assistant <think>\\n' + (m.content.split('</think>')[0].split('<think>')[-1].strip() "
+    "if '</think>' in m.content else '') + '\\n</think>\\n\\n' + m.content.split('</think>')[-1].strip() }}"
+    "{% else %}{{ m.role + ' ' + m.content }}{% endif %}{{ ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}"
+)
+EMPTY = "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+QWEN3 = TURNS + "{% if enable_thinking is defined and enable_thinking is false %}" + EMPTY
+MINIMIND3 = (
+    TURNS + "{% if open_thinking is defined and open_thinking is true %}{{ '<think>\\n' }}{% else %}" + EMPTY
+)
+TEMPLATES = {"Qwen3": QWEN3, "MiniMind-3": MINIMIND3}
+CLOSED, OPENED = "assistant <think>\n\n</think>\n\n", "assistant <think>\n"
+
+
+def tokenizer_of(name, **kwargs):
+    """A tokenizer with one of the templates and these arguments of it."""
+    tokenizer = word_tokenizer([*WORDS, "user", "assistant", "<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATES.get(name)
+    set_template_kwargs(tokenizer, json.dumps(kwargs))
+    return tokenizer
+
+
+def files_of(folder, name="Qwen3", count=40):
+    """A random policy with that template, a reward function and prompts, as flags."""
+    files = run_files(folder, count)
+    policy = save_policy_dir(folder / "thinker", tokenizer_of(name), layers=2, spread=2.0)
+    return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
+
+
+# --------------------------------------------------------------------------------------- what is rendered
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "end"),
+    [
+        ("Qwen3", {}, "assistant "),
+        ("Qwen3", {"enable_thinking": True}, "assistant "),
+        ("Qwen3", {"enable_thinking": False}, CLOSED),
+        ("MiniMind-3", {}, CLOSED),
+        ("MiniMind-3", {"open_thinking": False}, CLOSED),
+        ("MiniMind-3", {"open_thinking": True}, OPENED),
+    ],
+)
+def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwargs, end):
+    tokenizer = tokenizer_of(name, **kwargs)
+    (prompt,) = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}]), tokenizer, 64)
+    assert prompt.text == f"user a b </s> {end}"
+    assert prompt.prompt_ids == tokenizer(prompt.text)["input_ids"]
+    demonstration = [{"prompt": "a b", "answer": "<think>\nc\n</think>\n\nd"}]
+    path = write_jsonl(tmp_path / "d.jsonl", demonstration)
+    if end == CLOSED:  # this answer has a thought
+        with pytest.raises(InputError, match="cannot be split"):
+            SFTDataset(path, tokenizer, 64)
+        return
+    ((ids, mask),) = SFTDataset(path, tokenizer, 64)
+    learned = [i for i, counts in zip(ids, mask, strict=True) if counts]
+    assert ids[: len(prompt.prompt_ids)] == prompt.prompt_ids
+    opened = "" if end == OPENED else "<think> "
+    assert tokenizer.decode(learned) == f"{opened}c </think> d </s>"
+
+
+@pytest.mark.parametrize(("name", "thinks"), [("Qwen3", "assistant "), ("MiniMind-3", OPENED)])
+def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thinks):
+    tokenizer, path = tokenizer_of(name), write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}] * 1000)
+
+    def ends(ratio, seed=0, places=range(1000)):
+        thinking = load_thinking(tokenizer, ratio, seed)
+        data = RLAIFDataset(path, tokenizer, 64, thinking=thinking)
+        return [data[i].text.removeprefix("user a </s> ") for i in places]
+
+    most = ends(0.9)
+    assert set(most) == {thinks, CLOSED} and 870 < most.count(thinks) < 930
+    assert ends(0.9, places=range(999, -1, -1)) == most[::-1]
+    assert ends(0.9, seed=1) != most
+    assert set(ends(0)) == {CLOSED} and set(ends(1)) == {thinks}
+    assert all(a == thinks for a, b in zip(most, ends(0.5), strict=True) if b == thinks)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags_", "message"),
+    [
+        ("Qwen3", {"chat_template_kwargs": "{enable"}, r"--chat_template_kwargs \{enable: is not JSON"),
+        ("Qwen3", {"chat_template_kwargs": "[1]"}, r"--chat_template_kwargs \[1\]: must be a JSON object"),
+        (
+            "Qwen3",
+            {"chat_template_kwargs": '{"open_thinking": true}'},
+            "--chat_template_kwargs: open_thinking is not read by the chat template; leave it out",
+        ),
+        (
+            "Qwen3",
+            {"chat_template_kwargs": '{"add_generation_prompt": true}'},
+            "--chat_template_kwargs: add_generation_prompt is set by this program",
+        ),
+        (
+            None,
+            {"chat_template_kwargs": '{"x": 1}'},
+            "--chat_template_kwargs: the tokenizer has no chat temp",
+        ),
+        (
+            None,
+            {"thinking_ratio": 0.9},
+            "--thinking_ratio 0.9: the chat template reads neither enable_thinking",
+        ),
+        (
+            "Qwen3",
+            {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'},
+            "--thinking_ratio 0.9: --chat_template_kwargs sets enable_thinking; leave one of them out",
+        ),
+        ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line(tmp_path, name, flags_, message):
+    with pytest.raises(InputError, match=message):
+        train_ppo.main(flags(**files_of(tmp_path, name, count=4), **flags_, out_dir=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", [{"thinking_ratio": 0}, {"thinking_ratio": 0.5}, {"thinking_reward": 1}])
+def test_logged_answers_thought_or_did_not(option):
+    with pytest.raises(InputError, match=f"--offline_data_path: leave out --{next(iter(option))}: "):
+        train_ppo.parse_args(flags(offline_data_path="pairs.jsonl", **option))
+
+
+# ---------------------------------------------------------------------------------------- what is rewarded
+
+THOUGHT = "the answer is surely two"  # 24 characters
+CASES = [  # response, MiniMind's points, what is judged
+    (f"<think>\n{THOUGHT}\n</think>\n\n2", 1.25, "2"),
+    (f"{THOUGHT}\n</think>\n\n2", 1.25, "2"),  # the template has opened the thought
+    ("x" * 20 + "</think>2", 1.25, "2"),
+    ("x" * 19 + "</think>2", -0.25, "2"),
+    ("<think>\n" + "x" * 300 + "\n</think>2", 1.25, "2"),
+    ("<think>\n" + "x" * 301 + "\n</think>2", -0.25, "2"),
+    ("<think></think>2", -0.25, "2"),
+    (f"{THOUGHT}</think>2</think>3", 0.75, "3"),
+    ("</think></think>", -0.75, ""),
+    (f"<think>\n{THOUGHT}", 0.0, f"<think>\n{THOUGHT}"),  # cut while it thinks: all of it is judged
+    ("2", 0.0, "2"),
+]
+
+
+@pytest.mark.parametrize(("response", "points", "said"), CASES)
+def test_a_thought_by_hand(response, points, said):
+    assert thinking_reward(response, 1.0) == points and thinking_reward(response, 2.0) == 2 * points
+    seen = []
+
+    def model(conversations):
+        seen.extend(text for _, text in conversations)
+        return torch.zeros(len(conversations))
+
+    def function(prompts, responses, answers):
+        seen.extend(responses)
+        return [0.0] * len(responses)
+
+    models = {"model": (model, 1.0)}
+    parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(
+        ["p"], [response], [None], [True], texts=[f"user p {OPENED}"]
+    )
+    assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
+    assert seen == [said, response]  # a function gets the whole response
+    judge = Judge(models, function)
+    judge.raw_scores(["p"], [response], [None], [True])
+    assert seen[2:] == [said, response]
+
+
+def test_the_format_of_2025_is_judged_as_a_whole():
+    seen = []
+    model = {"model": (lambda pairs: seen.extend(pairs) or torch.zeros(len(pairs)), 1.0)}
+    response = "<think>\na\n</think>\n<answer>\nb\n</answer>"
+    Reward(model, reasoning=True)(["p"], [response], [None], [True])
+    Judge(model, whole=True).raw_scores(["p"], [response], [None], [True])
+    assert seen == [("p", response), ("p", "b"), ("p", response)]
+
+
+def test_a_thought_that_the_template_has_closed_is_the_templates():
+    """Nothing is paid for a second one, which would be an easy way to 1.25."""
+    response = f"{THOUGHT}</think>2"
+    reward = Reward(reasoning=False, thinking_reward=1.0)
+    assert reward.names == ["thinking", "score"]
+    texts = [f"user p </s> {end}" for end in (CLOSED, OPENED, "assistant ")]
+    parts = reward(["p"] * 3, [response] * 3, [None] * 3, [True] * 3, texts=texts)
+    assert parts["thinking"].tolist() == [0.0, 1.25, 1.25]
+
+
+def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
+    thought, answer = "x " * 60, "one two three four"
+    reward = Reward(reasoning=False, repetition_penalty=0.5, length_reward=0.5)
+    responses = [f"{thought}</think>{answer}", thought, answer]
+    parts = reward(["p"] * 3, responses, [None] * 3, [True] * 3)
+    assert parts["repetition"].tolist() == [0.0, -0.5, 0.0]
+    assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
+
+
+def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path):
+    tokenizer = tokenizer_of("Qwen3")
+    model = tiny_llama(len(tokenizer), spread=2.0)
+    data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
+    records = Subset(reward_dataset(data, tokenizer, 64), range(64))
+    said = make_reference(model, tokenizer, records, 64, 12).answers(ALONE, torch.float32, 0)
+    assert len(said) == 64 and not any("</think>" in text for _, text in said)
+    assert any("<think>" in text for _, text in said)  # those that were never closed
+
+
+# --------------------------------------------------------------------------------- which format they have
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo's policy in a folder of somebody's own."""
+    return shutil.copytree(ROOT / "model/demo/policy", tmp_path_factory.mktemp("mine") / "policy")
+
+
+def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
+    """-> (--reasoning, the lines that say why). policy: None for random weights, or a folder."""
+    data = write_jsonl(path / "data.jsonl", records)
+    argv = flags(model=policy or path, reward_url="http://x", data_path=data)
+    args = train_ppo.parse_args([*argv, *(flags(reasoning=given) if given is not None else [])])
+    if policy:
+        run = train_ppo.load_inputs(args, ALONE)
+        return args.reasoning, "\n".join(filter(None, run[-1]))
+    tokenizer = tokenizer_of(name, **kwargs)
+    prompts = RLAIFDataset(data, tokenizer, 64)
+    model = tiny_llama(len(tokenizer), spread=2.0)
+    said = choose_reasoning(args, ALONE, model, tokenizer, prompts)
+    return args.reasoning, said
+
+
+def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
+    records = read_jsonl(ROOT / "dataset/demo/ppo.jsonl")[:40]
+    on, said = chosen(tmp_path, records, demo)
+    assert on == 1
+    assert "format   rewarded: 13 of 16 first answers of the policy have <answer>; --reasoning 0" in said
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"open_thinking": True}])
+def test_a_tag_of_thinking_in_template_or_prompt_is_no_format(tmp_path, kwargs):
+    name = "MiniMind-3" if "open_thinking" in kwargs else "Qwen3"
+    records = [{"prompt": "a <think> <answer>", "answer": "b"}] * 20
+    on, said = chosen(tmp_path, records, None, name, **kwargs)
+    assert on == 0
+    assert said.startswith("format   not rewarded: ") and " of 16 first answers of the policy have" in said
+    assert said.endswith("--reasoning 1 switches it on")
+
+
+@pytest.mark.parametrize(("with_tag", "on"), [(4, 1), (3, 0)])
+def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
+    answers = ["<think> a </think> <answer> b </answer>"] * with_tag + ["b"] * (16 - with_tag)
+    records = [{"prompt": "a", "answer": answer} for answer in answers]
+    found, said = chosen(tmp_path, [*records, *[{"prompt": "a"}] * 16], None)
+    assert found == on
+    if on:
+        assert said.startswith(f"format   rewarded: 4 of 16 first answers of {tmp_path}/data.jsonl have")
+    else:
+        assert " first answers of the policy have" in said
+
+
+def test_a_given_flag_stays_and_what_the_template_spoils_is_said(tmp_path):
+    records = [{"prompt": "a"}]
+    assert chosen(tmp_path, records, None, given=0) == (0, None)
+    assert chosen(tmp_path, records, None, given=1) == (1, None)
+    on, said = chosen(tmp_path, records, None, given=1, enable_thinking=False)
+    assert on == 1 and said.startswith("format   the chat template writes <think> before each response")
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+RUN = {**EXACT, **CRITIC, "max_gen_len": 6, "max_steps": 4, "eval_interval": 0}
+
+
+def test_the_arguments_stay_with_the_run_its_result_and_the_export(tmp_path, capsys):
+    files = files_of(tmp_path) | {"chat_template_kwargs": '{"enable_thinking": false}'}
+    argv = flags(**files, **RUN, **sizes(8), out_dir=tmp_path / "out")
+    train_ppo.main(argv)
+    said = capsys.readouterr().out
+    assert '\ntemplate with {"enable_thinking": false}\n' in said
+    assert "\nformat   not rewarded: 0 of 16 first answers" in said
+    config = json.loads((tmp_path / "out/r/config.json").read_text())
+    assert config["chat_template_kwargs"] == '{"enable_thinking": false}' and config["reasoning"] == 0
+    with pytest.raises(InputError, match=r"--chat_template_kwargs was .* and is now None; set it back"):
+        train_ppo.main([*argv, "--chat_template_kwargs", "{}", "--resume", "auto"])
+    (pth,) = (tmp_path / "out").glob("*.pth")
+
+    def asked(*more):
+        speaker = chat.Speaker(str(pth), chat.parse_args(["--model", str(pth), *more]), torch.device("cpu"))
+        return speaker.tokenizer.decode(speaker.encode("a b", 4))
+
+    assert asked() == "user a b </s> assistant <think> </think>"
+    assert asked("--chat_template_kwargs", "{}") == "user a b </s> assistant"
+    exported = tmp_path / "exported"
+    export.main([str(pth), str(exported)])
+    tokenizer = load_tokenizer(str(exported))
+    assert conversation_text(tokenizer, "a", "b") and tokenizer.init_kwargs["chat_template_kwargs"] == {
+        "enable_thinking": False
+    }
+    card = (exported / "README.md").read_text()
+    assert 'add_generation_prompt=True, return_dict=True, return_tensors="pt", enable_thinking=False)' in card
+    del files["chat_template_kwargs"]
+    args = built(files, model=pth, reasoning=0, out_dir=tmp_path / "next").args  # the next stage
+    assert args.chat_template_kwargs == '{"enable_thinking": false}'
+
+
+@pytest.mark.parametrize(
+    ("main", "record"),
+    [
+        (train_sft.main, {"prompt": "a", "answer": "b"}),
+        (train_reward.main, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ],
+)
+def test_the_stages_before_keep_them_too(tmp_path, main, record, capsys):
+    files = files_of(tmp_path)
+    data = write_jsonl(tmp_path / "stage.jsonl", [record] * 20)
+    argv = flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", max_steps=1, device="cpu")
+    main([*argv, "--chat_template_kwargs", '{"enable_thinking": false}'])
+    assert '\ntemplate with {"enable_thinking": false}' in capsys.readouterr().out
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("tokenizer_config.json")]
+    assert {"chat_template_kwargs": {"enable_thinking": False}}.items() <= kept[0].items()
+
+
+def test_two_processes_and_a_resumed_run_render_the_same(tmp_path):
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"a {w}"} for w in WORDS])
+    thinking = {"thinking_ratio": 0.5, "thinking_reward": 1, "eval_data_path": held_out}
+    values = files_of(tmp_path, "MiniMind-3") | RUN | thinking
+    whole = flags(**values, **sizes(16), out_dir=tmp_path / "one")
+    train_ppo.main(whole)
+    (tmp_path / "again").mkdir()
+    resumed_is_the_same(
+        tmp_path / "one/r", [*whole, "--out_dir", str(tmp_path / "again")], tmp_path / "again", 4
+    )
+    run_in_two_processes(flags(**values, **sizes(8), out_dir=tmp_path / "two"))
+    one, two = tmp_path / "one/r", tmp_path / "two/r"
+    same_weights(one, two, 4)
+    same_metrics(one, two, {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6)
+    assert any(line.get("reward/thinking") for line in read_jsonl(one / "metrics.jsonl"))

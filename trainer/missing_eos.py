@@ -1,0 +1,47 @@
+"""What a response without an EOS loses, where --missing_eos_penalty is not given.
+
+The penalty has to follow the rewards. One that is large beside them teaches the policy to end, and little
+else: its gradient points the same way in every response. So the policy answers some prompts before step 1,
+and the penalty is the standard deviation of their scores without it. It stays the same for the whole run.
+"""
+
+from dataset.data_order import global_batch
+from trainer.generation.sampling_noise import noise_keys
+from trainer.rewards.running_stats import RunningStats
+from trainer.runs.distributed import share_of
+
+PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
+RESPONSES = 64  # at most; never more than a batch, for which there is room
+LEAST_SPREAD = 1e-4  # standard deviation of scores that are all alike
+UNKNOWN = 0.5  # the penalty then: half of a reward of 1
+
+
+def choose_missing_eos_penalty(run, logger):
+    """Choose the penalty of a run that begins and that has no --missing_eos_penalty; print it.
+
+    The same for any number of processes. Raises InputError on all of them where a reward fails.
+    """
+    args, world, reward = run.args, run.world, run.reward
+    if reward.missing_eos_penalty is not None:
+        return
+    count = min(RESPONSES, args.batch_size * world.size)
+    places = global_batch(len(run.prompts), args.seed, 0, count)
+    mine = share_of(range(count), world)
+    with world.all_or_none():
+        prompts = [run.prompts[places[i]] for i in mine]
+    with world.all_or_none(), run.sampling_from(run.old_actor):
+        rollout, texts = run.respond(prompts, noise_keys(args.seed, PROBE_STEP, mine), args.temperature)
+    with world.all_or_none():
+        raw = run.raw_scores(reward, prompts, rollout, texts)
+    scores = reward.combine(raw, world)["score"]
+    reward.running = {}  # the statistics of --normalize_reward begin with the first batch
+    spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
+    alike = spread < LEAST_SPREAD
+    reward.missing_eos_penalty = UNKNOWN if alike else float(f"{spread:.2g}")
+    why = "all scores are alike" if alike else "the standard deviation of the scores"
+    with world.all_or_none():  # the disk may be full
+        logger.keep_choice("missing_eos_penalty", reward.missing_eos_penalty)
+    logger.say(
+        f"penalty  {reward.missing_eos_penalty:g} for a response that does not end (--missing_eos_penalty): "
+        f"{why}, in {count} responses"
+    )
