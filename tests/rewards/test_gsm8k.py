@@ -37,6 +37,7 @@ def test_the_reference_itself_is_right_and_another_number_wrong():
     ("response", "answer", "right"),
     [
         ("12 + 60 = 72", "#### 72", 1),
+        ("<think>\n\\boxed{71}?\n</think>\n\nIt is 72.", "#### 72", 1),  # a thought is no answer
         ("72 is the answer to 6 times 12", "#### 72", 0),  # the last number counts
         ("#### 72\nThat took 3 steps", "#### 72", 1),  # but not after a mark
         ("#### 72 eggs, not 73", "#### 72", 1),
