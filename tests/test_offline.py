@@ -140,7 +140,7 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "c", "answer": "a"}] * 3)
     run = make_run(files, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
     metrics, _ = evaluate_actor(run, {}, {})
-    assert run.held_out_pairs is None and run.best.metric == "eval/accuracy"
+    assert run.held_out_pairs is None and run.best.metric == "eval/judge"
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
     plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
     assert plain.best.metric == ""

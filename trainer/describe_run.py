@@ -79,7 +79,7 @@ def describe_reward(args, reward):
         few, many = LENGTHS
         parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
     if (penalty := args.missing_eos_penalty) != 0:
-        lost = "less, by the spread of the scores," if penalty is None else f"-{penalty:g}"
+        lost = "minus the scores' standard deviation" if penalty is None else f"-{penalty:g}"
         parts["missing_eos"] = f"{lost} for a response that does not end (--missing_eos_penalty)"
     if reward.overlong:
         longest, buffer, largest = reward.overlong

@@ -104,7 +104,7 @@ def test_a_score_that_rose_by_rules_alone_is_said_in_the_first_sentence():
 
     rose = "The score rose from -0.900 to"
     assert first(0.04, noise=0.1) == (
-        f"{rose} 0.040 on 32 held-out prompts, but only by rules (missing_eos): "
+        f"{rose} 0.040 on 32 held-out prompts, but mostly by rules (missing_eos): "
         "function did not clearly rise, from 0.100 to 0.140."
     )
     assert first(-0.3, noise=0.1, part="model").endswith(": model fell, from 0.100 to -0.200.")
@@ -115,7 +115,7 @@ def test_a_score_that_rose_by_rules_alone_is_said_in_the_first_sentence():
     steps = [{"step": n + 1, "reward/function": 0.1 * (-1) ** n} for n in range(40)]
     for n, step in enumerate(steps):  # no evaluation
         step |= {"reward/format": 0.5 * (n >= 20), "reward/score": step["reward/function"] + 0.5 * (n >= 20)}
-    words = "(first 4 steps and last 4 steps of 40), but only by rules (format): function did not"
+    words = "(first 4 steps and last 4 steps of 40), but mostly by rules (format): function did not"
     assert words in verdict(steps, displays.PPO, 8, 0)[0]
 
 

@@ -164,15 +164,16 @@ def best_evaluation(records, name, sign):
 
 
 def by_rules(records, rise, before, after, least, _):
-    """The end of the sentence on a score that rose by ``rise``: whether it was only by ``RULES``. before,
+    """The end of the sentence on a score that rose by ``rise``: whether most of it is by ``RULES``. before,
     after, least: of the score without them, as ``change_of`` has them."""
     if after - before > min(least, rise / 2):
         return "."
     parts = [name.removeprefix("reward/") for name in metric_names(PARTS, records)]
-    rules = ", ".join(part for part in parts if part in RULES)
+    measured = {p: values_of(records, f"eval/{p}") or values_of(records, f"reward/{p}") for p in parts}
+    rules = ", ".join(part for part, x in measured.items() if part in RULES and x[-1][1] > x[0][1])
     own = " and ".join(part for part in parts if part not in RULES)
     how = "fell" if before - after > least else "did not clearly rise"
-    return f", but only by rules ({rules}): {own} {how}, from {before:.3f} to {after:.3f}."
+    return f", but mostly by rules ({rules}): {own} {how}, from {before:.3f} to {after:.3f}."
 
 
 def parts_of_the_change(records, steps):
