@@ -176,7 +176,7 @@ def main():
             if task in "cde" and not args.dreams:
                 print(f"task {task} is left out: it needs --dreams")
                 continue
-            for who in args.who:
+            for who in filter(TASKS[task]["rates"].get, args.who):
                 if args.variants is not None:
                     ablate(folder, args.dreams, task, who, args.variants, args.seeds)
                 else:

@@ -122,9 +122,12 @@ def kinds(runs, task):
 
 
 def main_table(runs):
-    """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end."""
+    """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end. Task
+    (e) has no peer: ``long_table``."""
     rows = []
     for task, this in TASKS.items():
+        if task == "e":
+            continue
         peer = pick(runs, task, "trl")
         goal = statistics.median(learned(r)[-1] for r in peer) if peer else float("inf")
         for who, variant, samples, rates in kinds(runs, task):
@@ -161,6 +164,20 @@ def judges_table(runs):
                         "end": middle([x[-1] for x in curves]),
                     }
                 )
+    return table(rows)
+
+
+def long_table(runs):
+    """Task (e): a row for each of the actor's rates and some steps of its run, the highest rate first."""
+    rows, runs = [], [r for r in runs if r["task"] == "e"]
+    for run in sorted(runs, key=lambda r: r["rates"], reverse=True):
+        last = len(run["curve"]["samples"]) - 1
+        for place in sorted({0, 1, 2, 4, last} & set(range(last + 1))):
+            point = {name: values[place] for name, values in run["curve"].items()}
+            point |= {"KL a response": abs(point["kl"]), "figure": figure(run, place)}
+            row = {"actor's rate": f"{run['rates'][0]:g}", "step": point["samples"] // 16}
+            shown = ("KL a response", "score", "figure", "gold", "spelling")
+            rows.append(row | {name: f"{point[name]:.2f}" for name in shown})
     return table(rows)
 
 
@@ -292,6 +309,12 @@ def draw(runs, task, path):
     pyplot.close(shown)
 
 
+ON_LEARNING = {
+    "main": main_table,
+    "judges": judges_table,
+    "long": long_table,
+    "variants": variants_table,
+}
 ON_ALGORITHMS = {
     "estimators": estimators_table,
     "without a critic": without_critic_table,
@@ -310,9 +333,9 @@ def write_tables(page, runs, tables):
 
 
 def write(runs):
-    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
-    write_tables(PAGE, runs, {"main": main_table, "judges": judges_table, "variants": variants_table})
+    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that both have run."""
+    write_tables(PAGE, runs, ON_LEARNING)
     write_tables(ALGORITHMS, runs, ON_ALGORITHMS)
     for task in TASKS:
-        if any(run["task"] == task for run in runs):
+        if pick(runs, task, "trl"):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")

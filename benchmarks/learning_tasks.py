@@ -103,13 +103,13 @@ TASKS = {
     "e": {
         "title": "22.8M parameters, 300 steps",
         "figure": "objective",
-        "flags": {  # the program's defaults but for the sizes; four minibatches a batch, as these have
+        "flags": {  # the defaults of the program but for the sizes
             "max_gen_len": 24, "kl_coef": 0.02, "missing_eos_penalty": 0, "reasoning": 0,
             "batch_size": 16, "mini_batch_size": 8, "ppo_epochs": 1,
         },
         "samples": 4_800,
         "ours": {"dtype": "bfloat16"},
-        "rates": {"trl": [], "ours": [(5.9e-5, 5e-4), (1.5e-5, 5e-4), (5e-6, 5e-4), (1.5e-6, 5e-4)]},
+        "rates": {"trl": [], "ours": [(5.9e-5, 5e-4), (3e-5, 5e-4), (1.5e-5, 5e-4)]},
         "seeds": 1,
     },
 }  # fmt: skip
@@ -319,7 +319,7 @@ def behind_a_judge(folder, dreams, task="d", length=64):
 
 
 def long_run(folder, dreams):
-    """(e): (d) with answers of 32 tokens. The policy has MiniMind's 512x8: stage 1 teaches it, from random
+    """(e): (d) with pairs of 32 tokens. The policy has MiniMind's 512x8: stage 1 teaches it, from random
     weights, the texts of the pairs. The critic starts from the reward model and is as small."""
     files = behind_a_judge(folder, dreams, "e", 32)
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
