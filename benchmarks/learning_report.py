@@ -54,6 +54,7 @@ OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on 
     ),
 }
 ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ESTIMATORS.keys()  # not in the table of learning.md
+BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
@@ -125,9 +126,8 @@ def main_table(runs):
     """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end. Task
     (e) has no peer: ``long_table``."""
     rows = []
-    for task, this in TASKS.items():
-        if task == "e":
-            continue
+    for task in BESIDE_TRL:
+        this = TASKS[task]
         peer = pick(runs, task, "trl")
         goal = statistics.median(learned(r)[-1] for r in peer) if peer else float("inf")
         for who, variant, samples, rates in kinds(runs, task):
@@ -207,7 +207,7 @@ def estimators_table(runs):
     runs, rows = [r for r in runs if r["who"] == "ours"], []
     for name, flags in ESTIMATORS.items():
         row, seconds = {"": name, "flags": flags}, []
-        for task in TASKS:
+        for task in BESIDE_TRL:
             samples = TASKS[task].get("ablate")
             found = pick(runs, task, "ours", "" if name == "GAE" else name, samples)
             if name == "GAE":  # at the rates of the others
@@ -333,9 +333,9 @@ def write_tables(page, runs, tables):
 
 
 def write(runs):
-    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that both have run."""
+    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
     write_tables(PAGE, runs, ON_LEARNING)
     write_tables(ALGORITHMS, runs, ON_ALGORITHMS)
-    for task in TASKS:
-        if pick(runs, task, "trl"):
+    for task in BESIDE_TRL:
+        if any(run["task"] == task for run in runs):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")
