@@ -1,7 +1,7 @@
 """What is learned from how many samples: this trainer beside TRL's PPOTrainer, and what each decision does.
 
     python benchmarks/learning.py --task a b                 # both trainers; hours for all on two cores
-    python benchmarks/learning.py --task c d --dreams DIR    # the tasks that need a real model
+    python benchmarks/learning.py --task c d e --dreams DIR  # the tasks that need a real model
     python benchmarks/learning.py --task b --who ours        # only this trainer
     python benchmarks/learning.py --task a --variants --who ours    # one decision changed at a time
     python benchmarks/learning.py --table                    # tables and pictures of docs/learning.md
@@ -163,7 +163,7 @@ def main():
     parser.add_argument("--who", nargs="+", choices=["trl", "ours"], default=["trl", "ours"])
     parser.add_argument("--seeds", type=int, default=9, help="at most so many seeds")
     parser.add_argument("--variants", nargs="*", help="only these changes of ours; without names, all")
-    parser.add_argument("--dreams", help="the folder of the model of tasks c and d")
+    parser.add_argument("--dreams", help="the folder of the model of tasks c, d and e")
     parser.add_argument("--folder", help="keeps the inputs of the tasks; default: a temporary one")
     parser.add_argument("--more", action="store_true", help="with another number of samples")
     parser.add_argument("--table", action="store_true", help="write tables and pictures, run nothing")
@@ -173,10 +173,10 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or temporary
         for task in args.task:
-            if task in "cd" and not args.dreams:
+            if task in "cde" and not args.dreams:
                 print(f"task {task} is left out: it needs --dreams")
                 continue
-            for who in args.who:
+            for who in filter(TASKS[task]["rates"].get, args.who):
                 if args.variants is not None:
                     ablate(folder, args.dreams, task, who, args.variants, args.seeds)
                 else:

@@ -54,6 +54,7 @@ OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on 
     ),
 }
 ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ESTIMATORS.keys()  # not in the table of learning.md
+BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
 WORDS = {"closed": "share of the gap", "accuracy": "held-out accuracy", "objective": "score - kl_coef KL"}
@@ -122,9 +123,11 @@ def kinds(runs, task):
 
 
 def main_table(runs):
-    """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end."""
+    """A row for each task and trainer: the end of the runs, and how many samples reach TRL's usual end. Task
+    (e) has no peer: ``long_table``."""
     rows = []
-    for task, this in TASKS.items():
+    for task in BESIDE_TRL:
+        this = TASKS[task]
         peer = pick(runs, task, "trl")
         goal = statistics.median(learned(r)[-1] for r in peer) if peer else float("inf")
         for who, variant, samples, rates in kinds(runs, task):
@@ -164,6 +167,20 @@ def judges_table(runs):
     return table(rows)
 
 
+def long_table(runs):
+    """Task (e): a row for each of the actor's rates and some steps of its run, the highest rate first."""
+    rows, runs = [], [r for r in runs if r["task"] == "e"]
+    for run in sorted(runs, key=lambda r: r["rates"], reverse=True):
+        last = len(run["curve"]["samples"]) - 1
+        for place in sorted({0, 1, 2, 4, last} & set(range(last + 1))):
+            point = {name: values[place] for name, values in run["curve"].items()}
+            point |= {"KL a response": abs(point["kl"]), "figure": figure(run, place)}
+            row = {"actor's rate": f"{run['rates'][0]:g}", "step": point["samples"] // 16}
+            shown = ("KL a response", "score", "figure", "gold", "spelling")
+            rows.append(row | {name: f"{point[name]:.2f}" for name in shown})
+    return table(rows)
+
+
 def variants_table(runs):
     """A row for each changed decision, a column for each task: the end, and in brackets its difference to the
     mean of the same seeds and rates without the change, with the standard error of this difference."""
@@ -190,7 +207,7 @@ def estimators_table(runs):
     runs, rows = [r for r in runs if r["who"] == "ours"], []
     for name, flags in ESTIMATORS.items():
         row, seconds = {"": name, "flags": flags}, []
-        for task in TASKS:
+        for task in BESIDE_TRL:
             samples = TASKS[task].get("ablate")
             found = pick(runs, task, "ours", "" if name == "GAE" else name, samples)
             if name == "GAE":  # at the rates of the others
@@ -292,6 +309,12 @@ def draw(runs, task, path):
     pyplot.close(shown)
 
 
+ON_LEARNING = {
+    "main": main_table,
+    "judges": judges_table,
+    "long": long_table,
+    "variants": variants_table,
+}
 ON_ALGORITHMS = {
     "estimators": estimators_table,
     "without a critic": without_critic_table,
@@ -311,8 +334,8 @@ def write_tables(page, runs, tables):
 
 def write(runs):
     """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
-    write_tables(PAGE, runs, {"main": main_table, "judges": judges_table, "variants": variants_table})
+    write_tables(PAGE, runs, ON_LEARNING)
     write_tables(ALGORITHMS, runs, ON_ALGORITHMS)
-    for task in TASKS:
+    for task in BESIDE_TRL:
         if any(run["task"] == task for run in runs):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")

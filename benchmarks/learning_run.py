@@ -58,7 +58,7 @@ class Judge:
         self.sampler = Sampler(reference)
         known = Path(folder) / "known_words.json"
         self.known = set(json.loads(known.read_text())) if known.exists() else None
-        self.has_gold = task == "d"
+        self.has_gold = task in "de"
 
     @torch.no_grad()
     def __call__(self, policy):

@@ -1,11 +1,12 @@
-"""The four tasks of learning.py: policy, prompts, rewards and sizes, written to a folder as a user has them.
+"""The five tasks of learning.py: policy, prompts, rewards and sizes, written to a folder as a user has them.
 
     a  three tokens of nine, random rewards: the best possible policy is known exactly
     b  the bundled demo
     c  answers of 208 tokens from a small real model, and a reward function
     d  the same model behind a reward model that was trained on noisy pairs
+    e  as d, a policy of 22.8M parameters and 300 steps: which rate of the actor is right for a long run
 
-c and d need that model's folder (``--dreams DIR``): a causal language model without a chat template.
+c, d and e need that model's folder (``--dreams DIR``): a causal language model without a chat template.
 """
 
 import json
@@ -30,7 +31,7 @@ from trainer.generation.sampling_noise import noise_keys
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 DEMO = ROOT / "dataset" / "demo"
 POINTS = 8  # evaluations of a run, besides the one at its start
-HELD_OUT = {"c": 128, "d": 512}  # answers of an evaluation on dreams
+HELD_OUT = {"c": 128, "d": 512, "e": 96}  # answers of an evaluation on dreams
 WORDS = "abcdefg"  # with EOS and the unknown word: nine tokens
 # "flags": what both trainers get; "rates": those of TRL, and pairs (actor, critic) of ours; "ours", "trl":
 # what only one gets; "more", "ablate": numbers of samples (--more, --variants); "ablate_rates": of --variants
@@ -99,19 +100,31 @@ TASKS = {
         },
         "seeds": 3,
     },
+    "e": {
+        "title": "22.8M parameters, 300 steps",
+        "figure": "objective",
+        "flags": {  # the defaults of the program but for the sizes
+            "max_gen_len": 24, "kl_coef": 0.02, "missing_eos_penalty": 0, "reasoning": 0,
+            "batch_size": 16, "mini_batch_size": 8, "ppo_epochs": 1,
+        },
+        "samples": 4_800,
+        "ours": {"dtype": "bfloat16"},
+        "rates": {"trl": [], "ours": [(5.9e-5, 5e-4), (3e-5, 5e-4), (1.5e-5, 5e-4)]},
+        "seeds": 1,
+    },
 }  # fmt: skip
 
 
 def prepare(name, folder, start=0, dreams=None):
     """Write the inputs of a task, unless they are there -> the flags that name them.
 
-    start: the number of the start, task (a) only; dreams: the folder of the model of (c) and (d).
+    start: the number of the start, task (a) only; dreams: the folder of the model of (c), (d) and (e).
     """
     folder = Path(folder) / (f"a{start}" if name == "a" else name)
     done = folder / "files.json"
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        files = {"a": closed_form, "b": demo, "c": long_answers, "d": behind_a_judge}[name]
+        files = {"a": closed_form, "b": demo, "c": long_answers, "d": behind_a_judge, "e": long_run}[name]
         done.write_text(json.dumps(files(folder, start if name == "a" else dreams)))
     return json.loads(done.read_text())
 
@@ -211,7 +224,7 @@ def demo(folder, _):
     }
 
 
-# -------------------------------------------------------------------------------------- (c), (d) dreams
+# --------------------------------------------------------------------------------- (c), (d), (e) dreams
 
 
 def starts():
@@ -240,6 +253,12 @@ def sampled_texts(path, prompts, seed, length, temperature):
     keys = noise_keys(seed, 0, range(len(ids)))
     rollout = Sampler(model).load(model).sample(ids, keys, [tokenizer.eos_token_id], length, temperature)
     return response_texts(rollout, tokenizer)
+
+
+def write_known_words(folder, texts):
+    """What ``spelling`` judges by: the words that these texts have often."""
+    counts = Counter(word for text in texts for word in WORD.findall(text.lower()))
+    (folder / "known_words.json").write_text(json.dumps([w for w, count in counts.items() if count >= 10]))
 
 
 def long_answers(folder, dreams):
@@ -271,18 +290,17 @@ def long_answers(folder, dreams):
     with torch.no_grad():
         policy.get_input_embeddings().weight[tokenizer.eos_token_id] = 0.0
     policy.save_pretrained(folder / "policy")
-    counts = Counter(word for text in texts for word in WORD.findall(text.lower()))
-    (folder / "known_words.json").write_text(json.dumps([w for w, count in counts.items() if count >= 10]))
+    write_known_words(folder, texts)
     reward = {"model": str(folder / "policy"), "reward_fn": f"{REWARDS}:nature"}
     return reward | write_prompts(folder, "c")
 
 
-def behind_a_judge(folder, dreams):
+def behind_a_judge(folder, dreams, task="d", length=64):
     """(d): pairs of answers, labelled by a noisy preference for the higher ``gold``, and a reward model that
     stage 2 trains on them."""
     train, _ = starts()
     prompts, rng = train * 168, random.Random(3)
-    left, right = (sampled_texts(dreams, prompts, seed, 64, 1.0) for seed in (11, 12))
+    left, right = (sampled_texts(dreams, prompts, seed, length, 1.0) for seed in (11, 12))
     pairs = []
     for prompt, *texts in zip(prompts, left, right, strict=True):
         a, b = gold([prompt] * 2, texts, [None] * 2)
@@ -297,4 +315,20 @@ def behind_a_judge(folder, dreams):
         "--out_dir", folder, "--run_name", "judge",
     )  # fmt: skip
     reward = {"model": str(dreams), "reward_model": str(next(folder.glob("reward_*/")))}
-    return reward | write_prompts(folder, "d")
+    return reward | write_prompts(folder, task)
+
+
+def long_run(folder, dreams):
+    """(e): (d) with pairs of 32 tokens. The policy has MiniMind's 512x8: stage 1 teaches it, from random
+    weights, the texts of the pairs. The critic starts from the reward model and is as small."""
+    files = behind_a_judge(folder, dreams, "e", 32)
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [f"{pair['prompt']}{pair[side]}" for pair in pairs[:2500] for side in ("chosen", "rejected")]
+    write_known_words(folder, texts)
+    script(
+        "train_sft.py", "--hidden_size", 512, "--num_hidden_layers", 8, "--tokenizer", dreams,
+        "--data_path", write_jsonl(folder / "texts.jsonl", [{"text": text} for text in texts]),
+        "--epochs", 1, "--batch_size", 16, "--learning_rate", 7e-4, "--dtype", "bfloat16",
+        "--out_dir", folder, "--run_name", "sft", "--hf_dir", folder / "policy",
+    )  # fmt: skip
+    return files | {"model": str(folder / "policy")}
