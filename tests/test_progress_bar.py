@@ -178,7 +178,7 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(files, tmp_path,
         ("evaluation", 2, 16),  # sampled and greedy
     ):
         assert [this.total for this in ended if this.what == name] == [total] * count, name
-    assert names.count("sampling") == 1 + 2 + 2 * 2  # the first one checks the policy
+    assert names.count("sampling") == 2 + 2 + 2 * 2  # the first ones check the policy and look for the format
     assert names.count("log-probs") == 2 * 2  # old actor and reference
     assert names.count("reward model") == names.count("reward function") == 6
     for this in ended:

@@ -269,7 +269,7 @@ def test_tokenizer(kind, several, tmp_path):
     tokenizer, model = TOKENIZERS[kind](), build(FAMILIES["Llama"](), spread=1.0)
     ends = [0, 3, 4] if several else [0]  # "b" and "c" end an answer as well
     model.generation_config.eos_token_id = ends if several else 0
-    train(**files(tmp_path, model, tokenizer))
+    train(**files(tmp_path, model, tokenizer), missing_eos_penalty=1)
     responses = (tmp_path / "responses").read_text().splitlines()
     assert len(responses) == 8
     assert all({"b", "c"}.isdisjoint(response.split()) for response in responses) == several

@@ -174,7 +174,7 @@ def test_an_answer_of_another_form_is_one_line(reply):
 def test_training_with_a_server(tmp_path):
     files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
     with server() as (url, requests):
-        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r")
+        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r", missing_eos_penalty=1)
     samples = read_jsonl(tmp_path / "out" / "r" / "samples.jsonl")
     asked = {
         (p, r) for request in requests for p, r in zip(request["messages"], request["responses"], strict=True)
@@ -186,6 +186,7 @@ def test_training_with_a_server(tmp_path):
 
 def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):
     files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
+    files["missing_eos_penalty"] = 1
     argv = flags(**files, **SIZES, out_dir=tmp_path / "out", run_name="r", device="cpu", dtype="float32")
 
     def nothing(handler, request):

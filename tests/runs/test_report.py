@@ -74,6 +74,7 @@ def files(tmp_path_factory):
         "learning_rate": 0.01,
         "epochs": 9,
         "max_steps": 6,
+        "missing_eos_penalty": 1,
         "eval_interval": 3,
     }
 

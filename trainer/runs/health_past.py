@@ -19,7 +19,7 @@ HELD_OUT = 250  # records of an evaluation, where the run does not say
 REPORT = "report it on the project's issue page"
 # Flags, and the range outside which they rarely help. Learning rates: by what suits the model's size.
 USUAL = {
-    "clip_epsilon": (0.02, 1.0),
+    "clip_epsilon": (0.02, 0.9),
     "cliprange_value": (0.02, 1e6),
     "grad_clip": (0.01, 1e6),
     "temperature": (0.5, 1.5),
