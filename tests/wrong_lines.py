@@ -1651,6 +1651,7 @@ REFEREED = {  # what no test of its module noticed once
             "not in the checkpoint",
             f"{VALUE_SCALE}{KEEPS}",
         ),
+        ("            if not variance:", "            if False:", "equal returns end the head", VALUE_SCALE),
     ],
     "trainer/best.py": [
         (

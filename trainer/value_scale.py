@@ -93,11 +93,15 @@ class ValueScale(RunningScale):
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
         if not (total[1] <= LARGEST and values[1] <= LARGEST):
             return
+        variance = ppo.std_or_zero(total) ** 2
         if not self.batches:
             slope, intercept = ppo.regression(rollout.values, returns, mask, sum_over_processes)
+            if not variance:  # equal returns say nothing about a slope: only the mean is set
+                slope = 1.0
+                intercept = ppo.mean_std(total)[0] - ppo.mean_std(values)[0]
             self.critic.map_values(slope, intercept)
             rollout.values = torch.where(mask, slope * rollout.values + intercept, 0.0)
-        if variance := ppo.std_or_zero(total) ** 2:
+        if variance:
             self.follow(variance)
             self.critic.rescale(self.std)
 
