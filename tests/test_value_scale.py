@@ -67,6 +67,31 @@ def test_the_scale_is_the_std_of_the_batches_and_the_first_sets_slope_and_mean()
     assert torch.allclose(critic(tokens), 0.1 * before - 1, atol=1e-5)
 
 
+def test_values_that_explain_something_keep_their_slope():
+    """Their error is 1, 1, 3, 1: less than the returns vary. Only its mean is added."""
+    critic = make_critic()
+    tokens = torch.randint(10, (2, 5))
+    before = critic(tokens)
+    batch = Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]])
+    update(ValueScale(critic), batch)
+    assert batch.values.tolist() == [[1.5, 1.5, 3.5], [1.5, 0.0, 0.0]]
+    assert torch.allclose(critic(tokens), before + 1.5, atol=1e-5)
+
+
+def test_a_first_batch_of_equal_returns_sets_the_mean_only():
+    """The reward model's head, with which the critic begins, stays until returns say something about it."""
+    critic = make_critic()
+    scale = ValueScale(critic)
+    tokens = torch.randint(10, (2, 5))
+    before = critic(tokens)
+    equal = Rows([[3.0, 3.0, 3.0], [3.0, 9.0, 9.0]], [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]])
+    update(scale, equal)
+    assert torch.allclose(critic(tokens), before - 27, atol=1e-5)  # the values' mean is 30
+    assert equal.values.tolist() == [[-17.0, 3.0, 23.0], [3.0, 0.0, 0.0]]
+    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]], [[-17.0, 3.0, 23.0], [3.0, 9.0, 9.0]]))
+    assert torch.allclose(critic(tokens), 0.1 * (before - 27) + 1.7, atol=1e-5)
+
+
 def test_the_scale_follows_the_last_ten_batches_or_so():
     scale = ValueScale(make_critic())
     update(scale, *[Rows([[0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]) for _ in range(20)])

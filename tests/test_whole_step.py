@@ -404,10 +404,14 @@ class Plain:
         return advantages
 
     def rescale(self, outcome):
-        """Values are in units of the returns' running std; the first batch sets their slope and mean."""
+        """Values are in units of the returns' running std; the first batch sets their mean
+        and, where they are worse than that alone, their slope."""
         head = self.critic.value_head
         if not self.variances:
-            slope = max(np.polyfit(self.old_values.double().numpy(), outcome.double().numpy(), 1)[0], 0.0)
+            slope = 1.0
+            error = outcome - self.old_values
+            if error.var() > 1.1 * outcome.var() or self.old_values.var() < 0.1 * outcome.var():
+                slope = max(np.polyfit(self.old_values.double().numpy(), outcome.double().numpy(), 1)[0], 0.0)
             shift = outcome.mean() - slope * self.old_values.mean()
             head.weight *= slope
             head.bias.copy_(slope * head.bias + shift / self.scale)

@@ -1559,6 +1559,9 @@ REFEREED = {  # what no test of its module noticed once
             "not in the checkpoint",
             f"{VALUE_SCALE}{KEEPS}",
         ),
+        ("if variance and far_off:", "if far_off:", "equal returns end the head", VALUE_SCALE),
+        ("MISLED = 1.1", "MISLED = 0.0", "good values are fitted too", VALUE_SCALE),
+        ("SMALL = 0.1", "SMALL = 0.0", "rewards 100 times the model's scores", VALUE_SCALE),
     ],
     "trainer/best.py": [
         (

@@ -9,9 +9,10 @@ and the value loss and its clip are in units of that scale too (``value_loss`` i
 (and ``--kl_coef``) are 100 times as large then learns the same. When the scale changes, the head is divided
 by as much, so no value changes (PopArt: van Hasselt et al. 2016, arXiv:1602.07714).
 
-With the first batch the values become the line through them that is closest to the returns: a reward that is
-always about 50 need not be learned step by step, and a critic that starts from a reward model has scores of
-another size than the rewards, which may be clipped, normalised or mixed.
+With the first batch the head's bias is set so that the mean value is the mean return: a reward that is always
+about 50 need not be learned step by step. Where the values are then still worse than that mean alone, or
+vary far less than the returns, they become the line through them that is closest to the returns: a critic
+that starts from a reward model has scores of another size than rewards that are clipped or normalised.
 """
 
 import math
@@ -24,6 +25,8 @@ from trainer import ppo
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # times the variance so far, or that of the batch before, is the most that a batch counts with
 LARGEST = torch.finfo(torch.float32).max
+MISLED = 1.1  # times the returns' variance: values with a larger error are worse than the mean return alone
+SMALL = 0.1  # times it: values that vary less say next to nothing
 LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 
 
@@ -86,18 +89,24 @@ class ValueScale(RunningScale):
 
     def update(self, rollout, returns, sum_over_processes):
         """Take in a batch's Monte-Carlo returns [B, R] before the batch is learned from. The first batch also
-        sets slope and mean of the values, those in ``rollout.values`` included."""
+        sets the mean of the values, and their slope where it is far off; those in ``rollout.values`` too."""
         mask = rollout.mask
         total = sum_over_processes(ppo.moments(returns, mask))
-        values = sum_over_processes(ppo.moments(rollout.values, mask))
+        error = sum_over_processes(ppo.moments(returns - rollout.values, mask))
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
-        if not (total[1] <= LARGEST and values[1] <= LARGEST):
+        if not (total[1] <= LARGEST and error[1] <= LARGEST):
             return
+        variance = ppo.std_or_zero(total) ** 2
         if not self.batches:
-            slope, intercept = ppo.regression(rollout.values, returns, mask, sum_over_processes)
+            slope = 1.0
+            intercept = ppo.mean_std(error)[0]
+            spread = ppo.mean_std(sum_over_processes(ppo.moments(rollout.values, mask)))[1] ** 2
+            far_off = ppo.mean_std(error)[1] ** 2 > MISLED * variance or spread < SMALL * variance
+            if variance and far_off:  # equal returns say nothing about a slope
+                slope, intercept = ppo.regression(rollout.values, returns, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             rollout.values = torch.where(mask, slope * rollout.values + intercept, 0.0)
-        if variance := ppo.std_or_zero(total) ** 2:
+        if variance:
             self.follow(variance)
             self.critic.rescale(self.std)
 
