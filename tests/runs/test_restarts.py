@@ -7,10 +7,12 @@ from threading import Timer
 
 import psutil
 import pytest
+import torch
 from tiny import DIE, finish, flags, launch_torchrun, load_weights, read_jsonl, run_files
 
 from errors import InputError
 from trainer import train_ppo
+from trainer.runs.distributed import store_of_attempt
 from trainer.runs.run_folder import RunFolder
 
 RUN = {"max_gen_len": 4, "max_steps": 8, "epochs": 99, "ppo_epochs": 1, "seed": 1, "dtype": "float32"}
@@ -49,6 +51,27 @@ def furthest(left, right, step=8):
 def by_name(weights):
     """The same; a weight that embeddings and head share is kept under either name."""
     return {name.replace("lm_head", "model.embed_tokens"): x for name, x in weights.items()}
+
+
+def test_each_attempt_has_a_part_of_the_store_of_its_own(monkeypatch):
+    """What an earlier attempt has left there would be read by the next one, which would wait for ever."""
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    store = torch.distributed.HashStore()
+    for attempt in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        mine = store_of_attempt(store)
+        assert not mine.check(["address"])
+        mine.set("address", attempt)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(InputError, match="--max_restarts: works on one machine"):
+        store_of_attempt(store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert store_of_attempt(store) is store
 
 
 def test_a_run_that_was_started_again_waits_for_the_lock(tmp_path):

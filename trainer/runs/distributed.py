@@ -185,8 +185,27 @@ def init_world(device, require=False):
     if size == 1:
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
-    return World(dist.get_rank(), size, device)
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = store_of_attempt(store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return World(rank, size, device)
+
+
+def store_of_attempt(store: dist.Store) -> dist.Store:
+    """torchrun's store -> the part of it that only the processes of this attempt use (``--max_restarts``).
+
+    All attempts of an agent have one store, where the last one has left its addresses: who reads these waits
+    for ever. Raises InputError on several machines, whose agents count attempts differently.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempt == "0":
+        return store  # a new one
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        raise InputError(
+            "torchrun --max_restarts: works on one machine; type the same command again on all machines, "
+            "with --run_name and --resume auto"
+        )
+    return dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 def share_of(items, world):
