@@ -27,9 +27,8 @@ bench: .venv/bench.stamp
 	$(BIN)/python benchmarks $(ARGS)
 
 # Makes all files of the demo from a seed: data, tokenizer, policy (stage 1), reward model (stage 2). The reward
-# model's backbone is first trained on what raters take for right answers. So small a reward model also needs two
-# more layers (--extra_layers) and a loss at the token where two answers part (--parting_coef). fp32 gives the
-# same models on every machine, and is faster than bf16 at this size.
+# model's backbone is first trained on what raters take for right answers. fp32 gives the same models on every
+# machine, and is faster than bf16 at this size.
 SMALL := --dtype float32 --max_seq_len 128 --seed 0
 demo-assets: .venv/train.stamp
 	$(BIN)/python dataset/demo/make_data.py
@@ -37,8 +36,7 @@ demo-assets: .venv/train.stamp
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --hf_dir model/demo/policy
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \
 		--data_path dataset/demo/references.jsonl --out_dir out/demo_backbone
-	$(BIN)/python trainer/train_reward.py $(SMALL) --epochs 5 --batch_size 24 --extra_layers 2 \
-		--parting_coef 1 --lm_coef 1 --score_penalty 0.0045 \
+	$(BIN)/python dataset/demo/make_reward.py $(SMALL) --epochs 5 --batch_size 24 \
 		--model out/demo_backbone/full_sft_128 --reference model/demo/policy \
 		--data_path dataset/demo/preferences.jsonl --eval_data_path dataset/demo/preferences_eval.jsonl \
 		--hf_dir model/demo/reward

@@ -26,34 +26,34 @@ from itertools import count, zip_longest
 from pathlib import Path
 
 from errors import InputError, run_script
-from trainer.flags import MANY, FlagParser, path
+from trainer.flags import FlagParser, path
 
 ROOT = Path(__file__).resolve().parent
 
 
 def parse_args(argv=None):
     p = FlagParser(description=__doc__.split("\n\n")[0])
-    add = p.add_argument
+    add = p.add
     p.group("models")
-    add("--model", default="", type=path, help="a .pth, a directory or a hub name")
-    add("--weight", default="", help="load OUT_DIR/{weight}_{hidden_size}.pth; default: ppo_actor")
-    add("--hidden_size", default=0, at_least=0, help="hidden size of --weight; 0: 512")
-    add("--use_moe", default=0, choices=[0, 1], help="1: load the _moe checkpoint")
-    add("--out_dir", default=str(ROOT / "out"), type=path, help="where --weight is looked for")
-    add("--best", action="store_true", help="the run's best evaluation: its _best.pth, not its last weights")
-    add("--compare", default="", type=path, help="a second model to answer the same prompts")
-    add("--tokenizer", default="", type=path, help="tokenizer of both models; default: each model's own")
-    add("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    add("--model", path, "a .pth, a directory or a hub name")
+    add("--weight", "", "load OUT_DIR/{weight}_{hidden_size}.pth; default: ppo_actor")
+    add("--hidden_size", 0, "hidden size of --weight; 0: 512")
+    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1])
+    add("--out_dir", str(ROOT / "out"), "where --weight is looked for", type=path)
+    add("--best", bool, "the run's best evaluation: its _best.pth, not its last weights")
+    add("--compare", path, "a second model to answer the same prompts")
+    add("--tokenizer", path, "tokenizer of both models; default: each model's own")
+    add("--trust_remote_code", bool, "run code that a model brings along")
     p.group("answers")
-    add("--prompt", help="answer this and exit")
-    add("--system_prompt", type=str, help="system message; default: the one of its training; '': none")
-    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: its training's")
-    add("--history", default=0, at_least=0, help="turns that it reads again; 0: each prompt is new")
-    add("--max_gen_len", default=512, at_least=1, at_most=MANY, help="longest answer in tokens")
-    add("--stop", nargs="*", default=[], type=str, help="texts that end an answer; default: its training's")
-    add("--temperature", default=0.0, at_least=0, help="0: always the likeliest token")
-    add("--seed", default=42, at_least=0, at_most=2**63 - 1, help="seed of sampling; line n uses seed + n")
-    add("--device", default="", help="cpu, cuda, cuda:1; default: a GPU where there is one")
+    add("--prompt", str, "answer this and exit")
+    add("--system_prompt", str, "system message; default: the one of its training; '': none")
+    add("--chat_template_kwargs", str, "JSON: the template's switches; default: its training's")
+    add("--history", 0, "turns that it reads again; 0: each prompt is new")
+    add("--max_gen_len", 512, "longest answer in tokens", at_least=1)
+    add("--stop", [], "texts that end an answer; default: its training's", nargs="*")
+    add("--temperature", 0.0, "0: always the likeliest token")
+    add("--seed", 42, "seed of sampling; line n uses seed + n", at_most=2**63 - 1)
+    add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one")
     args = p.parse_args(argv)
     if args.model and (args.weight or args.hidden_size or args.use_moe):
         raise InputError("--model and --weight (--hidden_size, --use_moe) both name a model: give one")
@@ -65,13 +65,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
-from dataset.prompt_template import set_system_prompt, set_template_kwargs
-from dataset.tokenization import encode, prompt_text
+from dataset.chat_template import encode, prompt_text, set_system_prompt, set_template_kwargs
 from dataset.turns import add_system
-from model.compatibility import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
 from trainer.endings import read_stops
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
@@ -116,7 +113,7 @@ def best_beside(model):
     return str(best)
 
 
-class AnswerStreamer(BaseStreamer):
+class AnswerStreamer:
     """Gets the tokens from ``generate`` and passes their text to ``show`` as soon as it is final.
 
     An incomplete character of several tokens decodes to U+FFFD. So U+FFFD at the end of the text is held
@@ -126,25 +123,34 @@ class AnswerStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer, eos, show, stop, stops=()):
-        self.decode, self.eos, self.show, self.stop = tokenizer.decode, eos, show, stop
+        self.decode = tokenizer.decode
+        self.eos = eos
+        self.show = show
+        self.stop = stop  # ``StopRequest``
         self.stops = stops  # the stop strings
         self.ids = []  # the answer's ids, without the EOS
         self.finished = False  # True if an EOS or a stop string ended the answer
-        self.text, self.shown = "", 0
+        self.text = ""
+        self.shown = 0
 
     def put(self, value):
+        """``generate`` calls it with the prompt [1, T], and then with each token [1] of the answer."""
         self.stop.obey()  # raised here: other code inside generate might catch it
-        if value.dim() == 2 or self.finished:  # the first call brings the prompt
+        if value.dim() == 2 or self.finished:
             return
         self.finished = value.item() in self.eos
-        self.ids += [] if self.finished else [value.item()]
+        if not self.finished:
+            self.ids.append(value.item())
         self.text = self.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if found := [start for text in self.stops if (start := self.text.find(text)) >= 0]:
-            self.text, self.finished = self.text[: min(found)], True
+        found = [self.text.index(text) for text in self.stops if text in self.text]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finished = True
         begun = [n for text in self.stops for n in range(len(text)) if self.text.endswith(text[:n])]
         self._show_up_to(min(len(self.text.rstrip("\ufffd")), len(self.text) - max(begun, default=0)))
 
     def end(self):
+        """``generate`` calls it behind the last token."""
         self._show_up_to(len(self.text))
 
     def _show_up_to(self, length):
@@ -160,7 +166,8 @@ class Speaker:
     """A model that answers, and its conversation so far."""
 
     def __init__(self, path, args, device):
-        self.name, self.history = path, []  # messages: user, assistant, user, …
+        self.name = path
+        self.history = []  # messages: user, assistant, user, …
         self.tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(path), args.trust_remote_code)
         self.model = load_policy(path, args.trust_remote_code).to(device).eval()
         check_tokenizer(self.tokenizer, self.model)
@@ -201,8 +208,13 @@ class Speaker:
         tokens = torch.tensor([ids], device=self.model.device)
         with StopRequest() as stop:
             streamer = AnswerStreamer(self.tokenizer, self.eos, show, stop, self.stops)
-            more = {"attention_mask": torch.ones_like(tokens), "stopping_criteria": [streamer.ended]}
-            self.model.generate(tokens, generation_config=config, streamer=streamer, **more)
+            self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=config,
+                streamer=streamer,
+                stopping_criteria=[streamer.ended],
+            )
         return streamer
 
 
@@ -231,7 +243,8 @@ def ask(speakers, prompt, number, args):
     """Answer prompt ``number`` with every model, and add prompt and answer to the conversations."""
     prompt = prompt.encode("utf-8", "replace").decode()  # terminals and shells can send broken characters
     prompts = [speaker.encode(prompt, args.max_gen_len) for speaker in speakers]
-    pair, width = len(speakers) == 2, shutil.get_terminal_size().columns
+    pair = len(speakers) == 2
+    width = shutil.get_terminal_size().columns
     columns = pair and width >= 60  # in a narrower terminal, answers are printed one after the other
     show = len if columns else lambda text: print(text, end="", flush=True)  # len: shows nothing
     answers = []

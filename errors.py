@@ -5,6 +5,7 @@ flag, file or line at fault and the remedy. Scripts run their ``main`` through `
 that line and exits with its ``code``, 2. Bugs still give a traceback.
 """
 
+import os
 import sys
 
 
@@ -32,13 +33,23 @@ def first_line(error):
 
 def run_script(main):
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with its code; on a GPU's
-    out-of-memory error exit with code 1, on Ctrl-C with 130; on an operation that has no form for
-    ``--deterministic 1`` say which, and exit with code 2. A character that the output cannot show is printed
-    as a question mark."""
+    out-of-memory error exit with code 1, on Ctrl-C with 130, without a word with 141 where the reader of the
+    output has ended (``| head``); on an operation that has no form for ``--deterministic 1`` say which, and
+    exit with code 2. A character that the output cannot show is printed as a question mark."""
     if sys.stdout:  # None if it is closed; stderr never fails on a character
         sys.stdout.reconfigure(errors="replace")
     try:
-        main()
+        try:
+            main()
+        finally:
+            print(end="", flush=True)  # what fails when Python ends cannot be caught
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
+        raise  # of another pipe than the output
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

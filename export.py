@@ -9,7 +9,6 @@ the same weights. Every program that reads those classes can load the directory 
 models keep their class. Existing files are never overwritten.
 """
 
-import copy
 import json
 import os
 import shutil
@@ -22,14 +21,14 @@ from trainer.flags import FlagParser
 
 def parse_args(argv=None):
     p = FlagParser(description=__doc__.split("\n\n")[0])
-    add = p.add_argument
+    add = p.add
     p.group("export")
-    add("source", help="a .pth, or a directory or hub name")
-    add("target", help="a new directory, or else a new .pth")
-    add("--dtype", default="float16", choices=["float16", "bfloat16", "float32"], help="type of the weights")
-    add("--tokenizer", default="", help="directory or hub name; default: beside the model")
-    add("--run", default="", help="folder of the run that trained it, for the model card")
-    add("--trust_remote_code", action="store_true", help="run code that a model brings along")
+    add("source", str, "a .pth, or a directory or hub name")
+    add("target", str, "a new directory, or else a new .pth")
+    add("--dtype", "float16", "type of the weights", choices=["float16", "bfloat16", "float32"])
+    add("--tokenizer", "", "directory or hub name; default: beside the model")
+    add("--run", "", "folder of the run that trained it, for the model card")
+    add("--trust_remote_code", bool, "run code that a model brings along")
     args = p.parse_args(argv)
     to_pth = args.target.endswith(".pth")
     if args.source.endswith(".pth") == to_pth:
@@ -48,11 +47,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from atomic_files import writing
-from dataset.prompt_template import TEMPLATE_KWARGS
-from model.compatibility import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer, quiet, tokenizer_source
-from model.minimind_conversion import as_minimind, as_plain
-from model.saving import check_finite, for_older_readers, save_policy
+from dataset.chat_template import TEMPLATE_KWARGS
+from model import saving
+from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
+from model.model_minimind import as_minimind, as_plain
+from model.saving import rounded_copy, save_policy
 
 
 def check_free(target):
@@ -84,27 +83,19 @@ def read_figures(run):
 def write_directory(model, tokenizer, target, dtype, figures=""):
     """Write what ``from_pretrained`` needs and a model card. The directory appears whole or not at all."""
     ends = eos_ids(tokenizer, model)
-    generation = copy.deepcopy(model.generation_config)
+    model = rounded_copy(model, dtype, target)
+    generation = model.generation_config
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
     generation.pad_token_id = tokenizer.pad_token_id
-    model = model.to(dtype)
-    for name, tensor in model.state_dict().items():
-        check_finite(name, tensor, target)
     target = Path(os.path.abspath(target))
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with writing(target), quiet():
             folder.mkdir(parents=True)
-            model.generation_config = type(generation)()  # save_pretrained refuses contradictory settings
-            model.save_pretrained(folder)
-            generation.to_json_file(folder / "generation_config.json")
-            tokenizer.save_pretrained(folder)
-            for_older_readers(folder)
+            saving.write_directory(model, tokenizer, folder)
             reader = tokenizer_reader(folder, tokenizer)
             text = card(model, tokenizer, target.name, reader, figures, generation.stop_strings)
             (folder / "README.md").write_text(text, encoding="utf-8")
-            for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-                shutil.copymode(folder / "config.json", file)
             os.replace(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -116,10 +107,8 @@ def tokenizer_reader(folder, tokenizer):
     if type(tokenizer) is not PreTrainedTokenizerFast:
         return "AutoTokenizer"
     again = AutoTokenizer.from_pretrained(folder)
-    parts = [json.loads(t.backend_tokenizer.to_str()) for t in (again, tokenizer)]
-    if all(
-        parts[0][key] == parts[1][key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")
-    ):
+    read, own = (json.loads(t.backend_tokenizer.to_str()) for t in (again, tokenizer))
+    if all(read[key] == own[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")):
         return "AutoTokenizer"
     print(
         f"note: AutoTokenizer would read this tokenizer as a {type(again).__name__}, which is wrong; load it "
@@ -186,13 +175,15 @@ Written by the `export.py` of small-lm-ppo.
 
 def main(argv=None):
     args = parse_args(argv)
-    to_pth, dtype = args.target.endswith(".pth"), getattr(torch, args.dtype)
+    to_pth = args.target.endswith(".pth")
+    dtype = getattr(torch, args.dtype)
     with writing(args.target):
         check_free(args.target)
         check_free(args.target.removesuffix(".pth"))
     figures = read_figures(args.run)
     model = load_policy(args.source, args.trust_remote_code)
-    model = as_minimind(model) if to_pth else as_plain(model)
+    with quiet():
+        model = as_minimind(model, args.source) if to_pth else as_plain(model)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
     if to_pth:

@@ -22,7 +22,7 @@ from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 
 REPETITIONS = 3
 DTYPES = ("float32", "bfloat16")  # generate is tried with each, on a CPU

@@ -30,9 +30,8 @@ from health_broken import BROKEN, FAULTS, REMEDIES, SHORTER
 from health_files import make_files
 from health_healthy import HEALTHY, TASKS_RUN, TRAINED, task_flags
 
-from trainer.runs.health import findings
-from trainer.runs.health_past import WRONG
-from trainer.runs.health_read import read_run
+from trainer.runs.health import findings, read_run
+from trainer.runs.health_rules import WRONG
 
 KEPT = ROOT / "benchmarks" / "results" / "health.json"
 PAGE = ROOT / "docs" / "health.md"

@@ -22,17 +22,16 @@ from common import ROOT
 from learning_rewards import gold, spelling
 from learning_tasks import POINTS, TASKS, exact_objective
 
-from model.compatibility import eos_ids
-from model.loading import load_policy
+from model.loading import eos_ids, load_policy
 from model.lora import frozen_copy
 from trainer import ppo, train_ppo
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
-from trainer.inputs import OF_THE_CRITIC, load_inputs
-from trainer.rewards.reward import load_reward
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
+from trainer.inputs import load_inputs
+from trainer.rewards.reward import Request, load_reward
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World
 from trainer.value_scale import AdvantageScale
@@ -90,8 +89,7 @@ class Judge:
 
 def total_scores(reward, prompts, texts, finished):
     """The sum of all parts of the reward [B], as PPO gets it."""
-    asked, answers, records = ([getattr(p, x) for p in prompts] for x in ("prompt", "answer", "record"))
-    return reward(asked, texts, answers, finished, records)["score"]
+    return reward(Request(prompts, texts, finished, lengths=[]))["score"]
 
 
 class Curve:
@@ -123,7 +121,8 @@ def flags_of(request, out):
     if "ptx_data_path" in flags:
         flags["ptx_data_path"] = ROOT / flags["ptx_data_path"]
     if flags.get("advantage", "gae") != "gae":
-        flags = {name: x for name, x in flags.items() if name not in OF_THE_CRITIC}
+        known = train_ppo.flag_parser().flags
+        flags = {name: x for name, x in flags.items() if "advantage" not in known[name].not_with}
     steps = request["samples"] // flags["batch_size"]
     return flags | {"max_steps": steps, "eval_interval": max(1, steps // POINTS)}
 

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from model.loading import load_policy, load_tokenizer
 from trainer.generation.engine import Sampler
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 DEMO = ROOT / "dataset" / "demo"

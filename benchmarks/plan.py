@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from trainer.compute.batching import tokens_per_pass
 from trainer.generation.kv_cache import bytes_per_token
-from trainer.memory_check import LOADING, USABLE, fitted_plan
-from trainer.memory_plan import GB, Sizes, memory_plan
+from trainer.memory_plan import GB, LOADING, USABLE, Sizes, fitted_plan, memory_plan
 from trainer.train_ppo import parse_args
 
 GPU = torch.device("cuda")
@@ -116,7 +115,7 @@ def fewest():
 
 def each_gpu():
     """GB that each GPU needs at the least: micro-batches of 4,096 tokens, the KV cache freed after sampling.
-    And the GB of main memory in which the main process of a sharded run loads the models for all."""
+    And the GB of main memory in which each process of a sharded run loads the models."""
     rows, least = [], {"budget": 4096, "release_cache": True}
     kinds = [("1", 0, 1), ("2 or more", 0, 2), *((f"{n}, sharded", 1, n) for n in SHARDED)]
     for model, method in RUNS:
@@ -138,7 +137,7 @@ def step_seconds(args, sizes, card, count, plan):
     actor, small = sizes["actor"], card.dtype.itemsize
     answers, width = args.batch_size, args.max_seq_len + args.max_gen_len
     tokens, updates = answers * width, answers // args.mini_batch_size
-    product = actor.linear + (0 if actor.own_head else actor.head)  # numbers that multiply every token
+    product = actor.linear + (0 if actor.own_head else actor.table)  # numbers that multiply every token
     models = 2 if "critic" in sizes else 1
     cache = answers * (args.max_seq_len + args.max_gen_len / 2) * bytes_per_token(actor.config, small)
     decoding = args.max_gen_len * max(

@@ -6,8 +6,8 @@
 The models have random weights and the shapes of ``SHAPES``; they are saved in bf16, as those on the hub are.
 Measured is the most resident memory (VmHWM of /proc) from the building of the run to the end of two steps,
 less what was resident after the imports. So Python and its libraries do not count, and neither does the
-loading of the policy, which has its own plan (``check_loading`` in memory_check.py). The plan is the one that
-the run makes and prints, and what it leaves for code that is loaded later (``LATER`` in memory_check.py).
+loading of the policy, which has its own plan (``check_loading`` in memory_plan.py). The plan is the one that
+the run makes and prints, and what it leaves for code that is loaded later (``LATER`` in memory_plan.py).
 With several processes the fullest one counts, for the loading the one that loads.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import ROOT, made, read
 
-from trainer.memory_check import LATER, LOADING
+from trainer.memory_plan import LATER, LOADING
 
 VOCABULARY, MB = 16_384, 1e6
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -89,10 +89,10 @@ def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
     from trainer import train_ppo as T
-    from trainer.build_run import build_run
     from trainer.compute.memory import free_unused_memory
     from trainer.inputs import load_inputs
     from trainer.memory_plan import Sizes
+    from trainer.run import PpoRun
     from trainer.runs.distributed import init_world
 
     args, peaks = T.parse_args(argv), {}
@@ -105,10 +105,10 @@ def measure(argv):
 
         inputs = load_inputs(args, world)
         note("loading")
-        free_unused_memory()  # as build_run does first
+        free_unused_memory()  # as PpoRun does first
         forget_peak()
         numbers = Sizes.of(inputs[0], inputs[0].dtype).all
-        run = build_run(args, T.flag_parser().flags, world, *inputs)
+        run = PpoRun(args, world, *inputs)
         run.prepare()
         note("building")
         sizes = args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations
@@ -120,7 +120,7 @@ def measure(argv):
                 T.learn(run, step, batch)
                 note("update")
         found = {"numbers": numbers, "plan": run.plan.peak + LATER["cpu"], "fullest": run.plan.fullest}
-        parts = run.plan.parts(run.plan.fullest) | {"code loaded later": LATER["cpu"]}
+        parts = run.plan.phases[run.plan.fullest] | {"code loaded later": LATER["cpu"]}
         found |= {"parts": parts, "peaks": peaks}
         for line in world.gather(found):
             if world.is_main:

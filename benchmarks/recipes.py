@@ -16,11 +16,10 @@ import torch
 from common import ROOT, read, table
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from model.model_minimind import MiniMindConfig
+from model.model_minimind import MiniMindConfig, plain_config
 from trainer.evaluation import BATCH
 from trainer.inputs import complete_sizes
-from trainer.memory_check import USABLE, fitted_plan
-from trainer.memory_plan import GB, Sizes
+from trainer.memory_plan import GB, USABLE, Sizes, fitted_plan
 from trainer.runs.learning_rate import suited_rate
 from trainer.train_ppo import flag_parser
 
@@ -29,10 +28,15 @@ QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, 
 MAIN_MEMORY = 16  # GB of the laptop
 CARD = 25.7  # GB of a card that is sold as 24 GB, which are 24 times 2^30 bytes
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
+MINIMIND_104M = MiniMindConfig(hidden_size=768, num_hidden_layers=16)
 # A section of the page: (the policy's config, GB of the GPU or None for a CPU, what --dtype auto is there).
 RECIPES = {
-    "MiniMind 26M": (MiniMindConfig(), 6, torch.bfloat16),
-    "MiniMind 104M": (MiniMindConfig(hidden_size=768, num_hidden_layers=16), 12, torch.bfloat16),
+    "MiniMind 26M": (plain_config(MiniMindConfig()), 6, torch.bfloat16),
+    "MiniMind 104M": (
+        plain_config(MINIMIND_104M),
+        12,
+        torch.bfloat16,
+    ),
     "SmolLM2-135M": (
         LlamaConfig(**SMOLLM2, intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True),
         16,
@@ -79,11 +83,11 @@ def row_of(section):
     config, card, dtype = RECIPES[section]
     args, device = flags_of(section), torch.device("cuda" if card else "cpu")
     plan, sizes = planned(args, config, card, dtype, device, "MiniMind" in section)
-    parts, total, actor = plan.parts(plan.fullest), plan.peak, sizes["actor"]
+    parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, sizes["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
     rates = [suited_rate(kind, sizes[kind].all, lora) for kind in kinds]
     others = {name: parts.pop(name, 0) for name in ("moments", "gradients", "KV cache")}
-    models = sum(size for name, size in parts.items() if name in plan.standing or plan.fullest == "building")
+    models = sum(size for name, size in parts.items() if name not in ("micro-batch", "logits"))
     columns = {"all": total, "models": models, **others, "micro-batch": total - models - sum(others.values())}
     return {
         "recipe": section,

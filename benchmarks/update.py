@@ -93,7 +93,7 @@ def padding_waste(rollout):
     """The share of computed tokens that are padding: (outside attention, inside attention). Compiled
     attention, on a CPU, has no padding."""
     lengths, outside, inside = rollout.lengths.tolist(), 0, 0
-    compiled = kernels.ready(torch.empty(0, device=rollout.tokens.device))
+    compiled = rollout.tokens.is_cpu and kernels.library() is not None
     for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
         packing = Packing([lengths[i] for i in index], rollout.tokens.device)
         outside += sum(lengths[i] for i in index)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from errors import InputError
 
 
-def epoch_order(n, seed, epoch):
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(n) as an array; it depends on the arguments only.
 
     Ten million numbers take half a second and 40 MB. numpy has promised not to change RandomState's stream
@@ -28,13 +29,10 @@ def epoch_order(n, seed, epoch):
     return order
 
 
-_epoch_order = lru_cache(maxsize=2)(epoch_order)  # a batch may reach into the next epoch
-
-
 def global_batch(n, seed, step, size):
     """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
     places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
-    return [int(_epoch_order(n, seed, epoch)[i]) for epoch, i in places]
+    return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
 def local_positions(batch_size, mini_batch_size, rank, world, answers=1):
@@ -99,23 +97,23 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
         mine = share(born, step)
         for number in range(first, first + mine):
             epoch, place = divmod(number, count)
-            minibatch = int(_epoch_order(count, seed, born * epochs + epoch)[place])
+            minibatch = int(epoch_order(count, seed, born * epochs + epoch)[place])
             places.append(((number - first + 0.5) / mine, (born - oldest) * count + minibatch))
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
-class RecordBatches(Sampler):
+class RecordBatches:
     """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
     [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
     each prompt once; ``positions`` are those of its answers."""
 
     def __init__(self, n, seed, first_step, last_step, batch_size, mini_batch_size, rank, world, answers=1):
-        self.n, self.seed, self.size, self.answers = n, seed, world * batch_size // answers, answers
+        self.n = n
+        self.seed = seed
+        self.size = world * batch_size // answers
+        self.answers = answers
         self.steps = range(first_step, last_step)
         self.positions = local_positions(batch_size, mini_batch_size, rank, world, answers)
-
-    def __len__(self):
-        return len(self.steps)
 
     def __iter__(self):
         for step in self.steps:
@@ -130,8 +128,15 @@ def record_loader(dataset, order, num_workers):
     multiprocessing would wait for them for ever, since they ignore SIGTERM."""
     # Forked workers start at once. Windows has no fork, and on macOS a forked process may crash.
     start = "fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn"
-    how = {"multiprocessing_context": start, "worker_init_fn": _prepare_worker} if num_workers else {}
-    batches = iter(DataLoader(dataset, batch_sampler=order, collate_fn=list, num_workers=num_workers, **how))
+    loader = DataLoader(
+        dataset,
+        batch_sampler=order,
+        collate_fn=list,
+        num_workers=num_workers,
+        multiprocessing_context=start if num_workers else None,
+        worker_init_fn=_prepare_worker,
+    )
+    batches = iter(loader)
     try:
         yield batches
     finally:

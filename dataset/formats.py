@@ -10,9 +10,9 @@
     {"instruction": text, "input", "output": text}    Alpaca
     {"text": text or transcript}                      a prompt, or a text to be learned
 
-Each record is read by its own keys, so a file may mix forms. Keys that the user names (``Keys``, keys.py)
-come first: ``renamed`` puts their values where the forms have them. Turns and transcripts: turns.py. Examples
-of all: docs/data.md.
+Each record is read by its own keys, so a file may mix forms. Keys that the user names (``Keys``) come first:
+``renamed`` puts their values where the forms have them. Turns and transcripts: turns.py. Examples of all:
+docs/data.md.
 
 To support another format of records, change this file, in the function of the stage that is to read it:
 
@@ -30,13 +30,13 @@ puts them before it.
 """
 
 import contextlib
-import itertools
 import json
 import math
+import os
 import re
+from dataclasses import dataclass
 
 from dataset.answers import without_solution
-from dataset.keys import BY_FORM, keys_found, value_at
 from dataset.turns import (
     as_messages,
     is_of_tools,
@@ -49,11 +49,26 @@ from errors import InputError
 
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these in place of an answer
 PROMPT_KEYS = {"conversations", "messages", "chosen", "user_input", "prompt"}  # beside one, "text" is ignored
-QUESTIONS = {"question", "query", "instruction", "input", "conversations", "messages", "user_input"}
+QUESTIONS = ("question", "query", "instruction", "input", "conversations", "messages", "user_input")
+SHOWN = 200  # characters of the keys that an error message lists
 TURNS = ("conversations", "messages", "prompt", "completion", "chosen", "rejected")  # may hold turns
 
 
-def to_prompt(record, keys=BY_FORM):
+@dataclass(frozen=True)
+class Keys:
+    """The keys that the user named, "" for those that the form of a record decides. A key is the name of a
+    field, or a path to one in nested objects: ``reward_model.ground_truth``."""
+
+    prompt: str = ""
+    answer: str = ""
+    chosen: str = ""
+    rejected: str = ""
+
+
+BY_FORM = Keys()  # nothing is named
+
+
+def to_prompt(record: dict, keys: Keys = BY_FORM) -> tuple:
     """A record of any format -> (prompt: text or messages, answer: text or None). Raises InputError.
 
     The answer of verl's records is the ground truth; what is no text there becomes JSON text. Of a solution
@@ -66,12 +81,13 @@ def to_prompt(record, keys=BY_FORM):
     return prompt, answer and without_solution(answer)
 
 
-def to_demonstration(record, keys=BY_FORM):
+def to_demonstration(record: dict, keys: Keys = BY_FORM) -> tuple:
     """A record -> (prompt, answer: text), or (None, text) if the whole text is to be learned. Raises
     InputError. A ground truth of verl's is no answer to learn: it is there to be compared with."""
     text = record.get("text")
-    named = keys.prompt or keys.answer
-    if isinstance(text, str) and text and not (named or _has_other_form(record) or is_transcript(text)):
+    elsewhere = PROMPT_KEYS & record.keys() or _is_gsm8k(record) or _is_alpaca(record)
+    plain = isinstance(text, str) and text and not is_transcript(text)
+    if plain and not (elsewhere or keys.prompt or keys.answer):
         return None, text
     prompt, answer = _prompt_and_answer(record, keys)
     if answer is None:
@@ -83,7 +99,7 @@ def to_demonstration(record, keys=BY_FORM):
     return prompt, answer
 
 
-def to_pair(record, keys=BY_FORM):
+def to_pair(record: dict, keys: Keys = BY_FORM) -> tuple:
     """A record -> ((prompt, chosen text), (prompt, rejected text), margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
     record = renamed(record, keys)
@@ -95,15 +111,15 @@ def to_pair(record, keys=BY_FORM):
             )
     chosen, rejected = (_preferred(record, side) for side in ("chosen", "rejected"))
     if chosen[0] is None and rejected[0] is None:
-        if other := sorted(QUESTIONS & record.keys()):
-            raise InputError(f'the question is under "{other[0]}": add --prompt_key {other[0]}')
+        if other := _question(record):
+            raise InputError(f'the question is under "{other}": add --prompt_key {other}')
         chosen, rejected = _common_start(chosen[1], rejected[1])
     if not chosen[0] or not rejected[0]:
         raise InputError('"chosen" and "rejected" must both be answers to a prompt that is not empty')
     return chosen, rejected, _number(record, "margin", 0.0)
 
 
-def to_rated(record, keys=BY_FORM):
+def to_rated(record: dict, keys: Keys = BY_FORM) -> tuple:
     """A record -> (prompt, response text, score). Raises InputError."""
     prompt, response = _prompt_and_answer(record, keys)
     if "score" not in record or response is None:
@@ -114,17 +130,15 @@ def to_rated(record, keys=BY_FORM):
     return prompt, response, _number(record, "score")
 
 
-def is_rated(record, keys=BY_FORM):
+def is_rated(record: dict, keys: Keys = BY_FORM) -> bool:
     """Is the record one answer with a score? If not, it is taken for a pair."""
     return "score" in record and "chosen" not in record and not keys.chosen
 
 
-def tool_turns(record, keys=BY_FORM):
+def tool_turns(record: dict, keys: Keys = BY_FORM) -> int:
     """The number of turns of a record that are left out because they call a tool or hold its result."""
-    values = [record.get(name) for name in TURNS if name != keys.prompt]
-    if keys.prompt:
-        values.append(value_at(record, keys, "prompt"))
-    turns = [turn for value in values if isinstance(value, list) for turn in value]
+    record = renamed(record, keys)
+    turns = [turn for name in TURNS if isinstance(record.get(name), list) for turn in record[name]]
     return sum(is_of_tools(turn) for turn in turns if isinstance(turn, dict))
 
 
@@ -135,34 +149,32 @@ def _prompt_and_answer(record, keys):
     """A record of any format -> (prompt: text or messages, the text that answers it, or None)."""
     record = renamed(record, keys)
     if "conversations" in record or "messages" in record:
-        turns = record["conversations"] if "conversations" in record else record["messages"]
-        prompt, answer = _without_placeholder(*split_turns(as_messages(turns)))
+        turns = record.get("conversations", record.get("messages"))
+        prompt, answer = split_turns(as_messages(turns))
+        answer = _without_placeholder(answer)
     elif "chosen" in record and "rejected" in record:
         prompt, answer = to_pair(record)[0]
     elif "user_input" in record:
-        prompt, answer = _text(record, "user_input"), _optional_text(record, "completion")
+        prompt = _text(record, "user_input")
+        answer = _text(record, "completion")
     elif "prompt" in record:
         prompt, answer = _with_completion(_prompt(record), record)
     elif _is_gsm8k(record):
-        prompt, answer = _text(record, "question"), _text(record, "answer")
+        prompt = _text(record, "question")
+        answer = _text(record, "answer")
     elif _is_alpaca(record):
-        asked = [_text(record, "instruction"), _optional_text(record, "input") or ""]
+        asked = [_text(record, "instruction"), _text(record, "input") or ""]
         prompt = "\n\n".join(text for text in asked if text.strip())
         answer = _text(record, "output")
     elif "text" in record:
-        text = _text(record, "text")
-        prompt, answer = (
-            _without_placeholder(*split_transcript(text)) if is_transcript(text) else (text, None)
-        )
-    elif half := [name for name in ("instruction", "question") if record.get(name) is not None]:
-        raise InputError(
-            f'no answer beside "{half[0]}" ("output" beside "instruction", "answer" beside "question"); '
-            f"{keys_found(record)}: for prompts without answers add --prompt_key {half[0]}"
-        )
+        text = _text(record, "text") or ""
+        prompt, answer = split_transcript(text) if is_transcript(text) else (text, None)
+        answer = _without_placeholder(answer)
     else:
         raise InputError(
-            f"no prompt; {keys_found(record)}: name the prompt with --prompt_key and the answer with "
-            "--answer_key, or rename them"
+            'no prompt (a "question" needs an "answer" beside it, an "instruction" an "output"); '
+            f"{keys_found(record)}: name the prompt with --prompt_key {_question(record)} and the answer, if "
+            "any, with --answer_key, or rename them"
         )
     if not prompt:
         raise InputError("the prompt is empty; fill it in or delete the line")
@@ -177,12 +189,12 @@ def _is_alpaca(record):
     return record.get("instruction") is not None and record.get("output") is not None
 
 
-def _has_other_form(record):
-    """Does a record with a "text" have a prompt elsewhere?"""
-    return not record.keys().isdisjoint(PROMPT_KEYS) or _is_gsm8k(record) or _is_alpaca(record)
+def _question(record):
+    """The key under which the record seems to have its question, "" if there is none."""
+    return next((name for name in QUESTIONS if name in record), "")
 
 
-def renamed(record, keys):
+def renamed(record: dict, keys: Keys) -> dict:
     """The record with the values of the keys that the user named under the names that the forms have.
 
     A named prompt takes the place of every other form of prompt; its answer is looked for as beside a
@@ -208,6 +220,28 @@ def renamed(record, keys):
     return named
 
 
+def value_at(record, keys, which):
+    """The value under the key that ``keys`` names for ``which`` ("prompt", "answer", …). A key that the
+    record has as it is comes before a path. InputError that names flag and keys found if there is none."""
+    key = getattr(keys, which)
+    if record.get(key) is not None:
+        return record[key]
+    value = record
+    for name in key.split("."):
+        if not isinstance(value, dict) or value.get(name) is None:
+            raise InputError(f'no "{key[:80]}" (--{which}_key); {keys_found(value)}')
+        value = value[name]
+    return value
+
+
+def keys_found(record):
+    """The keys of a record (or of an object in it), for an error message."""
+    if not isinstance(record, dict):
+        return "what is there has no keys"
+    names = json.dumps(list(record), ensure_ascii=False)[1:-1] or "none"
+    return f"keys found: {names[:SHOWN]}{'…' if len(names) > SHOWN else ''}"
+
+
 def _named_answer(value, key):
     """The value under --answer_key -> text."""
     if isinstance(value, str):
@@ -224,8 +258,8 @@ def _named_answer(value, key):
     )
 
 
-def _without_placeholder(prompt, answer):
-    return prompt, None if answer is not None and answer.strip() in PLACEHOLDERS else answer
+def _without_placeholder(answer):
+    return None if (answer or "").strip() in PLACEHOLDERS else answer
 
 
 # ---------------------------------------------------------------- parts of records
@@ -244,13 +278,14 @@ def _with_completion(prompt, record):
         if answer is None:
             raise InputError('"completion" must end with an assistant turn')
         return (to_messages(prompt) + turns if turns else prompt), answer
-    return prompt, _optional_text(record, "completion" if record.get("answer") is None else "answer")
+    return prompt, _text(record, "completion" if record.get("answer") is None else "answer")
 
 
 def _preferred(record, side):
     """One side of a pair -> (prompt, response). The prompt is None if only a comparison of both sides can
     find it."""
-    value, prompt = record.get(side), _prompt(record) if "prompt" in record else None
+    value = record.get(side)
+    prompt = _prompt(record) if "prompt" in record else None
     if isinstance(value, str) and is_transcript(value):
         prompt, response = split_transcript(value)
     elif isinstance(value, str):
@@ -270,8 +305,7 @@ def _preferred(record, side):
 def _common_start(chosen, rejected):
     """Two texts without a prompt -> ((start, rest), (start, other rest)). The prompt is their common start,
     cut back to the end of a word."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    start = "".join(letter for letter, _ in alike)
+    start = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  (by letters, as it should be)
     start = re.match(r"(.*\s)?", start, re.DOTALL)[0].rstrip()
     if not start:
         raise InputError('no prompt; the texts do not begin alike: add a "prompt"')
@@ -279,21 +313,17 @@ def _common_start(chosen, rejected):
 
 
 def _text(record, name):
-    if not isinstance(record[name], str):
+    value = record.get(name)
+    if not isinstance(value, str | None):
         raise InputError(f'"{name}" must be text; put it in quotes')
-    return record[name]
-
-
-def _optional_text(record, name):
-    return None if record.get(name) is None else _text(record, name)
+    return value
 
 
 def _number(record, name, default=None):
     value = record.get(name, default)
     number = math.nan
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            number = float(value)  # ChatLLaMA's files have numbers in quotes
-    if not math.isfinite(number):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = float(value)  # ChatLLaMA's files have numbers in quotes
+    if isinstance(value, bool) or not math.isfinite(number):
         raise InputError(f'"{name}" must be a number, not {repr(value)[:50]}')
     return number

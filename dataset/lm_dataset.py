@@ -16,17 +16,31 @@ import hashlib
 import json
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
 
 from dataset.answers import comparable
-from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated, tool_turns
-from dataset.keys import BY_FORM
-from dataset.prompt_template import check_system_prompt
+from dataset.chat_template import (
+    check_system_prompt,
+    conversation_text,
+    encode,
+    learned_pieces,
+    prompt_text,
+)
+from dataset.formats import (
+    BY_FORM,
+    Keys,
+    is_rated,
+    to_demonstration,
+    to_pair,
+    to_prompt,
+    to_rated,
+    tool_turns,
+)
 from dataset.record_files import located, open_records
-from dataset.special_tokens import mark_special, unmark
-from dataset.tokenization import conversation_text, encode, for_tokenizer, prompt_text, render
+from dataset.special_tokens import unmark
 from dataset.turns import add_system
 from errors import InputError
 from progress_bar import phase
@@ -37,27 +51,36 @@ BLOCK = 256  # records that are tokenised together
 
 
 class RecordDataset(Dataset):
-    """The base of all datasets here: items by number, made from records. Subclasses add ``make``, ``length``.
+    """The base of all datasets here: items by number, made from records. Subclasses add ``draft``.
 
-    ``keys``: the keys of records that the user named (keys.py); ``dropped``: number of records found too long
-    at the start; ``long_answers``: those of infinite length; ``longest``: upper limit of an item's tokens;
-    ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read so far;
-    ``note``: what was ignored, a line or "".
-    ``limits``: the flags that say how long an item may be. Raises InputError for a bad file, for a bad record
-    among those read, or if all of those are too long.
+    ``keys``: the keys of records that the user named (formats.py); ``dropped``: number of records found too
+    long at the start; ``long_answers``: those of infinite length; ``longest``: upper limit of an item's
+    tokens; ``fingerprint``: a hash of the items made at the start; ``columns``: the keys of the records read
+    so far; ``note``: what was ignored, a line or "".
+    ``limits``: the flags that say how long an item may be; ``per_record``: how many items a record makes.
+    Raises InputError for a bad file, for a bad record among those read, or if all of those are too long.
     """
 
     limits = "--max_seq_len"
+    per_record = 1
 
-    def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, records=None):
-        self.path, self.tokenizer, self.max_length, self.keys = str(path), tokenizer, max_length, keys
+    def __init__(
+        self, path, tokenizer, max_length: int, system_prompt: str = "", keys: Keys = BY_FORM, records=None
+    ):
+        self.path = str(path)
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.keys = keys
         check_system_prompt(tokenizer, system_prompt)
-        self.system_prompt, self.records = system_prompt, records or open_records(path)
-        n = len(self.records)
+        self.system_prompt = system_prompt
+        self.records = records or open_records(path)
+        self.columns = {}
+        self._tools = Counter()
+        n = self.count()
         self.whole = n <= READ_WHOLE
         places = range(n) if self.whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
-        self.columns, self._tools = {}, Counter()
-        digest, lengths = hashlib.sha256(f"{n}".encode()), []
+        digest = hashlib.sha256(f"{n}".encode())
+        lengths = []
         with phase(f"tokens of {path}", len(places), "records") as bar:
             for first in range(0, len(places), BLOCK):
                 for item in self.make(places[first : first + BLOCK]):
@@ -69,7 +92,8 @@ class RecordDataset(Dataset):
         if not fitting:
             raise self.too_long()
         self._kept = array("L", [i for i, _ in fitting]) if self.whole else range(n)
-        self.edge, self.dropped = len(self._kept), len(lengths) - len(fitting)
+        self.edge = len(self._kept)
+        self.dropped = len(lengths) - len(fitting)
         self.long_answers = lengths.count(float("inf"))
         self.longest = max(length for _, length in fitting) if self.whole else max_length
         self.fingerprint = digest.hexdigest()[:12]
@@ -80,17 +104,50 @@ class RecordDataset(Dataset):
                 f"{count['turns']} turns that call one or hold its result are left out"
             )
 
+    def draft(self, i: int, record: dict) -> tuple[list[tuple[str, bool]], Callable]:
+        """Item ``i``, before its texts are tokens -> ([(text, does it open a sequence?), …], a function that
+        makes the item of their token ids). ``record``: the record of the item. Raises InputError."""
+        raise NotImplementedError
+
+    def count(self) -> int:
+        """The number of items, those that are too long too."""
+        return len(self.records) * self.per_record
+
     def note_item(self, item):
         """Called at the start with each item that is read."""
 
-    def make(self, indices):
-        """Record numbers -> their items, also those that are too long."""
-        raise NotImplementedError
-
     @staticmethod
-    def length(item):
-        """The number of tokens of an item."""
-        raise NotImplementedError
+    def length(item) -> float:
+        """The number of tokens of an item: of the longest sequence in it, if all but its last are such."""
+        return max(map(len, item[:-1]))
+
+    def make(self, indices):
+        """Numbers of items -> the items, also those that are too long."""
+        records = {}
+        drafts = []
+        for i in indices:
+            number = i // self.per_record
+            with located(self.records, number):
+                if number not in records:
+                    records[number] = self._read(number)
+                drafts.append(self.draft(i, records[number]))
+        texts = [text for draft, _ in drafts for text in draft]
+        openings = iter(encode(self.tokenizer, [text for text, opens in texts if opens]))
+        others = iter(encode(self.tokenizer, [text for text, opens in texts if not opens], opening=False))
+        items = []
+        for i, (draft, item_of) in zip(indices, drafts, strict=True):
+            ids = [next(openings if opens else others) for _, opens in draft]
+            with located(self.records, i // self.per_record):
+                items.append(item_of(*ids))
+        return items
+
+    def _read(self, number):
+        """A record, whose keys and tools are noted."""
+        record = self.records[number]
+        turns = tool_turns(record, self.keys)
+        self._tools.update(read=1, records=bool(turns or record.get("tools")), turns=turns)
+        self.columns |= dict.fromkeys(record)
+        return record
 
     def __len__(self):
         return len(self._kept)
@@ -104,11 +161,9 @@ class RecordDataset(Dataset):
         ]
 
     def __getitem__(self, place):
-        if not 0 <= place < len(self):
-            raise IndexError(place)  # a for loop over the dataset ends with this
         return self.__getitems__([place])[0]
 
-    def hold_out(self, count):
+    def hold_out(self, count: int):
         """Keep the last ``count`` items apart, for evaluation. A record that is too long is never replaced by
         one from the other side of this edge."""
         self.edge = len(self) - count
@@ -122,31 +177,18 @@ class RecordDataset(Dataset):
                 return item
         raise self.too_long()
 
-    def too_long(self):
+    def too_long(self) -> InputError:
         """-> the error where every record is too long."""
-        most = f"{self.max_length} tokens; raise --max_seq_len"
-        return InputError(f"{self.path}: every record is longer than {most}")
+        return InputError(
+            f"{self.path}: every record is longer than {self.max_length} tokens; raise --max_seq_len"
+        )
 
-    def describe(self):
+    def describe(self) -> str:
         """The number of items, and how many were too long, as a text."""
         if not self.whole:
             return f"{len(self)} (longer than {self.limits} and passed over: {self.dropped} of {SAMPLE} read)"
-        return f"{len(self)}" + (
-            f" ({self.dropped} longer than {self.limits} dropped)" if self.dropped else ""
-        )
-
-    def read(self, indices, form):
-        """Record numbers -> a list of what ``form(record, keys)``, as those of formats.py, makes of each."""
-        rows = []
-        for i in indices:
-            with located(self.records, i):
-                record = self.records[i]
-                rows.append(form(record, self.keys))
-                turns = tool_turns(record, self.keys)
-            has_tools = bool(turns or record.get("tools"))
-            self._tools.update(read=1, records=has_tools, turns=turns)
-            self.columns |= dict.fromkeys(record)
-        return rows
+        dropped = f" ({self.dropped} longer than {self.limits} dropped)" if self.dropped else ""
+        return f"{len(self)}{dropped}"
 
 
 def _hashed(prompt):
@@ -171,6 +213,10 @@ class Prompt:
     record: dict = field(repr=False)
     text: str = field(repr=False)
 
+    def __post_init__(self):
+        if not self.prompt_ids:
+            raise InputError("the prompt has no tokens; fill it in or delete the line")
+
 
 class RLAIFDataset(RecordDataset):
     """Prompts for PPO. Items: ``Prompt``. Takes records of every format and uses their prompts only. Prompts
@@ -180,7 +226,8 @@ class RLAIFDataset(RecordDataset):
     with one that a response can equal (``comparable`` in answers.py).
     """
 
-    answers, comparable_answers = 0, 0
+    answers = 0
+    comparable_answers = 0
 
     def __init__(self, path, tokenizer, max_length, system_prompt="", keys=BY_FORM, thinking=None):
         self.thinking = thinking
@@ -196,26 +243,16 @@ class RLAIFDataset(RecordDataset):
             self.answers += 1
             self.comparable_answers += comparable(item.answer)
 
-    def make(self, indices):
-        rows = self.read(indices, self._row)
-        texts = []
-        for i, (_, prompt, _) in zip(indices, rows, strict=True):
-            with located(self.records, i):
-                switched = self.thinking.kwargs(i) if self.thinking else {}
-                texts.append(prompt_text(self.tokenizer, prompt, **switched))
-        items = []
-        for i, row, text, ids in zip(indices, rows, texts, encode(self.tokenizer, texts), strict=True):
-            record, prompt, answer = row
-            with located(self.records, i):
-                if not ids:
-                    raise InputError("the prompt has no tokens; fill it in or delete the line")
-            items.append(Prompt(i, prompt, answer, ids, record, unmark(self.tokenizer, text)))
-        return items
+    def draft(self, i, record):
+        prompt, answer = to_prompt(record, self.keys)
+        prompt = add_system(prompt, self.system_prompt)
+        switches = self.thinking.kwargs(i) if self.thinking else {}
+        text = prompt_text(self.tokenizer, prompt, **switches)
 
-    def _row(self, record, keys):
-        """-> (record, prompt, answer)"""
-        prompt, answer = to_prompt(record, keys)
-        return record, add_system(prompt, self.system_prompt), answer
+        def item_of(ids):
+            return Prompt(i, prompt, answer, ids, record, unmark(self.tokenizer, text))
+
+        return [(text, True)], item_of
 
     @staticmethod
     def length(item):
@@ -234,54 +271,23 @@ class SFTDataset(RecordDataset):
     end of one and the start of the other.
     """
 
-    def make(self, indices):
-        conversations = self.read(indices, self._pieces)
-        first = encode(self.tokenizer, [pieces[0][0] for pieces in conversations])
-        later = [text for pieces in conversations for text, _ in pieces[1:]]
-        later = iter(encode(self.tokenizer, later, opening=False))
-        samples = []
-        for ids, pieces in zip(first, conversations, strict=True):
-            ids, mask = list(ids), [0] * len(ids)
-            if pieces[0][1]:
-                mask[1:] = [1] * (len(ids) - 1)
-            for _, trained in pieces[1:]:
-                piece = next(later)
+    def draft(self, i, record):
+        prompt, answer = to_demonstration(record, self.keys)
+        prompt = prompt and add_system(prompt, self.system_prompt)
+        pieces = learned_pieces(self.tokenizer, prompt, answer)
+        trained = [is_trained for _, is_trained in pieces]
+
+        def item_of(first, *later):
+            ids = list(first)
+            mask = [0] * len(first)
+            if trained[0]:
+                mask[1:] = [1] * (len(first) - 1)
+            for piece, is_trained in zip(later, trained[1:], strict=True):
                 ids += piece
-                mask += up_to_eos(piece, self.tokenizer.eos_token_id) if trained else [0] * len(piece)
-            samples.append((ids, mask))
-        return samples
+                mask += up_to_eos(piece, self.tokenizer.eos_token_id) if is_trained else [0] * len(piece)
+            return ids, mask
 
-    def _pieces(self, record, keys):
-        """A record -> [(text, is it trained on?), …]"""
-        tokenizer, (prompt, answer) = self.tokenizer, to_demonstration(record, keys)
-        answer = mark_special(tokenizer, answer)
-        if tokenizer.eos_token is None:
-            raise InputError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end answers with")
-        if prompt is None:  # a text, learned as it is
-            return [(answer, True), (tokenizer.eos_token, True)]
-        prompt = for_tokenizer(tokenizer, add_system(prompt, self.system_prompt))
-        if isinstance(prompt, str):
-            return [(prompt, False), (answer + tokenizer.eos_token, True)]
-        messages = [*prompt, {"role": "assistant", "content": answer}]
-        pieces, done, full = [], 0, render(tokenizer, messages)
-        for k, message in enumerate(messages):
-            if message["role"] != "assistant" or k == 0:
-                continue
-            before, after = (
-                render(tokenizer, messages[:k], generate=True),
-                render(tokenizer, messages[: k + 1]),
-            )
-            # Some templates rewrite earlier turns (Qwen3 removes old thoughts). Such a turn is context only.
-            if full.startswith(after) and after.startswith(before) and len(before) > done:
-                pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
-                done = len(after)
-        if done < len(full):
-            raise InputError("this chat template cannot be split into prompt and answer for training")
-        return pieces
-
-    @staticmethod
-    def length(item):
-        return len(item[0])
+        return [(text, place == 0) for place, (text, _) in enumerate(pieces)], item_of
 
 
 def up_to_eos(ids, eos_id):
@@ -299,49 +305,36 @@ class PreferenceDataset(RecordDataset):
     """Preference pairs. Items (chosen ids, rejected ids, margin). Each side has the token ids that the reward
     model reads in PPO (``conversation_ids``). margin is 0.0 if the record has none."""
 
-    def make(self, indices):
-        rows = self.read(indices, self._row)
-        ids = encode(self.tokenizer, [text for chosen, rejected, _ in rows for text in (chosen, rejected)])
-        return list(zip(ids[::2], ids[1::2], [margin for _, _, margin in rows], strict=True))
-
-    def _row(self, record, keys):
-        *sides, margin = to_pair(record, keys)
-        return *(self._text(*side) for side in sides), margin
+    def draft(self, i, record):
+        *sides, margin = to_pair(record, self.keys)
+        return [self.text(*side) for side in sides], lambda chosen, rejected: (chosen, rejected, margin)
 
     def prompt(self, place):
         """The prompt of an item: text or messages."""
-        ((prompt, _),) = self.read([self._kept[place]], to_prompt)
-        return add_system(prompt, self.system_prompt)
+        record = self._read(self._kept[place])
+        return add_system(to_prompt(record, self.keys)[0], self.system_prompt)
 
-    def _text(self, prompt, response):
-        return conversation_text(self.tokenizer, add_system(prompt, self.system_prompt), response)
-
-    @staticmethod
-    def length(item):
-        return max(len(item[0]), len(item[1]))
+    def text(self, prompt, response):
+        """What the reward model reads, as ``draft`` has it."""
+        return conversation_text(self.tokenizer, add_system(prompt, self.system_prompt), response), True
 
 
 class RatedDataset(PreferenceDataset):
     """Rated answers. Items (conversation ids, score)."""
 
-    def make(self, indices):
-        rows = self.read(indices, self._row)
-        return list(
-            zip(encode(self.tokenizer, [text for text, _ in rows]), [s for _, s in rows], strict=True)
-        )
+    def draft(self, i, record):
+        prompt, response, score = to_rated(record, self.keys)
+        return [self.text(prompt, response)], lambda ids: (ids, score)
 
-    def _row(self, record, keys):
-        prompt, response, score = to_rated(record, keys)
-        return self._text(prompt, response), score
 
-    @staticmethod
-    def length(item):
-        return len(item[0])
+def is_file_of_rated(records, keys: Keys) -> bool:
+    """Whether a file holds rated answers and not pairs: the first record decides."""
+    with located(records, 0):
+        return is_rated(records[0], keys)
 
 
 def reward_dataset(path, tokenizer, max_length, system_prompt="", keys=BY_FORM):
     """The dataset of stage 2: ``RatedDataset`` or ``PreferenceDataset``, decided by the first record."""
     records = open_records(path)
-    with located(records, 0):
-        kind = RatedDataset if is_rated(records[0], keys) else PreferenceDataset
+    kind = RatedDataset if is_file_of_rated(records, keys) else PreferenceDataset
     return kind(path, tokenizer, max_length, system_prompt, keys, records)

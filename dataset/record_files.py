@@ -26,9 +26,10 @@ from model.loading import as_input_error, quiet
 from progress_bar import phase
 
 DATASETS = "datasets>=4"  # the versions that this code was tested with
-TABLE = (".parquet",)
+TABLE = ".parquet"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?")
-SUFFIXES = (".jsonl", ".json", ".txt", ".gz", *TABLE)
+SUFFIXES = (".jsonl", ".json", ".txt", ".gz", TABLE)
+BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
 def open_records(path):
@@ -47,7 +48,7 @@ def open_records(path):
 
 
 @contextlib.contextmanager
-def located(records, i):
+def located(records, i: int):
     """Puts file and line of record ``i`` before the message of an InputError in this block."""
     try:
         yield
@@ -60,21 +61,21 @@ class LineRecords:
 
     _file = None
 
-    def __init__(self, path):
-        self.path, self.what = path, ":"
-        name = path.removesuffix(".gz")
-        self.parse = _text_line if name.endswith(".txt") else parse_line
-        self._file = self._open()
-        self._version, self._starts = _version(self._file), line_starts(self._file, path)
+    def __init__(self, path: str):
+        self.path = path
+        self.is_text = path.removesuffix(".gz").endswith(".txt")
+        self._open()
+        self._starts = line_starts(self._file, path)
 
     def _open(self):
-        """-> the open file of lines: the file itself, or a temporary one made of it."""
-        file = _unpacked(self.path) if self.path.endswith(".gz") else _seekable(self.path)
-        if self.parse is parse_line and _first_byte(file) == b"[":
+        """Open the file of lines: the file itself, or a temporary one made of it."""
+        self._file = _as_plain_file(self.path)
+        self.what = ":"
+        if not self.is_text and _is_list(self._file):
             self.what = ": record "  # our lines are not lines of the file
-            with file:
-                return _as_lines(file, self.path)
-        return file
+            with self._file as whole:
+                self._file = _as_lines(whole, self.path)
+        self._version = _version(self._file)
 
     def __del__(self):
         if self._file:  # else it could not be opened
@@ -90,30 +91,32 @@ class LineRecords:
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self._file = self._open()
-        if self._file.name != self.path:  # a temporary file of its own
-            self._version = _version(self._file)
+        self._open()
+        if self._file.name == self.path:  # else it is a temporary file of its own
+            self._version = state["_version"]
 
     def __len__(self):
         return len(self._starts) - 1
 
     def __getitem__(self, i):
-        start, end = self._starts[i], self._starts[i + 1]
+        start = self._starts[i]
+        end = self._starts[i + 1]
+        line = _read(self._file, start, end - start).split(b"\n", 1)[0]
         try:
-            return self.parse(_read(self._file, start, end - start).split(b"\n", 1)[0])
+            return {"text": _decode(line).strip()} if self.is_text else parse_object(line)
         except InputError as error:
             if _version(self._file) != self._version:
                 raise InputError("the file has changed while it was read; leave it as it is") from error
             raise
 
-    def where(self, i):
-        lines, left = 1, self._starts[i]
+    def where(self, i: int) -> str:
+        """Where record ``i`` is, for error messages."""
         self._file.seek(0)
-        while left:
-            block = self._file.read(min(left, 1 << 20))
-            if not block:  # the file has become shorter
-                break
-            lines, left = lines + block.count(b"\n"), left - len(block)
+        lines = 1
+        left = self._starts[i]
+        while block := self._file.read(min(left, 1 << 20)):  # b"" too where the file has become shorter
+            lines += block.count(b"\n")
+            left -= len(block)
         return f"{self.path}{self.what}{lines}"
 
 
@@ -127,7 +130,7 @@ class TableRecords:
             raise InputError(f"{path}: reading it needs a library: pip install '{DATASETS}'") from None
         self.path = path
         with quiet(), as_input_error(f"{path}: the library datasets cannot read it"):
-            if os.path.isdir(path):
+            if os.path.isdir(path):  # that the library has saved
                 table = datasets.load_from_disk(path)
             elif path.endswith(TABLE):
                 table = datasets.load_dataset("parquet", data_files=path, split="train")
@@ -154,7 +157,8 @@ class TableRecords:
 
 def line_starts(file, name):
     """The byte positions at which the non-blank lines of a binary file begin, then the end of the file."""
-    starts, place = array("Q"), 0
+    starts = array("Q")
+    place = 0
     file.seek(0)
     size = os.fstat(file.fileno()).st_size
     with phase(f"lines of {name}", size, "B") as bar:
@@ -180,43 +184,40 @@ def _version(file):
     return state.st_size, state.st_mtime_ns
 
 
-def _opened(path):
+def _as_plain_file(path):
+    """The opened file, if it can be read at any place; else a temporary copy of what is in it: of a pipe's
+    content, of what a gzip file holds. The system deletes it with the process."""
     try:
-        return open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except ValueError as error:  # a NUL, or half a surrogate pair
         raise InputError(f"{path!r} is not a path ({error}); check it") from error
-
-
-def _seekable(path):
-    """The opened file; for a pipe, a temporary copy of its content."""
-    file = _opened(path)
-    if file.seekable():
+    packed = path.endswith(".gz")
+    if file.seekable() and not packed:
         return file
-    with file:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    with file, _temporary(path) as plain:
+        if not packed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError(f"{path}: several processes cannot read one pipe; write it to a file first")
-        with _temporary(path) as copy:
-            shutil.copyfileobj(file, copy, 1 << 20)
-    return copy
-
-
-def _unpacked(path):
-    """A gzip file's content as a temporary file. The system deletes it with the process."""
-    with _opened(path) as packed, _temporary(path) as plain:
         try:
-            with gzip.open(packed) as unpacker:
-                shutil.copyfileobj(unpacker, plain, 1 << 20)
+            shutil.copyfileobj(gzip.GzipFile(fileobj=file) if packed else file, plain, 1 << 20)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise InputError(f"{path}: is not a complete gzip file ({error}); download it again") from error
     return plain
 
 
+def _is_list(file):
+    """Whether the file's first byte that is not blank begins a JSON list."""
+    file.seek(0)
+    first = next((line for line in file if line.strip(BLANK)), b"")
+    return first.lstrip(BLANK).startswith(b"[")
+
+
 def _as_lines(file, path):
     """A JSON list as a temporary file with one element per line."""
     file.seek(0)
-    elements = parse_json(file.read(), path)
+    with as_input_error(path):
+        elements = parse_json(file.read())
     with _temporary(path) as lines:
         for element in elements:
             lines.write(json.dumps(element).encode() + b"\n")
@@ -237,28 +238,15 @@ def _temporary(path):
         raise InputError(f"{path}: no room for it in {place} ({error.strerror}); set TMPDIR") from error
 
 
-def _first_byte(file):
-    """The first byte that is not blank; b"" if there is none."""
-    file.seek(0)
-    while block := file.read(1 << 12):
-        if byte := block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]:
-            return byte
-    return b""
-
-
 # ---------------------------------------------------------------- lines to objects
 
 
-def parse_line(raw):
-    """The bytes of one line -> its JSON object, a dict. InputError if it is not UTF-8, JSON or an object."""
+def parse_object(raw: bytes) -> dict:
+    """The bytes of one line -> its JSON object. InputError if it is not UTF-8, JSON or an object."""
     record = parse_json(raw)
     if not isinstance(record, dict):
         raise InputError("not a JSON object; write {...} on every line")
     return record
-
-
-def _text_line(raw):
-    return {"text": _decode(raw).strip()}
 
 
 def _decode(raw):
@@ -268,29 +256,19 @@ def _decode(raw):
         raise InputError(f"not UTF-8 ({error}); save the file as UTF-8") from error
 
 
-def parse_json(raw, where=""):
-    """Bytes of JSON text -> the value. Raises InputError, with ``where`` first in its message."""
-    where = where and f"{where}: "
+def parse_json(raw: bytes):
+    """Bytes of JSON text -> the value. Raises InputError."""
+    text = _decode(raw)
     try:
-        value = json.loads(_decode(raw))
-        sound = b"\\ud" not in raw.lower() or _is_unicode(value)
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # JSON can escape half a surrogate pair, which no text can be encoded with
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError("has half a surrogate pair (like \\ud800); remove it") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}not JSON ({error}); one object a line is needed") from error
-    except InputError as error:
-        raise InputError(f"{where}{error}") from error
+        raise InputError(f"not JSON ({error}); one object a line is needed") from error
     except ValueError as error:  # Python's limit for the digits of a number
-        raise InputError(f"{where}has a number of thousands of digits; put it in quotes") from error
+        raise InputError("has a number of thousands of digits; put it in quotes") from error
     except RecursionError as error:
-        raise InputError(f"{where}has lists or objects nested too deeply; one object a line") from error
-    if not sound:
-        raise InputError(f"{where}has half a surrogate pair (like \\ud800); remove it")
+        raise InputError("has lists or objects nested too deeply; one object a line") from error
     return value
-
-
-def _is_unicode(value):
-    """Can the texts in the value be encoded? Half a surrogate pair cannot, but JSON can escape it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

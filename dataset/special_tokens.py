@@ -6,6 +6,7 @@ token, a response could end its turn, write the next one itself and so mislead a
 the text, and ``encode_marked`` encodes the marks as ordinary characters. Other text is not changed.
 """
 
+import itertools
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,10 +45,8 @@ def mark_special(tokenizer, text):
     special = spellings(tokenizer)
 
     def marked(text):
-        def mark(match):
-            return MARK + chr(FIRST + 1 + special.names.index(match[0]))
-
-        return special.pattern.sub(mark, text.replace(MARK, MARK + chr(FIRST)))
+        text = text.replace(MARK, MARK + chr(FIRST))
+        return special.pattern.sub(lambda name: MARK + chr(FIRST + 1 + special.names.index(name[0])), text)
 
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     if normalizer is not None:
@@ -69,26 +68,16 @@ def encode_marked(tokenizer, text, add_special_tokens):
 
     The text is split only at special tokens, so words and prefix spaces get the same ids as in any text.
     """
-    if not SPECIAL_MARK.search(text):
-        return _ids(tokenizer, unmark(tokenizer, text), add_special_tokens=add_special_tokens)
-    parts = [""]  # alternate: a part without a marked special token, one with
-    for part in re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text):
-        if SPECIAL_MARK.search(part):
-            parts += [part, ""]
-        else:
-            parts[-1] += part
     ids = []
-    for i, part in enumerate(parts):
-        if part:
-            ids += _as_text(tokenizer, part) if i % 2 else _ids(tokenizer, unmark(tokenizer, part))
+    pieces = re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text)
+    for is_marked, group in itertools.groupby(pieces, lambda piece: bool(SPECIAL_MARK.search(piece))):
+        if part := "".join(group):
+            ids += _as_text(tokenizer, part) if is_marked else _ids(tokenizer, unmark(tokenizer, part))
     if add_special_tokens:  # for example a BOS: what the tokenizer puts around any text
-        whole = tokenizer(
-            unmark(tokenizer, text), split_special_tokens=True, return_special_tokens_mask=True, verbose=False
-        )
+        whole = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         around = whole["special_tokens_mask"]
-        before = around.index(0) if 0 in around else len(around)
-        after = len(around) if before == len(around) else len(around) - around[::-1].index(0)
-        ids = whole["input_ids"][:before] + ids + whole["input_ids"][after:]
+        text_ends = len(around) - around[::-1].index(0)
+        ids = whole["input_ids"][: around.index(0)] + ids + whole["input_ids"][text_ends:]
     return ids
 
 
@@ -112,10 +101,5 @@ def _as_text(tokenizer, text):
     return ids
 
 
-def _ids(tokenizer, text, add_special_tokens=False, split_special_tokens=False):
-    return tokenizer(
-        text,
-        add_special_tokens=add_special_tokens,
-        split_special_tokens=split_special_tokens,
-        verbose=False,
-    )["input_ids"]
+def _ids(tokenizer, text, **options):
+    return tokenizer(text, verbose=False, **{"add_special_tokens": False, **options})["input_ids"]

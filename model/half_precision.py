@@ -57,7 +57,7 @@ FULL = {half: full for full, half in HALF.items()}
 
 def keep_in_half(model):
     """Change a model that was loaded in 16 bits, in place: see above. Buffers that are not saved are left
-    for ``fill_buffers`` in pretrained.py to compute again."""
+    for ``fill_buffers`` in loading.py to compute again."""
     for module in model.modules():
         if type(module) in HALF and module.weight.dtype in (torch.bfloat16, torch.float16):
             module.__class__ = HALF[type(module)]

@@ -1,15 +1,23 @@
 """Loads a language model and its tokenizer from a ``.pth``, a directory or a hub name, and checks them.
 
-Models are loaded in fp32 with dropout off. A ``.pth`` is a state-dict. If a folder of the same stem is beside
-it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), the architecture, the
-generation settings and the tokenizer come from that folder. If not, the file is taken for a MiniMind, and
-minimind_pth.py reads the architecture from its keys and shapes.
+Policies are loaded in fp32 with dropout off. A ``.pth`` is a state-dict. If a folder of the same stem is
+beside it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), the architecture,
+the generation settings and the tokenizer come from that folder. If not, the file is taken for a MiniMind,
+whose architecture follows from its keys and shapes (model_minimind.py).
+
+``load_pretrained`` is transformers' ``from_pretrained``, with all buffers as ``__init__`` computes them.
+transformers 5 builds a model without memory (on the meta device) and then fills in what the checkpoint holds.
+A buffer that is computed in ``__init__`` and not saved, such as a rotary table, gets whatever lay in memory
+(transformers issue 48892). Its own classes compute such buffers again; code that a model brings along does
+not, and then gives wrong numbers, or NaN, without an error. So a second model is built from the config, with
+real buffers but parameters without memory, and the first one takes over its buffers.
 
 Every mistake that a user can make raises ``InputError``.
 """
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import re
@@ -17,30 +25,37 @@ import zipfile
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants, get_session
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as hf_logging
 
-from errors import InputError
-from model.hub_connection import check_hub
-from model.minimind_pth import minimind_config_of
-from model.pretrained import check_report, few, load_config, load_pretrained, parameters_without_memory
+from errors import InputError, first_line
+from model.model_minimind import minimind_config_of, plain_config
+from model.shards import local_part
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
 MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
+FEWEST_IDS = 0.5  # of a model's embeddings
+USUAL_IDS = 0.95  # models have a few embeddings that no id uses
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 # ---------------------------------------------------------------- loading
 
 
-def load_tokenizer(path, trust_remote_code=False):
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or hub name.
 
     A tokenizer without a pad token gets its EOS as pad token. This is safe: padding is known from lengths,
@@ -71,7 +86,7 @@ def _is_whole_in_json(path):
     return kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def load_policy(path, trust_remote_code=False):
+def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal language model of a ``.pth``, a directory or a hub name: fp32, on the CPU, dropout off.
 
     Raises ``InputError`` if the file or folder is missing or unreadable, is not a causal language model, or
@@ -80,75 +95,70 @@ def load_policy(path, trust_remote_code=False):
     if str(path).endswith(".pth"):
         model = _load_pth(Path(path), trust_remote_code)
     else:
-        model = _load_pretrained(path, trust_remote_code)
+        model = _load_folder_or_hub_name(path, trust_remote_code)
     disable_dropout(model)
     return model
 
 
-def _load_pretrained(path, trust_remote_code):
+def _load_folder_or_hub_name(path, trust_remote_code):
     _check_folder_or_hub_name(path)
-    if os.path.isdir(path):
-        if not (Path(path) / "config.json").is_file():
-            raise InputError(f"{path} has no config.json: it is not a model directory")
-        _check_size(path, trust_remote_code)
+    folder = Path(path)
+    is_folder = os.path.isdir(path)  # unlike Path.is_dir, False for a text that cannot be a path
+    if is_folder and not (folder / "config.json").is_file():
+        raise InputError(f"{path} has no config.json: it is not a model directory")
     with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
         check_hub(path)
-        model, report = load_pretrained(AutoModelForCausalLM, path, trust_remote_code)
-    if "ForSequenceClassification" in str(model.config.architectures):
-        raise InputError(f"{path} is a classifier or reward model, not a causal language model")
-    check_report(report, f"{path}: ")
-    return model
+        config = plain_config(load_config(path, trust_remote_code))
+        if "ForSequenceClassification" in str(config.architectures):
+            raise InputError("it is a classifier or reward model, not a causal language model")
+        if is_folder:
+            _check_size(folder, _built(config, trust_remote_code))
+        return load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config=config)
 
 
-def _check_size(folder, trust_remote_code):
-    """Raise ``InputError`` if the config of a folder describes far more weights than its files can hold.
-    transformers would fill the missing ones with random numbers until the memory is full."""
-    with quiet(), as_input_error(f"no causal language model could be loaded from {folder}"):
-        config = load_config(folder, trust_remote_code)
-        model = _outline(config, trust_remote_code)
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    size = sum(file.stat().st_size for file in Path(folder).iterdir() if file.suffix != ".json")
-    # Not even one bit per weight. Below 1e8 weights nothing is refused here: loading finds what is missing.
-    if size and numbers > max(8 * size, 10**8):
-        raise InputError(
-            f"{folder}: config.json describes {numbers:.1e} weights, which the files beside it cannot hold"
-        )
-
-
-def _outline(config, trust_remote_code):
-    """The model of a config on the meta device: it has shapes, but no memory for weights."""
+def _built(config, trust_remote_code):
+    """The model of a config with real buffers, but no memory for weights."""
     for name, value in config.to_dict().items():
         if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
             raise InputError(f"its config says {name} = {value:.1e}, which is impossibly large")
-    # Code from outside may look at the numbers in its buffers, which has none on the meta device.
-    with parameters_without_memory() if trust_remote_code else torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with parameters_without_memory():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
+def _check_size(folder, model):
+    """Raise ``InputError`` if a model has far more weights than the files of a folder can hold. transformers
+    would fill the missing ones with random numbers until the memory is full."""
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
+    # Not even one bit per weight. Below 1e8 weights nothing is refused here: loading finds what is missing.
+    if size and numbers > max(8 * size, 10**8):
+        raise InputError(
+            f"config.json describes {numbers:.1e} weights, more than the files beside it can hold"
+        )
 
 
 def _load_pth(path, trust_remote_code):
     state = _read_state_dict(path)
     sidecar = path.with_suffix("")
-    generation_config = None
     if (sidecar / "config.json").is_file():
         beside = f" (as {sidecar}/config.json says; move that folder if it is not this file's)"
         what = f"{sidecar}/config.json does not describe a causal language model"
         with quiet(), as_input_error(what):
             config = load_config(sidecar, trust_remote_code)
-            if (sidecar / "generation_config.json").is_file():
-                generation_config = GenerationConfig.from_pretrained(str(sidecar))
     else:
-        what, beside = f"{path} is not a MiniMind checkpoint", ""
+        beside = ""
+        what = f"{path} is not a MiniMind checkpoint"
         config = minimind_config_of(state, path)
-
     with quiet(), as_input_error(what):
-        outline = _outline(config, trust_remote_code)
-    _check_fit(outline, state, path, beside)
-    with quiet(), as_input_error(what):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-        model.load_state_dict(state, strict=True)
-    model.generation_config = generation_config or model.generation_config
+        model = _built(plain_config(config), trust_remote_code)
+        if (sidecar / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
+    _check_fit(model, state, path, beside)
+    weights = {name: state[name].to(x.dtype, copy=True) for name, x in model.state_dict().items()}
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.tie_weights()
     return model.eval()
 
 
@@ -159,18 +169,16 @@ def _check_fit(model, state, path, beside):
         if source in state and not torch.equal(state.setdefault(name, state[source]), state[source]):
             raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
     expected = model.state_dict()
+    kind = type(model).__name__
     if missing := expected.keys() - state.keys():
-        raise InputError(
-            f"{path} lacks {few(missing)}: it is not a checkpoint of {type(model).__name__}{beside}"
-        )
+        raise InputError(f"{path} lacks {few(missing)}: it is not a checkpoint of {kind}{beside}")
     if unexpected := state.keys() - expected.keys():
-        raise InputError(f"{path} has {few(unexpected)}, which {type(model).__name__} does not{beside}")
+        raise InputError(f"{path} has {few(unexpected)}, which {kind} does not{beside}")
     for name, tensor in expected.items():
-        if state[name].shape != tensor.shape:
-            raise InputError(
-                f"{path}: {name} has shape {list(state[name].shape)}, {type(model).__name__} needs "
-                f"{list(tensor.shape)}{beside}"
-            )
+        has = list(state[name].shape)
+        needs = list(tensor.shape)
+        if has != needs:
+            raise InputError(f"{path}: {name} has shape {has}, {kind} needs {needs}{beside}")
 
 
 def _read_state_dict(path):
@@ -180,17 +188,12 @@ def _read_state_dict(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on bytes that are not a checkpoint, the unpickler can raise anything
+        problem = f"is not a readable torch file ({type(error).__name__})"
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            raise InputError(
-                f"{path} holds Python objects besides tensors, and reading those could run code: "
-                "save model.state_dict() alone"
-            ) from error
-        raise InputError(f"{path} is not a readable torch file ({type(error).__name__})") from error
-    if (
-        not isinstance(state, dict)
-        or not state
-        or not all(isinstance(name, str) and torch.is_tensor(tensor) for name, tensor in state.items())
-    ):
+            problem = "holds Python objects besides tensors, and reading those could run code"
+        raise InputError(f"{path} {problem}: save model.state_dict() alone") from error
+    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not (state and named and all(map(torch.is_tensor, state.values()))):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
     odd = [n for n, x in state.items() if x.layout != torch.strided or x.is_meta or x.is_complex()]
     if odd:
@@ -198,7 +201,7 @@ def _read_state_dict(path):
     return dict(state)
 
 
-def disable_dropout(model):
+def disable_dropout(model: PreTrainedModel) -> None:
     """Set every dropout probability of ``model`` to zero, in place: train mode then computes what eval does.
 
     This sets ``p`` of the dropout modules, and each float of modules and configs whose name contains "drop"
@@ -213,7 +216,7 @@ def disable_dropout(model):
                 setattr(holder, name, 0.0)
 
 
-def tokenizer_source(path):
+def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
@@ -221,19 +224,151 @@ def tokenizer_source(path):
     one.
     """
     if not str(path).endswith(".pth"):
-        if os.path.isdir(path) and not _has_tokenizer(Path(path)):
-            raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
         return str(path)
     sidecar = Path(path).with_suffix("")
-    for folder in (sidecar, MINIMIND_FOLDER):
-        if _has_tokenizer(folder):
-            return str(folder)
+    if _has_tokenizer(sidecar):
+        return str(sidecar)
+    if _has_tokenizer(MINIMIND_FOLDER):
+        return str(MINIMIND_FOLDER)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
 
 
+# ---------------------------------------------------------------- from_pretrained, with all buffers
+
+
+def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """``AutoConfig.from_pretrained``, where code from outside reads the ``rope_scaling`` that is in its file.
+
+    In transformers 5 it is another name of ``rope_parameters``, and never None. Code that was written for
+    transformers 4 takes None for rotary positions without scaling, and fails otherwise.
+    """
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    if is_from_outside(config):
+        written = config.get_config_dict(str(path))[0]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "rope_scaling" in written or rope.get("rope_type") == "default":
+            type(config).rope_scaling = None  # an ordinary attribute from now on, not that other name
+            config.rope_scaling = written.get("rope_scaling")
+    return config
+
+
+def is_from_outside(thing: object) -> bool:
+    """Whether the class of this model or config is code that a model brought along."""
+    return type(thing).__module__.startswith("transformers_modules")
+
+
+def load_pretrained(auto_class, path, trust_remote_code, dtype=torch.float32, config=None, **settings):
+    """``auto_class.from_pretrained`` on the CPU -> the model.
+
+    dtype: of the weights; "auto" is that of the checkpoint. The weights never take more memory than they have
+    in this dtype. settings: values of the config that are set before the model is built. Raises InputError
+    for weights that the files lack or that have another shape: transformers fills them with random numbers.
+    """
+    config = config or load_config(path, trust_remote_code)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with _built_with_real_buffers() if trust_remote_code else contextlib.nullcontext():
+        model, report = auto_class.from_pretrained(
+            str(path),
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # reported, in one line
+            output_loading_info=True,
+        )
+    if report["missing_keys"]:
+        raise InputError(f"its weights lack {few(report['missing_keys'])}")
+    if report["mismatched_keys"]:
+        names = [name for name, *_ in report["mismatched_keys"]]
+        raise InputError(f"the shapes of {few(names)} do not fit its config.json")
+    fill_buffers(model)
+    return model
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    """Give all buffers that no checkpoint holds the numbers of a newly built model, in place, on the CPU. The
+    new one is built in ``dtype``, by default that of the model's first weight."""
+    names = [name for name, _ in model.named_non_persistent_buffers()]
+    if not names:
+        return
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or model.dtype)
+    try:
+        with parameters_without_memory():
+            fresh = type(model)(model.config)
+    finally:
+        torch.set_default_dtype(usual)
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(last, fresh.get_buffer(name), persistent=False)
+
+
+@contextlib.contextmanager
+def parameters_without_memory():
+    """Modules that are built in this block have real buffers, and parameters on the meta device."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+@contextlib.contextmanager
+def _built_with_real_buffers():
+    """In this block ``from_pretrained`` builds models with real buffers: code from outside may look at the
+    numbers in them, which has none on the meta device."""
+    original = PreTrainedModel.__dict__["get_init_context"]
+
+    def contexts(cls, *args, **kwargs):
+        kept = [c for c in original.__get__(None, cls)(*args, **kwargs) if not isinstance(c, torch.device)]
+        return [*kept, parameters_without_memory()]
+
+    PreTrainedModel.get_init_context = classmethod(contexts)
+    try:
+        yield
+    finally:
+        PreTrainedModel.get_init_context = original
+
+
 # ---------------------------------------------------------------- helpers
+
+
+def check_hub(name: str | Path) -> None:
+    """Raise ``InputError`` if ``name`` has to be fetched from the hub, and the hub cannot be reached.
+
+    huggingface_hub would try each file six times, with longer and longer pauses: its error would come after
+    most of a minute (46 s measured). No request is sent for a folder, for a name with any file in the cache,
+    or with HF_HUB_OFFLINE=1. The time limit is HF_HUB_ETAG_TIMEOUT (10 s).
+    """
+    if os.path.isdir(name) or constants.HF_HUB_OFFLINE:
+        return
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=str(name), repo_type="model"))
+    if any(cached.glob("snapshots/*/*")):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of whatever client huggingface_hub has; an answer is none, whatever it says
+        raise InputError(
+            f"{constants.ENDPOINT} cannot be reached ({first_line(error)}); give a directory, or connect to "
+            "the network"
+        ) from error
+
+
+def few(names, limit=3):
+    """Names as text, shortened: ``a, b, c and 7 more``."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _check_folder_or_hub_name(path):
@@ -262,11 +397,9 @@ def as_input_error(what):
     except InputError as error:
         raise InputError(f"{what}: {error}") from error
     except BaseException as error:  # bad files and hubs lead to exceptions of every class
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # tokenizers' Rust code raises it, as a BaseException
-            raise
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # but that one is of tokenizers' Rust code
+        reason = first_line(error)
         reason = reason if len(reason) <= 250 else f"{reason[:250]}…"
         hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
         raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
@@ -275,7 +408,8 @@ def as_input_error(what):
 @contextlib.contextmanager
 def quiet():
     """No progress bars, load reports or retry notices in this block: the callers check the outcome."""
-    verbosity, hub_verbosity = hf_logging.get_verbosity(), hub_logging.get_verbosity()
+    verbosity = hf_logging.get_verbosity()
+    hub_verbosity = hub_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
@@ -287,3 +421,121 @@ def quiet():
         hub_logging.set_verbosity(hub_verbosity)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- do tokenizer, model and trainer fit?
+#
+# No list of model families decides. Every causal language model of transformers is tried, and two checks
+# refuse it if it would be trained wrong: check_output_head here and check_sampling in trainer/inputs.py. The
+# families that were tried: docs/models.md.
+
+
+def check_tokenizer(tokenizer, model):
+    """Raise ``InputError`` if the tokenizer cannot be this model's: it has no ids, an id for which the model
+    has no embedding, or ids for less than half of the embeddings."""
+    ids = tokenizer.get_vocab().values()
+    rows = model.get_input_embeddings().weight.shape[0]
+    if not ids:
+        problem = "its vocabulary is empty"
+    elif max(ids) >= rows:
+        problem = f"its largest id is {max(ids)}"
+    elif len(ids) < FEWEST_IDS * rows:
+        problem = f"it has {len(ids)} ids"
+    else:
+        return
+    raise InputError(
+        f"--tokenizer {tokenizer.name_or_path}: {problem}, but the model has {rows} embeddings: it is not "
+        "this model's tokenizer"
+    )
+
+
+def tokenizer_note(tokenizer, model):
+    """A line for a tokenizer with clearly fewer ids than the model has embeddings, else None."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    count = len(tokenizer.get_vocab())
+    if count >= USUAL_IDS * rows:
+        return None
+    return (
+        f"note     the tokenizer has {count} ids, the model {rows} embeddings: is it this model's tokenizer?"
+    )
+
+
+def not_finite(module):
+    """The name of the first parameter that holds a NaN or an infinity in this process; '' if none does."""
+    found = ((name, local_part(p)) for name, p in module.named_parameters())
+    return next((name for name, x in found if not x.isfinite().all()), "")
+
+
+def is_moe(model):
+    """Is the model a mixture of experts? MiniMind's config says so in ``use_moe``. In other families, only
+    the configs of such models have a weight for the load-balancing loss."""
+    config = model.config.to_dict()
+    return bool(config.get("use_moe", "router_aux_loss_coef" in config))
+
+
+def most_positions(config):
+    """The longest sequence, in tokens, that a model computes the same alone and in a batch; inf: no limit."""
+    limits = [getattr(config, "max_position_embeddings", None) or math.inf]  # ALiBi models have no limit
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: the window depends on the longest row
+        limits.append(config.window_size)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # Phi-3: one longer row changes the rotation of all rows
+        limits.append(rope.get("original_max_position_embeddings") or math.inf)
+    return min(limits)
+
+
+def eos_ids(tokenizer, model):
+    """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
+
+    Raises ``InputError`` if there is no such id, or if one of them is not a token id.
+    """
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(
+            f"the generation config's eos_token_id is {configured!r:.100}: give a token id, or a list"
+        )
+    if not ids:
+        raise InputError(
+            f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "
+            "token: responses would never end; set eos_token in tokenizer_config.json"
+        )
+    return sorted(set(ids))
+
+
+def check_ends(item, tokenizer, model):
+    """Raise InputError if a demonstration, (token ids, mask), teaches the model to end answers with a token
+    at which PPO does not stop."""
+    if not any(mask and token in eos_ids(tokenizer, model) for token, mask in zip(*item, strict=True)):
+        raise InputError(
+            f"the chat template does not end answers with the tokenizer's EOS, {tokenizer.eos_token}: set "
+            "eos_token in tokenizer_config.json to the token that ends a turn, or give another "
+            "--prompt_template"
+        )
+
+
+@torch.no_grad()
+def check_output_head(model):
+    """Raise ``InputError`` unless the output head applied to the backbone's output gives the model's logits.
+
+    Training computes the logits in this way, because it needs them at response positions only. A family that
+    also changes the logits (a soft-cap, a scale) would be trained as a different model, without any error.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(rows, (2, 8), generator=generator).to(model.device)
+    logits = model(tokens, use_cache=False).logits
+    head = model.get_output_embeddings()
+    backbone = model.base_model
+    fits = head is not None and backbone is not model
+    if fits:
+        by_hand = head(backbone(tokens, use_cache=False).last_hidden_state)
+        fits = by_hand.shape == logits.shape and bool(
+            torch.allclose(by_hand, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item())
+        )
+    if not fits:
+        raise InputError(
+            f"models of type {model.config.model_type} are not supported: their logits are more than the "
+            "output head applied to the last hidden state (a soft-cap or a scale)"
+        )

@@ -4,7 +4,7 @@ A frozen layer x -> W x becomes x -> (W + (alpha / r) B A) x, with A [r, in] ran
 that training begins at W (Hu et al. 2021, arXiv:2106.09685, section 4.1). alpha is 2 r, so the factor is 2 at
 any rank, and a learning rate that suits one rank is a good first guess for another.
 
-``train_ppo.py --lora_r N`` switches it on (``build_run``): actor, old actor and critic get adapters, the
+``train_ppo.py --lora_r N`` switches it on (``PpoRun``): actor, old actor and critic get adapters, the
 reference has none; actor, old actor and reference share the frozen weights, and the critic too if it starts
 from the actor. The critic's value head trains as well. ``peft`` is imported only where adapters are made.
 """
@@ -115,11 +115,11 @@ def merged(model):
 
 def merged_copy(model):
     """A copy of a model with its adapters, if any, merged. transformers can save it like any other model."""
-    plain, state = copy.deepcopy(model), dict(merged(model))
+    plain = copy.deepcopy(model)
     make_fp32(plain)  # frozen weights may be kept in 16 bits, which the sum need not fit
     for name, layer in adapted_layers(plain).items():
         plain.set_submodule(name, layer.base_layer)
-    plain.load_state_dict(state, strict=True)
+    plain.load_state_dict(dict(merged(model)), strict=True)
     return plain
 
 
@@ -152,8 +152,9 @@ def describe(model):
     if not layers:
         return ""
     kinds = sorted({name.rpartition(".")[2] for name in layers})
-    size, ranks = sum(p.numel() for p in trained(model)), {layer.r["default"] for layer in layers.values()}
-    text = f"rank {ranks.pop()} on {' '.join(kinds)}: {size / 1e6:.2f}M parameters train"
+    size = sum(p.numel() for p in trained(model))
+    rank = next(iter(layers.values())).r["default"]
+    text = f"rank {rank} on {' '.join(kinds)}: {size / 1e6:.2f}M parameters train"
     others = [name for name, p in model.named_parameters() if p.dim() > 1 and not _inside(name, layers)]
     others = {re.sub(r"^.*?\.\d+\.", "", name) for name in others if re.search(r"\.\d+\.", name)}
     return text + (f"; without: {' '.join(sorted(others))}" if others else "")

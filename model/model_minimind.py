@@ -1,9 +1,8 @@
-"""MiniMind 2 and 3 as transformers models: config, backbone, language model and classifier.
-
-How a MiniMind ``.pth`` is recognised, and how its config is found: minimind_pth.py.
+"""MiniMind 2 and 3: config and models, how a ``.pth`` is recognised, and what other programs can load.
 
 A dense MiniMind 3 is a Qwen3. A dense MiniMind 2 is a Llama, that is a Qwen3 without the norms on queries and
-keys. So everything here is transformers' Qwen3, except
+keys. ``load_policy`` therefore makes a Qwen3 or a Llama of them (``plain_config``). With experts they are of
+the classes here, which are transformers' Qwen3, except
 
 - the query and key norms, which MiniMind 2 does not have;
 - the mixture-of-experts feed-forward: a softmax gate over four experts. Each token goes through two of them
@@ -16,6 +15,8 @@ have that type with other field names. They would be read wrongly here, without 
 """
 
 import math
+import re
+from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -24,16 +25,17 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationMixin,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3PreTrainedModel,
 )
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
-from transformers.utils import can_return_tuple
 
 from errors import InputError
 
@@ -99,8 +101,8 @@ class MiniMindConfig(Qwen3Config):
         if self.head_dim is None:
             if self.hidden_size % (2 * self.num_attention_heads):
                 raise InputError(
-                    f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads "
-                    f"of even size: use a multiple of {2 * self.num_attention_heads}"
+                    f"--hidden_size {self.hidden_size}: must be a multiple of "
+                    f"{2 * self.num_attention_heads}, for {self.num_attention_heads} heads of even size"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
@@ -173,67 +175,149 @@ class MiniMindModel(MiniMindPreTrainedModel, Qwen3Model):
         self.post_init()
 
 
-class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
+class MiniMindForCausalLM(MiniMindPreTrainedModel, Qwen3ForCausalLM):
     """The language model: ``input_ids`` [B, T] -> ``logits`` [B, T, vocab_size].
 
-    It is called like any causal language model of transformers. ``output_router_logits=True`` adds the
-    backbone's ``router_logits``. ``loss`` is the cross-entropy alone. The trainer adds the experts' balance
-    loss (trainer/compute/balance_loss.py), because it knows which tokens are padding.
+    It is called like any causal language model of transformers. ``loss`` is the cross-entropy alone: the
+    trainer adds the experts' balance loss (trainer/compute/scoring.py), as it knows what is padding.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-
     def __init__(self, config):
-        super().__init__(config)
+        PreTrainedModel.__init__(self, config)  # not Qwen3ForCausalLM's, which builds another backbone
         self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        output_router_logits=False,
-        logits_to_keep=0,
-        **kwargs,
-    ):
-        backbone = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            **kwargs,
-        )
-        # logits_to_keep, as in transformers: how many last positions to keep, 0 for all, or their indices.
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(backbone.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MoeCausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=backbone.past_key_values,
-            hidden_states=backbone.hidden_states,
-            attentions=backbone.attentions,
-            router_logits=backbone.router_logits if output_router_logits else None,
-        )
-
-
-class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
-    """A MiniMind backbone with a linear ``score`` head, read at the last token: a reward model."""
 
 
 AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig)
 AutoModel.register(MiniMindConfig, MiniMindModel)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM)
-AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceClassification)
+
+
+# ---------------------------------------------------------------- a .pth is recognised by its keys and shapes
+
+MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does not show the number
+
+
+def minimind_config_of(state: dict[str, torch.Tensor], path: Path) -> MiniMindConfig:
+    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict:
+
+    version                 3 if layer 0 has self_attn.q_norm.weight, 2 if not
+    mixture of experts      if layer 0 has mlp.gate.weight; its rows are the number of experts
+    shared experts          the number of mlp.shared_experts.N in layer 0
+    layers                  the number of different N in model.layers.N
+    head size               version 3: rows of q_norm; version 2: rows of q_proj / 8
+    heads, key/value heads  rows of q_proj and of k_proj / head size
+    vocabulary, hidden      rows of model.embed_tokens.weight and of model.norm.weight
+    feed-forward            rows of mlp.gate_proj.weight, with experts of expert 0's gate_proj.weight
+    tied embeddings         if lm_head.weight is missing or equals the embeddings
+
+    Everything else has the default of its version.
+    Raises ``InputError`` if a key that it needs is missing, or if queries and keys do not split into heads.
+    Other differences from a MiniMind are found later, when loading.py compares all keys and shapes. path: of
+    the ``.pth``, for errors.
+    """
+
+    def rows(name):
+        if name not in state or state[name].dim() == 0:
+            raise InputError(
+                f"{path} has no {name}: not a MiniMind checkpoint. Any other model needs its config.json in "
+                f"the folder {path.with_suffix('')}"
+            )
+        return state[name].shape[0]
+
+    layer = "model.layers.0."
+    version = 3 if f"{layer}self_attn.q_norm.weight" in state else 2
+    query_rows = rows(f"{layer}self_attn.q_proj.weight")
+    key_rows = rows(f"{layer}self_attn.k_proj.weight")
+    if version == 3:
+        head_dim = rows(f"{layer}self_attn.q_norm.weight")
+    else:
+        head_dim = query_rows // MINIMIND_HEADS
+    if head_dim == 0 or head_dim % 2 or query_rows % head_dim or key_rows % head_dim or not key_rows:
+        raise InputError(
+            f"{path}: queries of {query_rows} and keys of {key_rows} rows do not split into heads "
+            f"of size {head_dim}: not a MiniMind checkpoint"
+        )
+    layers = {found[1] for name in state if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    sizes = {
+        "vocab_size": rows("model.embed_tokens.weight"),
+        "hidden_size": rows("model.norm.weight"),
+        "num_hidden_layers": len(layers),
+        "head_dim": head_dim,
+        "num_attention_heads": query_rows // head_dim,
+        "num_key_value_heads": key_rows // head_dim,
+    }
+    use_moe = f"{layer}mlp.gate.weight" in state
+    if use_moe:
+        shared = f"{layer}mlp.shared_experts."
+        gates = [name for name in state if name.endswith(".gate_proj.weight")]
+        sizes["num_experts"] = rows(f"{layer}mlp.gate.weight")
+        sizes["n_shared_experts"] = sum(name.startswith(shared) for name in gates)
+    first = f"{layer}mlp.experts.0." if use_moe else f"{layer}mlp."
+    sizes["intermediate_size"] = rows(f"{first}gate_proj.weight")
+    tied = "lm_head.weight" not in state or torch.equal(
+        state["lm_head.weight"], state["model.embed_tokens.weight"]
+    )
+    return MiniMindConfig(minimind_version=version, use_moe=use_moe, tie_word_embeddings=tied, **sizes)
+
+
+# ---------------------------------------------------------------- the same models as classes of transformers
+
+SHARED = [  # fields that decide what is computed; they have the same names in all configs
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
+    "attention_bias",
+]
+EXPERTS = ["num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
+
+
+def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a dense MiniMind -> that of the Llama (MiniMind 2) or Qwen3 (MiniMind 3) that has the
+    same weights under the same names, and computes the same; any other config as it is."""
+    if not isinstance(config, MiniMindConfig) or config.use_moe:
+        return config
+    kind = LlamaConfig if config.minimind_version == 2 else Qwen3Config
+    sizes = _fields(config, [*SHARED, "intermediate_size", "minimind_version"])
+    return kind(**sizes)
+
+
+def as_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """A MiniMind 3 with experts as a Qwen3-MoE, for other programs; any other model as it is.
+
+    Raises ``InputError`` for a MiniMind 2 with experts, and for a MiniMind 3 with shared experts. Every token
+    goes through shared experts; Qwen3-MoE has none, and Qwen2-MoE multiplies its own by a gate below 1.
+    """
+    config = model.config
+    if not isinstance(config, MiniMindConfig):
+        return model
+    if config.minimind_version == 2 or config.n_shared_experts:
+        raise InputError(
+            "a MiniMind 2 with experts is not exported: transformers, vLLM and llama.cpp have no such shared "
+            "expert and could not load it; use its .pth, which chat.py and --model can load"
+        )
+    sizes = _fields(config, SHARED + EXPERTS) | {"moe_intermediate_size": config.intermediate_size}
+    # norm_topk_prob: the weights of the chosen experts add up to one, as in MiniMind. as_minimind knows by
+    # minimind_version that the model was a MiniMind.
+    joined = Qwen3MoeConfig(**sizes, norm_topk_prob=True, minimind_version=3)
+    # In files, a Qwen3-MoE's experts have MiniMind's names: transformers joins them when it loads a model.
+    state = dict(model.state_dict())
+    plain = Qwen3MoeForCausalLM.from_pretrained(None, config=joined, state_dict=state, dtype=model.dtype)
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def as_minimind(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """A Qwen3-MoE that ``as_plain`` made from a MiniMind -> that MiniMind; any other model as it is. path:
+    the directory or hub name that it was loaded from, from which it is loaded again."""
+    config = model.config
+    if not isinstance(config, Qwen3MoeConfig) or getattr(config, "minimind_version", None) != 3:
+        return model
+    sizes = _fields(config, SHARED + EXPERTS) | {"intermediate_size": config.moe_intermediate_size}
+    own = MiniMindConfig(minimind_version=3, use_moe=True, **sizes)
+    return MiniMindForCausalLM.from_pretrained(path, config=own, dtype=model.dtype)
+
+
+def _fields(config, names):
+    return {name: getattr(config, name) for name in names}

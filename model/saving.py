@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from atomic_files import move, one_at_a_time
 from errors import InputError
@@ -46,21 +47,34 @@ def save_directory(model, tokenizer, path, dtype=torch.float16, **fields):
     config.json last. Other files in the directory stay. Raises ``InputError`` as ``save_policy`` does.
     """
     path = Path(path)
-    state_dict_in(dtype, model, path)  # raises if a weight is not finite; the result is not needed
+    model = rounded_copy(model, dtype, path)
+    vars(model.config).update(fields)
+    with _whole_files(path, path / "config.json") as folder:
+        write_directory(model, tokenizer, folder)
+
+
+def rounded_copy(model: PreTrainedModel, dtype: torch.dtype, path: Path) -> PreTrainedModel:
+    """A copy of a model in ``dtype``, adapters merged. Raises InputError, which names ``path``, if a weight
+    is not finite."""
     model = merged_copy(model).to(dtype)
+    for name, tensor in model.state_dict().items():
+        check_finite(name, tensor, path)
+    return model
+
+
+def write_directory(model: PreTrainedModel, tokenizer, folder: Path) -> None:
+    """Write what ``from_pretrained`` needs into a folder that is there."""
     generation = model.generation_config if model.can_generate() else None
     if generation:
         model.generation_config = type(generation)()  # for the reason, see _write_settings
-    vars(model.config).update(fields)
-    with _whole_files(path, path / "config.json") as folder:
-        with quiet():
-            model.save_pretrained(folder)
-        if generation:
-            generation.to_json_file(folder / "generation_config.json")
-        tokenizer.save_pretrained(folder)
-        for_older_readers(folder)
-        for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-            shutil.copymode(folder / "config.json", file)
+    with quiet():
+        model.save_pretrained(folder)
+    if generation:
+        generation.to_json_file(folder / "generation_config.json")
+    tokenizer.save_pretrained(folder)
+    for_older_readers(folder)
+    for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+        shutil.copymode(folder / "config.json", file)
 
 
 @contextlib.contextmanager

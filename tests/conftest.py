@@ -53,8 +53,8 @@ def no_pictures_unless_asked(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_other_files():
-    """A run looks for garbage several times (trainer/runs/garbage.py). What pytest and the tests of other
-    files have made, far more than the run itself, is not looked through each time."""
+    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and the tests of
+    other files have made, far more than the run itself, is not looked through each time."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

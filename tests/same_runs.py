@@ -7,8 +7,8 @@ from test_invariants import ALONE
 from tiny import finish, flags, launch_two, load_weights, read_jsonl, same_run
 
 from trainer import train_ppo
-from trainer.build_run import build_run
 from trainer.inputs import load_inputs
+from trainer.run import PpoRun
 
 # fp32 on a CPU, rates at which a few steps change the weights; run folder "r"
 EXACT = {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "epochs": 99}
@@ -24,7 +24,7 @@ def sizes(responses):
 def built(files, **values):
     """Flags -> a run as main builds it, in one process."""
     args = train_ppo.parse_args(flags(**{**files, **values}))
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args, ALONE))
+    return PpoRun(args, ALONE, *load_inputs(args, ALONE))
 
 
 def run_in_two_processes(argv):

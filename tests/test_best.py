@@ -21,9 +21,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.best import Best, choose_best
-from trainer.ppo_models import PpoRun
-from trainer.rewards.judge import Judge
-from trainer.rewards.reward import Reward
+from trainer.rewards.reward import Judge, Reward
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}
@@ -166,7 +164,7 @@ def test_without_evaluations_nothing_is_kept_and_nothing_old_stays(files, tmp_pa
     (tmp_path / NAME).write_text("an earlier run's")
     without = {"eval_data_path": "", "eval_reward_fn": ""}
     train_ppo.main(argv_of(files | without, tmp_path, max_steps=1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ppo_actor_32", "ppo_actor_32.pth", "r"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["ppo_actor_32", "ppo_actor_32.pth", "r"]
     assert "best     " not in capsys.readouterr().out
 
 
@@ -177,11 +175,10 @@ def test_with_adapters_the_best_is_merged_as_the_result_is(files, tmp_path, monk
     assert state_of(tmp_path, 2)["step"] == 2  # the checkpoint of the same step knows of it
 
 
-def test_a_model_that_is_the_best_file_is_refused(files, tmp_path):
+def test_a_model_that_is_the_best_file_is_refused(whole, files, tmp_path):
+    out = shutil.copytree(whole, tmp_path / "out")
     with pytest.raises(InputError, match=f"{NAME}: this run would write its result there"):
-        run = SimpleNamespace(args=SimpleNamespace(model=tmp_path / NAME), world=SimpleNamespace(device=None))
-        run.pth_path, run.best_path = tmp_path / "ppo_actor_32.pth", tmp_path / NAME
-        PpoRun.__post_init__(run)
+        train_ppo.main(argv_of(files, out, model=out / NAME, run_name="s"))
 
 
 # -------------------------------------------------------------------------------------- killed and resumed

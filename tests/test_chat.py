@@ -16,15 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import chat
-from dataset.prompt_template import set_system_prompt
+from dataset.chat_template import set_system_prompt
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from model.saving import save_policy
 from trainer.endings import Endings, keep_endings
 from trainer.generation.engine import Sampler, sample
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
-from trainer.generation.stops import StopStrings
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import StopStrings, response_texts
 from trainer.runs.interrupts import StopRequest
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]

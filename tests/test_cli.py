@@ -128,6 +128,11 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("no reward at all", {"reward_model": ""}, "--reward_model"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
+    (
+        "a wrong function is named before models are loaded",
+        {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"},
+        "no function 'g'",
+    ),
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
     ("minibatch larger than batch", {"mini_batch_size": 16}, "--mini_batch_size 16"),
     ("minibatch does not divide", {"mini_batch_size": 3}, "--mini_batch_size 3"),
@@ -154,6 +159,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),
     ("no such device", {"device": "toaster"}, "--device toaster"),
     ("a folder that is a file", {"out_dir": "{}/text.jsonl"}, "--out_dir"),
+    ("a run folder that is a file", {"out_dir": "{}", "run_name": "text.jsonl"}, "--run_name"),
     ("nothing to resume", {"resume": "/nowhere"}, "--resume /nowhere"),
 ]
 

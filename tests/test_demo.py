@@ -9,8 +9,8 @@ from tiny import ROOT, read_jsonl
 from dataset.lm_dataset import RLAIFDataset
 from model.loading import load_policy, load_tokenizer
 from trainer.generation.engine import sample
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 from trainer.rewards.reward_models import load_reward_model
 from trainer.rewards.rules import format_reward, is_correct
 

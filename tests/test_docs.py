@@ -1,15 +1,21 @@
 """The documents name code, tests, commands and figures that are really there."""
 
+import ast
 import importlib
+import inspect
 import json
 import re
+import string
 
 import pytest
 from tiny import ROOT, read_jsonl, run_files, train, write_jsonl
 
 from trainer import train_ppo, train_reward, train_sft
+from trainer.about_run import start_facts
 from trainer.peer_flags import PEER_FLAGS
-from trainer.runs import health, health_start
+from trainer.runs import displays
+from trainer.runs.health_past import Past
+from trainer.runs.health_rules import RULES, advice
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 DOCUMENTS = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
@@ -112,10 +118,49 @@ def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
             assert only_elsewhere or any(patterns[name].match(n) for n in logged), f"{name} is never logged"
 
 
+def test_each_metric_that_is_shown_is_explained_on_the_metrics_page():
+    page = text_of(ROOT / "docs" / "metrics.md")
+    for display in (displays.PPO, displays.OFFLINE, displays.SFT, displays.PAIRS, displays.RATINGS):
+        shown = {name for panel in display.panels for name in panel.series} | {*display.line}
+        shown |= {*display.followed, f"eval/{display.best}", displays.UNDEFINED}
+        for name in shown:
+            assert f"| `{name.replace(displays.PARTS, 'reward/<part>')}` |" in page, name
+    for name in displays.EVALUATED:
+        assert f"| `eval/{name}` |" in page, name
+
+
 def test_each_check_of_a_run_is_on_the_page_of_health():
     page = text_of(ROOT / "docs" / "health.md")
-    for row in (*health.ROWS, *health_start.ROWS):
-        assert f"| `{row.__name__}` |" in page, row.__name__
+    for rule in RULES:
+        assert f"| `{rule.name}` |" in page, rule.name
+
+
+def test_findings_name_only_metrics_of_the_page_flags_facts_and_what_their_rule_has_seen():
+    """A name that is none of these would be left out without a word."""
+    facts = re.findall(r'^        "(\w+)":', inspect.getsource(start_facts), re.MULTILINE)
+    known = {*train_ppo.flag_parser().flags, *facts, *advice(Past({}))}
+    helpers = {"lasting": {"mean", "count"}, "changed": {"start", "now"}, "models_that": {"names", "weights"}}
+    described = text_of(ROOT / "docs" / "metrics.md")
+    names = 0
+    for rule in RULES:
+        nodes = list(ast.walk(ast.parse(inspect.getsource(rule.when))))
+        called = {
+            getattr(n.func, "attr", getattr(n.func, "id", "")) for n in nodes if isinstance(n, ast.Call)
+        }
+        seen = {word for helper in called for word in helpers.get(helper, ())}
+        texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        formatted = {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in ast.walk(n)}
+        seen |= {text for text in texts if text.isidentifier()}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in formatted:
+                for _, field, *_ in string.Formatter().parse(node.value):
+                    name = re.split(r"[.\[]", field or "")[0]
+                    names += bool(name)
+                    if "/" in name:
+                        assert f"`{name}`" in described, (rule.name, name)
+                    else:
+                        assert not name or name in known | seen, (rule.name, name)
+    assert names > 100
 
 
 def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):

@@ -63,7 +63,7 @@ def test_the_model_has_the_average_inside_the_block_only():
 def test_what_a_checkpoint_keeps_restores_it():
     _, one = average_of([1.0, 3.0])
     _, other = average_of([7.0])
-    other.load_tensors(one.tensors())
+    other.load_state_dict(one.state_dict())
     for ema in (one, other):
         ema.learner.model.weight.data.fill_(5.0)
         ema.follow(2)
@@ -77,9 +77,9 @@ def test_with_adapters_only_these_are_averaged(files):
 
 
 def test_it_takes_memory_where_the_models_are_in_main_memory():
-    assert planned("--ema_beta", "0.9").standing["average"] == 4 * TOTAL
-    assert "average" not in planned("--ema_beta", "0.9", device=GPU).standing
-    assert "average" not in planned().standing
+    assert planned("--ema_beta", "0.9").phases["update"]["average"] == 4 * TOTAL
+    assert "average" not in planned("--ema_beta", "0.9", device=GPU).phases["update"]
+    assert "average" not in planned().phases["update"]
 
 
 RUN = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 6, "epochs": 99, "learning_rate": 1e-2}

@@ -10,7 +10,7 @@ from errors import InputError
 from trainer import ppo, train_ppo
 from trainer.compute import scoring
 from trainer.compute.scoring import PolicyScorer, score_entropy_too, score_policy
-from trainer.entropy_top import choose_tokens
+from trainer.ppo import choose_tokens
 
 assert files  # the fixture
 ENTROPY = torch.tensor([[0.5, 0.1, 9.0], [0.3, 0.2, 0.4]])
@@ -27,18 +27,18 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])  # five tokens; t
     ],
 )
 def test_the_share_by_hand(share, least, counted):
-    found, threshold = choose_tokens(share, ENTROPY, MASK, ALONE)
+    found, threshold = choose_tokens(share, ENTROPY, MASK, ALONE.gather)
     assert found.tolist() == torch.tensor(counted).bool().tolist()
     assert threshold == pytest.approx(least)
 
 
 def test_equal_entropies_count_alike():
-    found, _ = choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE)
+    found, _ = choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE.gather)
     assert found.equal(MASK)
 
 
 def test_1_is_all_tokens_and_0_is_refused():
-    assert choose_tokens(1.0, ENTROPY, MASK, ALONE) == (None, None)
+    assert choose_tokens(1.0, ENTROPY, MASK, ALONE.gather)[0].equal(MASK)
     with pytest.raises(InputError, match="--entropy_top"):
         train_ppo.parse_args(["--entropy_top", "0"])
 
@@ -47,10 +47,10 @@ def test_the_threshold_is_that_of_all_processes():
     """The other process has five tokens with more entropy than any here: a share of 0.5 leaves none."""
     other = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     world = SimpleNamespace(gather=lambda mine: [mine, other])
-    found, least = choose_tokens(0.5, ENTROPY, MASK, world)
+    found, least = choose_tokens(0.5, ENTROPY, MASK, world.gather)
     assert not found.any()
     assert least == 1.0
-    found, _ = choose_tokens(0.6, ENTROPY, MASK, world)
+    found, _ = choose_tokens(0.6, ENTROPY, MASK, world.gather)
     assert found.nonzero().tolist() == [[0, 0]]
 
 

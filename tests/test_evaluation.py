@@ -8,11 +8,11 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
-from trainer.build_run import build_run
 from trainer.evaluation import EVAL_STEP, evaluate
-from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
 from trainer.rewards.rules import is_correct
+from trainer.run import PpoRun
 from trainer.runs.distributed import World, share_of
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -207,7 +207,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
         record["answer"] = responses[kind][n if kind else n * answers] if kind is not None else "nothing"
     write_jsonl(tmp_path / "held_out.jsonl", records)
     actor, tokenizer, prompts, held_out, _ = load_inputs(args, ALONE)
-    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out)
+    run = PpoRun(args, ALONE, actor, tokenizer, prompts, held_out)
     run.actor.load_state_dict(plain.state_dict())
     found, _ = train_ppo.evaluate_actor(run, {}, {})
     for kind, texts in responses.items():

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from tiny import ROOT
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
-from trainer.flags import Flag, FlagParser
+from trainer.flags import Flag, FlagParser, path
 from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
 from trainer.runs.resume import check_same_run
 
@@ -18,8 +19,8 @@ SCRIPTS = {"ppo": train_ppo, "sft": train_sft, "reward": train_reward}
 def parser():
     p = FlagParser("a test")
     p.group("numbers")
-    p.add_argument("--count", default=3, at_least=1, at_most=10, help="a number")
-    p.add_argument("--rate", default=0.5, above=0, at_most=1, may_change=True, help="another")
+    p.add("--count", 3, "a number", at_least=1, at_most=10)
+    p.add("--rate", 0.5, "another", above=0, at_most=1, may_change=True)
     return p
 
 
@@ -43,15 +44,17 @@ def test_a_wrong_flag_is_one_line(argv, line):
     assert str(caught.value) == line
 
 
-def test_a_number_without_a_range_cannot_be_declared():
+def test_where_nothing_is_said_a_number_is_0_or_more_and_a_float_at_most_a_million():
     p = parser()
-    with pytest.raises(ValueError, match="--size needs a range"):
-        p.add_argument("--size", default=3, help="how many")
-    with pytest.raises(ValueError, match="--share needs a range"):
-        p.add_argument("--share", default=0.5, help="how much")
-    p.add_argument("--weight", default=0.5, at_least=0, help="a float has an upper end in any case")
-    with pytest.raises(InputError, match="--weight inf: must be at most 1000000"):
-        p.parse_args(["--weight", "inf"])
+    p.add("--size", 3, "how many")
+    p.add("--weight", 0.5, "how much")
+    for argv, line in (
+        (["--size", "-1"], "--size -1: must be at least 0"),
+        (["--weight", "-0.5"], "--weight -0.5: must be at least 0"),
+        (["--weight", "inf"], "--weight inf: must be at most 1000000"),
+    ):
+        with pytest.raises(InputError, match=line):
+            p.parse_args(argv)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
@@ -119,6 +122,138 @@ def test_names_with_dots_and_values_of_others_are_answered_too(word, line):
     name = word.split("=")[0]
     start = f"argument {name}: " if line.startswith(("grpo", "bf16", "invalid")) else f"{name}: "
     assert str(caught.value).startswith(start + line)
+
+
+# ---------------------------------------------------------------- what a flag needs and what it excludes
+
+FLAGS = train_ppo.flag_parser().flags
+ASKING = {"advantage": "reinforce", "kl_in": "reward", "critic_init": "actor", "critic_warmup_steps": 1}
+
+
+def asking(name):
+    """A value with which the flag asks for something, and which is not its default."""
+    flag = FLAGS[name]
+    if name in ASKING:
+        return ASKING[name]
+    return flag.off + 1 if flag.kind is int else 0.25 if flag.kind is float else "x"
+
+
+def off(name):
+    """The value with which it asks for nothing."""
+    return "" if FLAGS[name].kind in (path, str) and FLAGS[name].off == 0 else FLAGS[name].off
+
+
+def line_of(**values):
+    """The error line of these flags, "" if there is none."""
+    try:
+        train_ppo.flag_parser().parse_args([f"--{name}={value}" for name, value in values.items()])
+    except InputError as error:
+        assert error.code == 2
+        return str(error)
+    return ""
+
+
+EXCLUDED = [
+    (name, *condition.partition("=")[::2], why)
+    for name, flag in FLAGS.items()
+    for condition, why in flag.not_with.items()
+]
+NEEDED = [
+    (name, value, needed)
+    for name, flag in FLAGS.items()
+    for value, needed in (flag.needs.items() if isinstance(flag.needs, dict) else [(None, flag.needs)])
+    if needed
+]
+
+
+@pytest.mark.parametrize(("name", "other", "value", "why"), EXCLUDED)
+def test_a_flag_that_excludes_another_is_one_line_with_both_and_the_reason(name, other, value, why):
+    mine, theirs = asking(name), value or asking(other)
+    line = line_of(**{name: mine, other: theirs})
+    assert line == f"--{name} {mine}: not with --{other} {theirs}: {why}; leave one of them out"
+    if FLAGS[name].off is not None:  # what is the case anyway is not refused
+        assert "not with" not in line_of(**{name: off(name), other: theirs})
+
+
+@pytest.mark.parametrize(("name", "value", "needed"), NEEDED)
+def test_a_flag_that_is_of_no_use_alone_names_what_it_needs(name, value, needed):
+    value = value or asking(name)
+    line = line_of(**{name: value, needed: off(needed)})
+    assert line == f"--{name} {value}: is of use only with --{needed}; set that too"
+    assert line_of(**{name: value, needed: asking(needed)}) == ""
+
+
+def test_flags_that_were_refused_still_are():
+    """A declaration that gets lost would be lost in the tests above, too."""
+    offline = "data_path thinking_ratio thinking_reward reward_model reward_fn reward_url overlong_buffer "
+    offline += (
+        "overlong_penalty repetition_penalty length_reward normalize_reward num_generations min_gen_len "
+    )
+    offline += "replay_batches filter_groups kl_in kl_target kl_horizon entropy_top update_old_actor_freq"
+    without_critic = (
+        "critic_learning_rate vf_coef cliprange_value lam critic_lam critic_init critic_warmup_steps"
+    )
+    found = [(name, other) for name, other, _, _ in EXCLUDED]
+    assert {name for name, other in found if other == "offline_data_path"} == set(offline.split())
+    assert {name for name, other in found if other == "advantage"} == {
+        *without_critic.split(),
+        "gamma",
+        "kl_in",
+        "offline_data_path",
+    }
+    assert {name for name, other in found if other == "shard"} == {"ema_beta", "offload_frozen"}
+    assert len(NEEDED) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "argv"),
+    [
+        ("vf_coef", 0.7, ["--advantage", "reinforce"]),
+        ("critic_lam", 0.9, ["--advantage", "rloo", "--num_generations", "2"]),
+        ("lam", 0.8, ["--advantage", "group", "--num_generations", "2"]),
+        ("overlong_penalty", 2.0, []),
+        ("overlong_penalty", 2.0, ["--offline_data_path", "x"]),
+    ],
+)
+def test_who_edits_a_default_is_not_told_to_leave_out_a_flag_never_given(name, default, argv):
+    p = train_ppo.flag_parser()
+    p.set_defaults(**{name: default})
+    p.flags[name] = replace(p.flags[name], default=default)
+    assert getattr(p.parse_args(argv), name) == default
+    with pytest.raises(InputError, match=f"--{name} 0.5: "):
+        p.parse_args([*argv, f"--{name}", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "argv"),
+    [
+        ("num_generations", 4, ["--offline_data_path", "x"]),
+        ("update_old_actor_freq", 4, ["--offline_data_path", "x"]),
+        ("entropy_top", 0.2, ["--offline_data_path", "x"]),
+        ("kl_in", "reward", ["--offline_data_path", "x"]),
+        ("kl_in", "reward", ["--advantage", "group", "--num_generations", "2"]),
+        ("gamma", 0.9, ["--advantage", "rloo", "--num_generations", "2"]),
+        ("offline_data_path", "x", ["--advantage", "rloo", "--num_generations", "2"]),
+        ("ema_beta", 0.99, ["--shard", "1"]),
+        ("offload_frozen", 1, ["--shard", "1"]),
+    ],
+)
+def test_an_edited_default_that_would_do_harm_is_refused(name, default, argv):
+    """As before flags were declared with what they exclude: those runs crash, or compute something else."""
+    p = train_ppo.flag_parser()
+    p.set_defaults(**{name: default})
+    p.flags[name] = replace(p.flags[name], default=default)
+    with pytest.raises(InputError, match=f"--{name} .*: not with --{argv[0][2:]} "):
+        p.parse_args(argv)
+    assert getattr(p.parse_args([*argv, f"--{name}={off(name)}"]), name) == off(name)
+
+
+def test_an_estimator_that_compares_answers_needs_several_even_as_the_default():
+    p = train_ppo.flag_parser()
+    p.set_defaults(advantage="rloo")
+    p.flags["advantage"] = replace(p.flags["advantage"], default="rloo")
+    with pytest.raises(InputError, match="--advantage rloo: is of use only with --num_generations"):
+        p.parse_args([])
 
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_sft.py", "train_reward.py"])

@@ -19,13 +19,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tiny import flags, save_policy_dir, save_reward_dir, tiny_llama, word_tokenizer, write_jsonl
+from tiny import flags, request_of, save_policy_dir, save_reward_dir, tiny_llama, word_tokenizer, write_jsonl
 
 from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
-from model.compatibility import check_tokenizer, eos_ids
-from model.loading import load_policy, load_tokenizer, tokenizer_source
+from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
 from trainer import train_ppo
 from trainer.inputs import load_inputs
 from trainer.rewards.reward import Reward
@@ -812,7 +811,8 @@ def reward_of(folder, text, number=[0]):  # noqa: B006  (a name of its own for e
     path.write_text(text, "utf-8", errors="surrogateescape")
     with counted("reward functions"), one_line_or_fine("--reward_fn"):
         function = load_reward_function(f"{path}:f")
-        parts = Reward(function=function, reasoning=False)(["p", "q"], ["r", "s"], [None, "a"], [True, False])
+        asked = request_of(["p", "q"], ["r", "s"], [None, "a"], [True, False])
+        parts = Reward(function=function, reasoning=False)(asked)
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
         COUNT["reward functions: scores"] += 1
 

@@ -16,6 +16,7 @@ LEVELS = (
     ({"trainer.generation"}, {"trainer.rewards"}, {"trainer.runs"}),
     ({"trainer"},),  # what the scripts share
     ({"trainer.train_ppo"}, {"trainer.train_sft"}, {"trainer.train_reward"}, {"chat"}, {"export"}),
+    ({"dataset.demo"},),
 )
 FILES = [
     path

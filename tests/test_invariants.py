@@ -10,10 +10,10 @@ from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.build_run import build_run
-from trainer.compute.balance_loss import load_balance_loss
 from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.compute.scoring import load_balance_loss
 from trainer.inputs import load_inputs
+from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import (
@@ -45,7 +45,7 @@ def make_run(files, **values):
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
     args = train_ppo.parse_args(flags(**given))
     actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts), prompts
+    return PpoRun(args, ALONE, actor, tokenizer, prompts), prompts
 
 
 def filled_rollout(run, prompts, step=0):
@@ -84,7 +84,7 @@ def furthest(left, right):
 
 
 def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
-    run, prompts = make_run(files)
+    run, prompts = make_run(files, entropy_top=0.5)  # which fills the field ``counted`` too
     batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
     order, put = {}, Rollout.__setattr__
 
@@ -105,8 +105,8 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     rollout, metrics = filled_rollout(run, prompts)
     _, sums = gradients(run, rollout.rows(range(8)))
     tokens = rollout.response_len[:8].sum().item()
-    assert sums.total("policy/ratio") / tokens == pytest.approx(1.0, abs=1e-6)
-    assert sums.total("policy/approx_kl") / tokens == pytest.approx(0.0, abs=1e-9)
+    assert sums.totals(["policy/ratio"], "cpu").item() / tokens == pytest.approx(1.0, abs=1e-6)
+    assert sums.totals(["policy/approx_kl"], "cpu").item() / tokens == pytest.approx(0.0, abs=1e-9)
     means = metrics.means(ALONE)
     assert means["kl/k1"] == means["kl/k2"] == means["kl/k3"] == 0  # the reference is the actor's start
     assert means["rollout/sampler_gap"] < 1e-5
@@ -211,12 +211,12 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     rollout, _ = filled_rollout(run, prompts)
     whole, sums = gradients(run, rollout.rows(range(8)))
     assert (
-        sums.total("policy/balance_loss") >= 0.5 * 8 * 2 * 0.99
+        sums.totals(["policy/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
     )  # coefficient x sequences x layers, at least
     run.args.accumulation_steps = 8
     assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
     # The critic's experts are balanced too: with --vf_coef 0 its gradients are those of that loss alone.
-    assert sums.total("value/balance_loss") >= 0.5 * 8 * 2 * 0.99
+    assert sums.totals(["value/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
     run.args.vf_coef = 0.0
     found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
     forget_gradients(run)
@@ -395,13 +395,12 @@ def test_gradients_are_clipped_and_the_reference_never_moves(files):
 
 
 def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
-    run, prompts = make_run(files, learning_rate=1e-2)
+    run, prompts = make_run(files, mini_batch_size=16, learning_rate=1e-2)  # none follows an update
     run.prepare()
     assert run.old_actor is run.actor
     assert set(run.modules) == {"actor", "critic"}
     batches, positions, dtypes = iter([[prompts[i] for i in range(16)]] * 3), list(range(16)), set()
     for step in range(3):
-        run.args.mini_batch_size = 16  # a single minibatch, so that none follows an update
         metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)

@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from errors import InputError, run_script
-from trainer import build_run, memory_check, train_ppo
-from trainer.compute import free_memory
-from trainer.memory_check import check_loading, check_memory
-from trainer.memory_plan import GB, Sizes, memory_plan
+from trainer import memory_plan as plans
+from trainer import run as ppo_run
+from trainer import train_ppo
+from trainer.compute import memory
+from trainer.memory_plan import GB, Sizes, check_loading, check_memory, memory_plan
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
 TINY = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1, "critic_warmup_steps": 0}
@@ -56,13 +57,23 @@ def planned(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, s
     return memory_plan(args, sizes, device, dtype, **more)
 
 
+def standing(*argv, **more):
+    """{part: bytes} of what such a run has all the time: its fullest phases have it and more."""
+    return standing_of(planned(*argv, **more))
+
+
+def standing_of(plan):
+    comes_and_goes = ("gradients", "micro-batch", "gathered", "KV cache")
+    return {part: size for part, size in plan.phases["update"].items() if part not in comes_and_goes}
+
+
 def test_without_a_critic_its_weights_and_moments_are_not_counted():
     model, with_critic = tiny_llama(10), planned()
     sizes = {"actor": Sizes.of(model, BF16), "rewards": []}
     without = memory_plan(arguments("--advantage", "reinforce"), sizes, CPU, BF16)
-    trained = sizes["actor"].body
-    assert sum(with_critic.standing.values()) - sum(without.standing.values()) == (4 + 8) * trained
-    assert "critic" not in {**without.standing, **without.building}
+    saved = sum(standing_of(with_critic).values()) - sum(standing_of(without).values())
+    assert saved == (4 + 8) * sizes["actor"].all
+    assert not any("critic" in parts for parts in without.phases.values())
 
 
 def on_meta(config, reward_dtype=BF16):
@@ -82,7 +93,7 @@ TOTAL = LINEAR + TABLE + 3 * 32
 
 def test_weights_and_moments_by_hand():
     plan = planned()
-    assert plan.standing == {
+    assert standing_of(plan) == {
         "actor": 4 * TOTAL,
         "critic": 4 * TOTAL,
         "reference": 2 * LINEAR + 4 * (TOTAL - LINEAR),
@@ -91,42 +102,41 @@ def test_weights_and_moments_by_hand():
     }
     assert plan.cache == 8 * 16 * (2 * 1 * 16 * 2)  # 8 slots of 16 tokens, one head of 16 numbers, bf16
     assert plan.phases["update"]["gradients"] == 4 * TOTAL  # of one model at a time
-    assert planned(device=GPU).standing["sampler"] == 2 * TOTAL
-    assert planned("--moments_dtype", "bfloat16").standing["moments"] == 4 * 2 * TOTAL
-    older = planned("--update_old_actor_freq", "2").standing
-    assert older["old actor"] == plan.standing["reference"]
-    in_fp32 = planned(dtype=torch.float32).standing
-    assert in_fp32["reference"] == 4 * TOTAL
+    assert standing(device=GPU)["sampler"] == 2 * TOTAL
+    assert standing("--moments_dtype", "bfloat16")["moments"] == 4 * 2 * TOTAL
+    older = standing("--update_old_actor_freq", "2")
+    assert older["old actor"] == older["reference"] == 2 * LINEAR + 4 * (TOTAL - LINEAR)
+    assert standing(dtype=torch.float32)["reference"] == 4 * TOTAL
 
 
 def test_weights_that_16_bits_hold_by_hand():
     model = tiny_llama(10)
     for p in model.parameters():
         p.data = p.data.to(BF16).float()
-    assert planned(model=model).standing["reference"] == 2 * (LINEAR + TABLE) + 4 * 3 * 32
-    older = planned("--update_old_actor_freq", "2", model=model).standing
+    assert standing(model=model)["reference"] == 2 * (LINEAR + TABLE) + 4 * 3 * 32
+    older = standing("--update_old_actor_freq", "2", model=model)
     assert older["old actor"] == 2 * LINEAR + 4 * (TOTAL - LINEAR)  # it changes: only products are rounded
 
 
 def test_code_from_outside_keeps_its_weights(monkeypatch):
     model = tiny_llama(10)
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
+    monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
     plan, _ = check_memory(arguments("--trust_remote_code"), model, model, [], CPU, BF16)
-    assert plan.standing == planned(model=model).standing | {"reference": 4 * TOTAL}
+    assert standing_of(plan) == standing(model=model) | {"reference": 4 * TOTAL}
 
 
 def test_adapters_by_hand():
     adapters = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
     model, start = tiny_llama(10), tiny_llama(10, seed=1)
-    own = planned("--lora_r", "2", model=model).standing
+    own = standing("--lora_r", "2", model=model)
     assert own["moments"] == 8 * 2 * adapters
     assert own["actor"] == 4 * TOTAL + 4 * adapters
     assert own["critic"] == 4 * adapters  # on the actor's weights
     assert "reference" not in own  # it is the actor without adapters
-    shared = planned("--lora_r", "2", model=model, start=start, rewards=[start]).standing
+    shared = standing("--lora_r", "2", model=model, start=start, rewards=[start])
     assert shared == own | {"reward models": 4 * TOTAL}  # which the critic shares: they count once
-    apart = planned("--lora_r", "2", model=model, rewards=[start]).standing
-    assert apart == own | {"reward models": 2 * LINEAR + 4 * (TOTAL - LINEAR)}
+    apart = standing("--lora_r", "2", model=model, rewards=[start])
+    assert apart == own | {"reward models": 4 * TOTAL}  # with adapters nothing is rounded that would change
 
 
 def test_a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand():
@@ -135,24 +145,25 @@ def test_a_process_of_a_sharded_run_has_its_part_of_what_stays_by_hand():
     whole, part = (
         planned("--update_old_actor_freq", "2", shard=shard, processes=4, **given) for shard in (0, 1)
     )
-    sampler = whole.standing.pop("sampler")
-    assert part.standing == {name: size // 4 for name, size in whole.standing.items()}
-    assert part.phases["rollout"] == whole.phases["rollout"] | {"sampler": sampler, "gathered": 4 * TABLE}
+    all_of_it = standing_of(whole)
+    sampler = all_of_it.pop("sampler")
+    mine = {name: size // 4 for name, size in all_of_it.items()}
+    assert standing_of(part) == mine
+    assert part.phases["rollout"] == whole.phases["rollout"] | mine | {"gathered": 4 * TABLE}
+    assert part.phases["rollout"]["sampler"] == sampler
     assert part.phases["update"]["gradients"] == 4 * TOTAL // 4
     assert part.cache == whole.cache
-    assert planned(shard=1, processes=1).standing == planned().standing  # alone it has all
+    assert planned(shard=1, processes=1) == planned()  # alone it has all
 
 
 def test_what_is_there_while_a_run_is_built_by_hand():
-    """Unsharded: all models, not yet rounded. Of a sharded run the main process builds them, in which loading
-    takes more."""
-    plan = planned()
-    models = {"actor": 4 * TOTAL, "critic": 4 * TOTAL, "reward models": 0}
-    assert plan.building == models | {"reference": 4 * TOTAL, "sampler": plan.standing["sampler"]}
-    for device in (CPU, GPU):
-        assert planned(shard=1, processes=2, device=device).building == {}
-    adapters = planned("--lora_r", "2")
-    assert adapters.building == {"actor": 4 * TOTAL, "reward models": 0, "sampler": 4 * TOTAL}  # comes first
+    """The loaded models and the sampler, not yet rounded; of a sharded run in main memory."""
+    start = tiny_llama(10, seed=1)
+    models = {"actor": 4 * TOTAL, "reward models": 4 * TOTAL, "sampler": 4 * TOTAL}
+    assert planned(start=start, rewards=[start]).phases["building"] == models
+    sharded = {"start": start, "rewards": [start], "shard": 1, "processes": 2}
+    assert planned(**sharded).phases["building"] == models
+    assert "building" not in planned(**sharded, device=GPU).phases
 
 
 def test_what_a_sharded_run_gathers_by_hand():
@@ -161,7 +172,6 @@ def test_what_a_sharded_run_gathers_by_hand():
     update = planned(shard=1, processes=2, device=GPU).phases["update"]
     gradients = (2 + 4) * layer + 8 * TABLE
     assert update["gathered"] == 2 * 2 * layer + 4 * TABLE + gradients
-    assert planned(shard=1, processes=2, device=GPU).phases["score"]["gathered"] == 4 * layer + 4 * TABLE
     exact = planned(shard=1, processes=2, device=GPU, dtype=torch.float32).phases["update"]
     assert exact["gathered"] == 2 * 4 * layer + 4 * TABLE + (4 + 4) * layer + 8 * TABLE
     adapters = planned("--lora_r", "2", shard=1, processes=2, device=GPU).phases["update"]
@@ -169,15 +179,13 @@ def test_what_a_sharded_run_gathers_by_hand():
 
 
 def test_processes_plan_with_what_the_one_with_least_memory_has(monkeypatch):
-    """And with the sizes that the main one has found, which has the weights."""
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
+    monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
     model, asked = tiny_llama(10), []
-    world = Namespace(from_main=lambda sizes: asked.append(sizes["actor"].all) or sizes)
-    in_step = Namespace(least=lambda number: asked.append(number) or 2 * GB, world=world)
+    in_step = Namespace(least=lambda number: asked.append(number) or 2 * GB)
     given = arguments(), model, model, [], CPU, BF16
     assert "of the 2.0 GB that cpu can give" in check_memory(*given, in_step=in_step)[1]
-    later = memory_check.LATER["cpu"]
-    assert asked == [pytest.approx(0.95 * 3 * GB - later, rel=1e-3), TOTAL] and later > 0
+    later = plans.LATER["cpu"]
+    assert asked == [pytest.approx(0.95 * 3 * GB - later, rel=1e-3)] and later > 0
 
 
 def test_sharding_is_suggested_where_there_are_several_processes(monkeypatch):
@@ -194,9 +202,9 @@ def test_reward_models_count_as_they_are_loaded():
     for kind in (torch.float32, BF16):
         policy, reward = on_meta(HALF, kind)
         reward.score.float()
-        parts = planned(model=policy, start=reward, rewards=[reward], dtype=BF16).standing
+        parts = standing(model=policy, start=reward, rewards=[reward], dtype=BF16)
         assert parts["reward models"] == pytest.approx(0.988 * GB, rel=0.01)  # rounded where it was fp32
-        parts = planned(model=policy, start=reward, rewards=[reward], dtype=torch.float32).standing
+        parts = standing(model=policy, start=reward, rewards=[reward], dtype=torch.float32)
         assert parts["reward models"] == pytest.approx(
             (1.976 if kind == torch.float32 else 0.988) * GB, rel=0.01
         )
@@ -219,13 +227,13 @@ def test_a_phase_has_what_it_needs_and_keys_and_values_unless_they_are_released(
     policy, reward = on_meta(HALF)
     given = {"model": policy, "start": reward, "rewards": [reward], "device": GPU}
     plan = planned(*LARGE, "--offload_frozen", "1", **given)
-    assert not {"reference", "reward models"} & set(plan.standing)
-    assert "reward models" in plan.parts("reward")
-    assert "reference" in plan.parts("score")
-    assert "KV cache" in plan.parts("update")
+    for phase in ("update", "rollout"):
+        assert not {"reference", "reward models"} & set(plan.phases[phase])
+    assert {"reference", "reward models", "KV cache"} < set(plan.phases["scoring"])
+    assert "KV cache" in plan.phases["update"]
     released = planned(*LARGE, "--offload_frozen", "1", **given, release_cache=True)
-    assert "KV cache" not in released.parts("update")
-    assert released.parts("rollout") == plan.parts("rollout")
+    assert "KV cache" not in released.phases["update"]
+    assert released.phases["rollout"] == plan.phases["rollout"]
     assert plan.peak - released.peak == plan.cache
 
 
@@ -239,7 +247,7 @@ def checked(monkeypatch, config, room, *argv, device=GPU, reward_dtype=BF16):
     in_step = None
     if "--shard" in argv:  # then the models are elsewhere
         loaded, in_step = 0, Namespace(least=int, world=Namespace(from_main=lambda sizes: sizes))
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: int(room - loaded))
+    monkeypatch.setattr(plans, "free_memory", lambda device: int(room - loaded))
     given = arguments(*LARGE, *argv), policy, reward, [reward], device, BF16
     return check_memory(*given, in_step=in_step)
 
@@ -260,7 +268,7 @@ def test_adapters_for_one_and_a_half_billion_fit_24_gb(monkeypatch):
     )
     assert plan.peak < 0.9 * 24 * GB
     assert "pieces" not in note
-    assert plan.standing["reward models"] < 3.2 * GB  # shared with the critic, in bf16
+    assert standing_of(plan)["reward models"] < 3.2 * GB  # shared with the critic, in bf16
 
 
 # ------------------------------------------------------------------------------------ what is said and done
@@ -284,7 +292,7 @@ def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
     argv = ["--gradient_checkpointing", "1", "--moments_dtype", "bfloat16", "--batch_size", "256"]
     plan, _ = checked(monkeypatch, HALF, 40 * GB, *argv)
     assert not plan.release_cache
-    short, note = checked(monkeypatch, HALF, 16.5 * GB, *argv)
+    short, note = checked(monkeypatch, HALF, 18 * GB, *argv)
     assert short.release_cache
     assert "with 256 sequences sampled at a time and the KV cache freed after sampling" in note
     argv += ["--max_gen_len", "2000", "--mini_batch_size", "4"]  # the rollout takes the most
@@ -305,7 +313,7 @@ def test_a_run_that_releases_them_is_the_same(monkeypatch, tmp_path):
     for name in ("kept", "released"):
         train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")
         monkeypatch.setattr(
-            memory_check,
+            plans,
             "memory_plan",
             lambda *x, **more: plan(*x, **more | {"release_cache": True, "slots": 2}),
         )
@@ -346,21 +354,21 @@ def test_what_is_suggested_fits_and_without_it_the_run_is_refused_or_smaller(mon
 
 
 def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
-    monkeypatch.setitem(memory_check.LATER, "cpu", 0)
+    monkeypatch.setitem(plans.LATER, "cpu", 0)
     model, args = tiny_llama(10), arguments("--model", "x")
     peak = planned(model=model, dtype=torch.float32, release_cache=True).peak
     given = model, model, [], CPU, torch.float32
     loaded = 4 * TOTAL
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded - 1)
-    with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give .*; add --\w+") as ended:
+    monkeypatch.setattr(plans, "free_memory", lambda device: peak / 0.95 - loaded - 1)
+    with pytest.raises(InputError, match=r"--model x: does not fit: .* cpu can give, .*; add --\w+") as ended:
         check_memory(args, *given)
-    assert "about 1 MB (in MB: actor 0, " in str(ended.value)
-    assert "can give 1 MB; " in str(ended.value)
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: peak / 0.95 - loaded + 1)
+    assert ": about 1 MB of the 1 MB that cpu can give, with 8 sequences " in str(ended.value)
+    assert "; in MB: actor 0, " in str(ended.value)
+    monkeypatch.setattr(plans, "free_memory", lambda device: peak / 0.95 - loaded + 1)
     plan, note = check_memory(args, *given)
     assert plan.peak == peak
     assert "the KV cache freed after sampling" in note
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: 3 * GB)
+    monkeypatch.setattr(plans, "free_memory", lambda device: 3 * GB)
     note = check_memory(args, *given)[1]
     first = "memory   about 1 MB of the 2.9 GB that cpu can give; in MB:"
     assert note.startswith(f"{first}\n         actor 0, ")
@@ -369,7 +377,7 @@ def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
 def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path):
     """In fp32, with two copies for the test of sampling: 12 bytes a number."""
     free, numbers = [0], 1_000_000
-    monkeypatch.setattr(memory_check, "free_memory", lambda device, alone=False: (1 + alone) * free[0])
+    monkeypatch.setattr(plans, "free_memory", lambda device: free[0])
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "model.safetensors").write_bytes(bytes(2 * numbers))
@@ -386,7 +394,6 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
         free[0] -= 1
         with pytest.raises(InputError, match=r"policy: loading takes about (6|12) MB of main memory"):
             check_loading(policy)
-        check_loading(policy, alone=True)  # in the memory of all processes
     (tmp_path / "a.pth").write_bytes(bytes(400))
     free[0] = 1199
     with pytest.raises(InputError, match=r"a\.pth: loading takes"):
@@ -401,13 +408,13 @@ def test_offloading_without_a_gpu_is_refused(monkeypatch):
 
 
 def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
-    counted, check = [], build_run.check_memory
+    counted, check = [], ppo_run.check_memory
 
     def noted(*given, **more):
         counted.append((len(given[3]), given[-1]))
         return check(*given, **more)
 
-    monkeypatch.setattr(build_run, "check_memory", noted)
+    monkeypatch.setattr(ppo_run, "check_memory", noted)
     files = run_files(tmp_path, count=8)
     train(**files, eval_data_path=files["data_path"], **TINY, out_dir=tmp_path / "out", run_name="r")
     held_out = {"eval_data_path": files["data_path"], "eval_reward_model": files.pop("reward_model")}
@@ -423,11 +430,11 @@ def test_a_reward_model_of_its_own_code_may_have_no_embeddings():
             self.scale = torch.nn.Linear(3, 5)
 
     sizes = Sizes.of(Scorer(PretrainedConfig()), BF16)
-    assert (sizes.all, sizes.linear, sizes.table, sizes.head, sizes.bytes) == (20, 15, 0, 0, 80)
+    assert (sizes.all, sizes.linear, sizes.table, sizes.own_head, sizes.bytes) == (20, 15, 0, 0, 80)
 
 
 def test_prompts_count_as_long_as_they_are_whatever_the_limit(monkeypatch):
-    monkeypatch.setattr(memory_check, "free_memory", lambda device: GB)
+    monkeypatch.setattr(plans, "free_memory", lambda device: GB)
     model = tiny_llama(10)
 
     def plan(limit, *sampled):
@@ -442,7 +449,7 @@ def test_a_run_in_a_container_that_is_too_small_ends_with_code_2(monkeypatch, tm
     """There is room to load the policy (12 bytes a number), not to train it. Nothing is written."""
     files = run_files(tmp_path, count=8)
     numbers = (tmp_path / "policy/model.safetensors").stat().st_size // 4
-    monkeypatch.setattr(free_memory, "free_in_groups", lambda: 20 * numbers)
+    monkeypatch.setattr(memory, "free_in_groups", lambda: 20 * numbers)
     with pytest.raises(SystemExit) as ended:
         run_script(lambda: train(**files, **TINY, out_dir=tmp_path / "out"))
     assert ended.value.code == 2
@@ -455,10 +462,10 @@ def test_a_run_in_a_container_that_is_too_small_ends_with_code_2(monkeypatch, tm
 def test_the_plan_is_near_what_a_run_takes(monkeypatch, name):
     """A model of 14M parameters in fp32. Larger ones, of which Python's libraries are a smaller part:
     benchmarks/results/plan.json. How much of the libraries counts depends on what else the machine does: on
-    the same code the ratio was 0.74 to 0.82."""
+    the same code the ratio was 0.8 to 1.12."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     plan_check = importlib.import_module("plan_check")
     more = plan_check.CRITIC if name == "critic" else plan_check.RLOO
     monkeypatch.setitem(plan_check.CASES, name, ("14M", {**plan_check.FP32, **more}, 1))
     row = plan_check.run_case(name)
-    assert 0.7 < row["ratio"] < 1.1, row
+    assert 0.75 < row["ratio"] < 1.2, row

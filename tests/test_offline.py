@@ -7,10 +7,10 @@ from tiny import WORDS, flags, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.build_run import build_run
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import load_inputs
 from trainer.offline import evaluate_pairs, sequence_kl
+from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 
 SIZES = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0, "epochs": 9}
@@ -37,7 +37,7 @@ def files(tmp_path_factory):
 def make_run(files, **values):
     args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
     actor, tokenizer, prompts, held_out, notes = load_inputs(args, ALONE)
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts, held_out, notes)
+    return PpoRun(args, ALONE, actor, tokenizer, prompts, held_out, notes)
 
 
 def one_batch(run, step=0):
@@ -77,7 +77,7 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
 def test_without_an_evaluation_there_is_no_sampler(files):
     run = make_run(files, eval_data_path="")
     assert run.sampler is None and not run.reward.names and run.held_out_pairs is None and not run.best.metric
-    parts = {name for phase in run.plan.phases for name in run.plan.parts(phase)}
+    parts = {name for phase in run.plan.phases.values() for name in phase}
     assert "sampler" not in parts and not run.plan.cache
     metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
@@ -146,33 +146,6 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     assert plain.best.metric == ""
     with pytest.raises(InputError, match="--best_metric score: is not evaluated in this run"):
         make_run(files, best_metric="score")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reward_fn": "x.py:f"}, "leave out --reward_fn: the logged answers have their scores"),
-        ({"reward_model": "x"}, "leave out --reward_model: the logged answers have their scores"),
-        ({"reward_url": "http://x"}, "leave out --reward_url: the logged answers have their scores"),
-        ({"normalize_reward": 1}, "leave out --normalize_reward: scores are taken as they are"),
-        ({"length_reward": 1}, "leave out --length_reward: scores are taken as they are"),
-        ({"repetition_penalty": 1}, "leave out --repetition_penalty: scores are taken as they are"),
-        ({"overlong_buffer": 4}, "leave out --overlong_buffer: scores are taken as they are"),
-        ({"overlong_penalty": 2}, "leave out --overlong_penalty: scores are taken as they are"),
-        ({"kl_horizon": 100}, "leave out --kl_horizon: the KL is that of samples"),
-        ({"advantage": "rloo"}, "--advantage rloo: compares .* not in groups; use gae or reinforce"),
-        ({"advantage": "group", "num_generations": 2}, "--advantage group: .* use gae or reinforce"),
-        ({"num_generations": 2}, "leave out --num_generations: logged answers are not in groups"),
-        ({"filter_groups": 2}, "leave out --filter_groups: nothing is sampled"),
-        ({"data_path": "x"}, "leave out --data_path: the logged answers have their prompts"),
-        ({"replay_batches": 2}, "leave out --replay_batches: logged answers do not get older"),
-        ({"update_old_actor_freq": 2}, "leave out --update_old_actor_freq: there is no old actor"),
-        ({"kl_in": "reward"}, "--kl_in reward: needs samples of the policy"),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused(options, message, files):
-    with pytest.raises(InputError, match=message):
-        train_ppo.parse_args(flags(**files, **options))
 
 
 def test_the_demo_takes_logged_answers_and_no_reward_model():

@@ -8,7 +8,6 @@ import threading
 import time
 from pathlib import Path
 
-import filelock
 import pytest
 from tiny import ROOT, WORDS, flags, read_jsonl, run_files, same_run, write_jsonl
 
@@ -18,7 +17,7 @@ from trainer import train_ppo
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import peak_memory
 from trainer.runs.distributed import init_world
-from trainer.runs.run_folder import RunFolder
+from trainer.runs.resume import RunFolder
 
 HIDDEN = Path(__file__).parent / "without_unix"
 SIZES = {"max_steps": 3, "batch_size": 4, "device": "cpu", "eval_interval": 0, "dtype": "float32"}
@@ -105,26 +104,20 @@ def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monke
     same_run(folder / "out" / "r", tmp_path / "r", step=3)
 
 
-# -------------------------------------------------------------------------------- files without Unix's locks
+# -------------------------------------------------------------------------------------------- locks, files
 
 # Python code for another process: it locks, says so, and waits to be killed.
-HOLD = """import atomic_files, filelock, pathlib, sys, time
-atomic_files.fcntl, atomic_files.filelock = None, filelock
+HOLD = """import atomic_files, pathlib, sys, time
+from trainer.runs.resume import RunFolder
 path = pathlib.Path(sys.argv[1])
-unlock = atomic_files.lock(path / ".lock")
+folder = RunFolder(path.parent, path.name, "auto")
 with atomic_files.one_at_a_time(path):
     print("locked", flush=True)
     time.sleep(60)
 """
 
 
-@pytest.fixture
-def no_fcntl(monkeypatch):
-    monkeypatch.setattr(atomic_files, "fcntl", None)
-    monkeypatch.setattr(atomic_files, "filelock", filelock, raising=False)
-
-
-def test_a_lock_without_fcntl_names_its_process_and_ends_with_it(no_fcntl, tmp_path):
+def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     entered = []
@@ -152,6 +145,7 @@ def test_a_lock_without_fcntl_names_its_process_and_ends_with_it(no_fcntl, tmp_p
         RunFolder(tmp_path.parent, tmp_path.name, "auto")
     folder.close()
     RunFolder(tmp_path.parent, tmp_path.name, "auto").close()
+    assert not (tmp_path.parent / f".{tmp_path.name}.lock").exists()  # nothing is left beside a result
 
 
 def test_where_folders_cannot_be_flushed_files_are(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trainer import ppo
-from trainer.compute.balance_loss import load_balance_loss
 from trainer.compute.rollout_data import length_mask
+from trainer.compute.scoring import load_balance_loss
 from trainer.runs.learning_rate import constant_lr, cosine_lr
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])

@@ -18,7 +18,7 @@ from errors import InputError
 from progress_bar import phase
 from trainer.compute.memory import each_micro_batch
 from trainer.generation.engine import sample
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 
 in_a_terminal = pytest.mark.skipif(not LINUX, reason="a pseudo-terminal")
 
@@ -97,12 +97,9 @@ with phase("a function"):
 @in_a_terminal
 def test_a_slow_phase_shows_its_bar_and_takes_it_away():
     screen = run_in_terminal(SLOW)
-    both = [text for text in screen.seen if "outside" in text and "inside" in text]
-    assert any(
-        re.search(r"outside: +0%.* 0/2 .*\n.*inside: +67%.* 2/3 \[00:0\d<00:0\d, .* things/s\]", t)
-        for t in both
-    )
-    assert any("1/2" in text and "parts" in text for text in both)
+    bar = r"inside: +67%.* 2/3 \[00:0\d<00:0\d, .* things/s\]"
+    assert any(re.search(bar, text) for text in screen.seen)
+    assert any(re.search(rf"outside: +50%.* 1/2 .*\n.*{bar}", text) for text in screen.seen)
     clocks = [m[1] for text in screen.seen if (m := re.search(r"^a function: 00:(\d\d)$", text.strip()))]
     assert clocks == sorted(clocks)
     assert {"00", "01"} <= set(clocks)  # from its beginning on, although it counts nothing
@@ -130,28 +127,33 @@ def test_a_short_phase_shows_nothing():
 # ------------------------------------------------------------------------------------- the phases of a run
 
 
-class Kept(list):
-    """The list of phases that go on, which remembers those that have ended."""
-
-    def __init__(self):
-        self.ended = []
-
-    def remove(self, this):
-        self.ended.append(this)
-        super().remove(this)
-
-
 @pytest.fixture
 def phases(monkeypatch):
     """Bars are drawn as if stderr were a terminal, of short phases too -> the phases that have ended."""
-    kept = Kept()
-    monkeypatch.setattr(progress_bar, "_phases", kept)
-    monkeypatch.setattr(progress_bar, "_is_shown", lambda: True)
+    begun, ended = [], []
+
+    class Watched(progress_bar.Phase):
+        def __init__(self, **more):
+            super().__init__(**more)
+            self.counts = [0]
+            begun.append(self)
+
+        def update(self, n=1):
+            super().update(n)
+            self.counts.append(self.n)
+
+        def close(self):
+            super().close()
+            if self in begun:
+                begun.remove(self)
+                ended.append(self)
+
+    monkeypatch.setattr(progress_bar, "Phase", Watched)
+    monkeypatch.setattr(progress_bar, "is_shown", lambda: True)
     monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr(progress_bar, "TICK", 0.002)
-    monkeypatch.setattr(progress_bar, "_drawing", None)  # another thread, that draws this list
-    yield kept.ended
-    assert kept == []  # none is left over, so that no bar stays
+    yield ended
+    assert begun == []  # none is left over, so that no bar stays
 
 
 @pytest.fixture(scope="module")
@@ -170,33 +172,25 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(files, tmp_path,
     ended = request.getfixturevalue("phases")
     train(**files, **SIZES, max_steps=2, out_dir=tmp_path / "shown", run_name="r")
     same_run(tmp_path / "quiet" / "r", tmp_path / "shown" / "r", 2)
-    names = [this.what for this in ended]
+    names = [this.desc for this in ended]
     for name, count, total in (
         (f"tokens of {files['data_path']}", 1, 40),
         ("updates", 2, 4),  # PPO epochs times minibatches
         ("values", 2, 8),
         ("evaluation", 2, 16),  # sampled and greedy
     ):
-        assert [this.total for this in ended if this.what == name] == [total] * count, name
+        assert [this.total for this in ended if this.desc == name] == [total] * count, name
     assert names.count("sampling") == 2 + 2 + 2 * 2  # the first ones check the policy and look for the format
     assert names.count("log-probs") == 2 * 2  # old actor and reference
     assert names.count("reward model") == names.count("reward function") == 6
     for this in ended:
-        assert this.done == (this.total or 0) or this.what.startswith("lines of"), this.what
+        assert this.done == (this.total or 0) or this.desc.startswith("lines of"), this.desc
     assert "updates" in capsys.readouterr().err
 
 
-def test_sampling_counts_responses_as_they_end(files, phases, monkeypatch):
-    seen = []
-
-    class Watched(progress_bar.Phase):
-        def __setattr__(self, name, value):
-            if name == "done" and self.what == "sampling":
-                seen.append(value)
-            super().__setattr__(name, value)
-
-    monkeypatch.setattr(progress_bar, "Phase", Watched)
+def test_sampling_counts_responses_as_they_end(files, phases):
     sample(tiny_llama(10, spread=2.0), [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0, slots=8)
+    (seen,) = (this.counts for this in phases if this.desc == "sampling")
     assert seen == sorted(seen)
     assert seen[0] == 0
     assert seen[-1] == 40
@@ -206,7 +200,7 @@ def test_sampling_counts_responses_as_they_end(files, phases, monkeypatch):
 def test_a_phase_that_fails_takes_its_bar_away(files, phases):
     with pytest.raises(InputError), phase("a phase", 3, "things"):
         raise InputError("it fails")
-    assert [this.what for this in phases] == ["a phase"]
+    assert [this.desc for this in phases] == ["a phase"]
 
 
 def test_a_micro_batch_that_is_halved_is_counted_once(phases):
@@ -215,13 +209,17 @@ def test_a_micro_batch_that_is_halved_is_counted_once(phases):
             raise RuntimeError("out of memory")
 
     each_micro_batch([10] * 16, 1000, work, "scoring")
-    assert [(this.what, this.done, this.total) for this in phases] == [("scoring", 16, 16)]
+    assert [(this.desc, this.done, this.total) for this in phases] == [("scoring", 16, 16)]
 
 
 def test_a_phase_costs_a_few_microseconds(phases):
     """A step has about ten of them; a step of the demo takes half a second."""
-    start, count = time.process_time(), 2000
-    for _ in range(count):
-        with phase("short", 3, "things") as bar:
-            bar.done += 1
-    assert (time.process_time() - start) / count < 1e-3 / 10
+    count = 400
+    seconds = []
+    for _ in range(5):  # the least counts: other programs may take the CPU in between
+        start = time.process_time()
+        for _ in range(count):
+            with phase("short", 3, "things") as bar:
+                bar.done += 1
+        seconds.append((time.process_time() - start) / count)
+    assert min(seconds) < 1e-3 / 10

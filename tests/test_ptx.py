@@ -107,7 +107,7 @@ def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_
             return [item] if not isinstance(item, list) else [item, [100] * len(item)]
 
     for rank in (0, 1):
-        part = Ptx(alone.data, 0.1, (alone.seed, 4, 8), Two(rank, 2, torch.device("cpu")))
+        part = Ptx(alone.data, 0.1, alone.seed, 4, 8, Two(rank, 2, torch.device("cpu")))
         part.read(1)
         both.append(part.items)
         assert part.learned == {n: c + 100 for n, c in zip(part.items, counts[-1], strict=True)}
@@ -181,7 +181,9 @@ def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
 
 
 def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
-    with pytest.raises(InputError, match=r"^--ptx_coef 0.5: name the demonstrations with --ptx_data_path$"):
+    with pytest.raises(
+        InputError, match=r"^--ptx_coef 0.5: is of use only with --ptx_data_path; set that too$"
+    ):
         train_ppo.parse_args(flags(**files, ptx_coef=0.5))
     too_long = [{"text": "a " * count} for count in (250, 300)]
     long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *too_long])

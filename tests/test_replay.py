@@ -12,7 +12,7 @@ from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import join_rollouts
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import sample
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 from trainer.replay import KEPT, Replay
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -78,7 +78,7 @@ def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it()
         new = rollout_of(2, 4)
         same_rows(replay.join(new).rows(range(4)), whole.rows(positions))
     alone = Replay(1, list(range(8)), ALONE)
-    alone.load_tensors(replays[0].tensors())
+    alone.load_state_dict(replays[0].state_dict())
     same_rows(alone.join(rollout_of(2)).rows(range(8)), whole)
 
 
@@ -86,7 +86,7 @@ def test_what_a_checkpoint_keeps_restores_it():
     replay, restored = Replay(12, list(range(8)), ALONE), Replay(12, list(range(8)), ALONE)
     for seed in range(11):  # more than nine: numbers, not texts, are sorted
         replay.keep(rollout_of(seed))
-    restored.load_tensors(dict(sorted(replay.tensors().items())))  # a file sorts them by their names
+    restored.load_state_dict(dict(sorted(replay.state_dict().items())))  # a file sorts them by their names
     new = rollout_of(12)
     same_rows(restored.join(new), replay.join(new))
 

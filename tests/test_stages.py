@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import chat
 import export
 from dataset import lm_dataset
-from dataset.tokenization import conversation_ids
+from dataset.chat_template import conversation_ids
+from dataset.demo import make_reward
 from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
@@ -43,8 +44,8 @@ from trainer.compute import loss_scale
 from trainer.compute.batching import pad_right
 from trainer.compute.loss_scale import LossScale
 from trainer.generation.engine import sample
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
 from trainer.rewards.reward_models import critic_start, load_reward_model
 from trainer.runs.distributed import World
@@ -91,18 +92,18 @@ def files(tmp_path_factory):
 
 
 def argv_of(files, kind, out_dir, **more):
-    data = files[{"sft": "sft", "reward": "pairs"}.get(kind, kind)]
+    data = files[{"reward": "pairs", "demo": "pairs"}.get(kind, kind)]
     extra = {} if kind == "sft" else {"max_gen_len": 5, "reference_samples": 5}
-    aids = {"parting_coef": 0.5, "lm_coef": 0.7, "score_penalty": 0.01} if kind == "reward" else {}
-    return flags(
-        **{"model": files["model"], "data_path": data, "out_dir": out_dir, **SIZES, **extra, **aids, **more}
-    )
+    return flags(**{"model": files["model"], "data_path": data, "out_dir": out_dir, **SIZES, **extra, **more})
 
 
 def build(files, kind, out_dir="/nowhere", **more):
-    """The run as its script builds it, before its first step."""
+    """The run as its script builds it, before its first step. kind "demo": make_reward.py's."""
     script = SCRIPTS["sft" if kind == "sft" else "reward"]
-    return script.build(script.parse_args(argv_of(files, kind, out_dir, **more)), ALONE)
+    args = script.parse_args(argv_of(files, kind, out_dir, **more))
+    if kind == "sft":
+        return train_sft.SftRun(args, ALONE)
+    return train_reward.build(args, ALONE, make_reward.DemoRun if kind == "demo" else train_reward.PairRun)
 
 
 def gradients_of(run, items, budget=4096):
@@ -182,8 +183,8 @@ def test_pair_loss_by_hand():
     chosen, rejected, margin = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]), torch.tensor([0.5, 0.0])
     wanted = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(2.0))
     assert train_reward.pair_loss(chosen, rejected, margin).item() == pytest.approx(wanted)
-    assert train_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
-    assert train_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
+    assert make_reward.first_difference([5, 6, 7], [5, 7, 7]) == 1
+    assert make_reward.first_difference([5, 6], [5, 6, 7]) == 1  # one begins the other
 
 
 def scores_of(model, rows):
@@ -191,18 +192,24 @@ def scores_of(model, rows):
     return model(pad_right(rows, value=model.config.pad_token_id)[0], attention_mask=None).logits[:, 0]
 
 
-def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files):
-    """With margins, and with every option that is off by default: written out for one pair at a time."""
-    run = build(files, "reward")
+@pytest.mark.parametrize("kind", ["reward", "demo"])
+def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, kind, monkeypatch):
+    """With margins; the demo's with its additional losses. Written out for one pair at a time."""
+    for name, value in {"PARTING_COEF": 0.5, "LM_COEF": 0.7, "SCORE_PENALTY": 0.01}.items():
+        monkeypatch.setattr(make_reward, name, value)
+    run = build(files, kind)
     items = [run.data[i] for i in range(6)]
     assert {margin for *_, margin in items} == {0.0, 0.5, 1.0}
     means, gradients = gradients_of(run, items)
     plain = run.modules["model"]
-    total, lm_tokens, pair_losses = 0.0, run.loss_counts(items)[1], []
+    total, lm_tokens, pair_losses = 0.0, run.loss_counts(items)[-1], []
     for chosen, rejected, margin in items:
         c, r = scores_of(plain, [chosen, rejected])
         pair_losses.append(F.softplus(-(c - r - margin)))
-        total = total + (pair_losses[-1] + 0.01 * (c**2 + r**2)) / 6
+        total = total + pair_losses[-1] / 6
+        if kind == "reward":
+            continue
+        total = total + 0.01 * (c**2 + r**2) / 6
         part = next(i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
         states = [plain.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in (chosen, rejected)]
         at_c, at_r = (plain.score(x[part]).squeeze() for x in states)
@@ -234,7 +241,7 @@ def test_regression_by_hand(files):
     assert found["eval/correlation"] == pytest.approx(correlation, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward", "rated"])
+@pytest.mark.parametrize("kind", ["sft", "reward", "rated", "demo"])
 def test_gradients_do_not_depend_on_the_cut(files, kind):
     run, cut = build(files, kind), build(files, kind, gradient_checkpointing=1)
     items = [run.data[i] for i in range(9)]
@@ -347,7 +354,9 @@ def test_a_critic_that_starts_from_it_starts_centred(files, whole):
     from model.critic import CriticModel
 
     reward_model = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
-    start, weight = critic_start("reward", {"model": (reward_model, -2.5)}, load_tokenizer(files["model"]))
+    policy = load_policy(files["model"])
+    tokenizer = load_tokenizer(files["model"])
+    start, weight = critic_start("reward", {"model": (reward_model, -2.5)}, policy, tokenizer)
     critic = CriticModel.from_model(start, weight=weight)
     pair = ("a b", "c d e")
     ids = conversation_ids(reward_model.tokenizer, [pair])[0]
@@ -364,6 +373,20 @@ def test_an_offset_that_is_no_number_is_refused(whole, tmp_path, offset, says):
     (folder / "config.json").write_text(json.dumps(config | {"reward_offset": offset}))
     with pytest.raises(InputError, match=says):
         load_reward_model(str(folder), ALONE.device)
+
+
+def test_a_reward_model_from_a_mixture_of_experts():
+    """A MiniMind 3 with experts becomes a Qwen3-MoE; no class of transformers has MiniMind 2's experts."""
+    golden = ROOT / "tests/fixtures/minimind"
+    tokenizer = word_tokenizer([str(i) for i in range(158)])
+    policy = load_policy(golden / "minimind3_moe.pth")
+    reward = train_reward.reward_from(policy, tokenizer)
+    assert type(reward).__name__ == "Qwen3MoeForSequenceClassification"
+    tokens = torch.arange(3, 20)[None]
+    states = (model.base_model(tokens).last_hidden_state for model in (policy, reward))
+    torch.testing.assert_close(*states)
+    with pytest.raises(InputError, match=r"--model: .*MiniMind 2 with experts; start from a dense one"):
+        train_reward.reward_from(load_policy(golden / "minimind2_moe.pth"), tokenizer)
 
 
 def test_another_reference_and_ratings(files, tmp_path, capsys):
@@ -383,7 +406,7 @@ def test_another_reference_and_ratings(files, tmp_path, capsys):
     mini = {**files, "model": tmp_path / "mini.pth"}
     for name, more in (("a", {"reference": other}), ("b", {"reference_samples": 0})):
         train_reward.main(argv_of(mini, "rated", tmp_path / name, max_steps=1, **more))
-    assert "parameters, small_lm_minimind\n" in capsys.readouterr().out  # as PPO calls it
+    assert "parameters, llama\n" in capsys.readouterr().out
     offsets = [
         json.loads((tmp_path / n / "reward_32" / "config.json").read_text())["reward_offset"] for n in "ab"
     ]
@@ -671,16 +694,15 @@ def test_an_end_that_ppo_does_not_know_is_not_taught(files, tmp_path):
 
 def test_the_flags_of_make_demo_assets_exist():
     done = subprocess.run(["make", "-n", "demo-assets"], cwd=ROOT, capture_output=True, text=True, check=True)
-    commands = [
-        line.split("trainer/")[1].split()
-        for line in done.stdout.replace("\\\n", " ").splitlines()
-        if "trainer/" in line
-    ]
-    assert [script for script, *_ in commands] == ["train_sft.py", "train_sft.py", "train_reward.py"]
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    commands = [line.split()[1:] for line in lines if "trainer/" in line or "demo/make" in line]
+    scripts = ["make_data.py", "make_tokenizer.py", "train_sft.py", "train_sft.py", "make_reward.py"]
+    assert [Path(script).name for script, *_ in commands] == scripts
     for script, *argv in commands:
-        args = {"train_sft.py": train_sft, "train_reward.py": train_reward}[script].parse_args(argv)
-        assert Path(args.data_path).is_file()
-    assert args.parting_coef == args.lm_coef == 1
+        assert (ROOT / script).is_file()
+        if "--dtype" in argv:
+            args = (train_sft if "sft" in script else train_reward).parse_args(argv)
+            assert Path(args.data_path).is_file()
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -707,7 +729,7 @@ def test_the_flags_of_make_demo_assets_exist():
         ("reward", {"data_path": "{margin}"}, 'margin.jsonl:1: "margin" must be a number'),
         ("reward", {"data_path": "{score}"}, 'score.jsonl:1: "score" must be a number'),
         ("reward", {"eval_data_path": "{rated}"}, "--eval_data_path .* give the same kind"),
-        ("rated", {"parting_coef": 1}, "--parting_coef"),
+        ("reward", {"parting_coef": 1}, "--parting_coef: not a flag here: .*/make_reward.py has it"),
         ("reward", {"reference": "/nowhere"}, "/nowhere"),
         ("reward", {"max_gen_len": 254}, "--max_gen_len 254: the reference has no room"),
     ],

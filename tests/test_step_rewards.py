@@ -4,15 +4,14 @@ import random
 
 import pytest
 import torch
-from tiny import flags, load_weights, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
+from tiny import flags, load_weights, read_jsonl, request_of, save_policy_dir, word_tokenizer, write_jsonl
 from tiny_tokenizers import TOKENIZERS, ids_of
 
 from trainer import ppo, train_ppo
+from trainer.collect import step_rewards, token_places
 from trainer.compute.rollout_data import Rollout
-from trainer.generation.results import response_texts
-from trainer.generation.stops import HALF
+from trainer.generation.stops import HALF, response_texts
 from trainer.rewards.reward import Reward
-from trainer.step_rewards import step_rewards, token_places
 
 WORDS = list("abcdefgh")
 
@@ -88,7 +87,7 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     assert texts == ["a b a", "c d", "a a a"]
     given = [[(0, 1.0), (2, 0.25), (1, 0.5), (5, 1.5), (None, 0.5)], 3, []]
     reward = Reward(function=lambda *_: given, reasoning=False, missing_eos_penalty=0.5)
-    raw = reward.raw_scores(["p"] * 3, texts, [None] * 3, rollout.finished.tolist())
+    raw = reward.raw_scores(request_of(["p"] * 3, texts, finished=rollout.finished.tolist()))
     scores = reward.combine(raw)
     assert scores["function"].tolist() == [3.75, 3.0, 0.0]
     assert scores["score"].tolist() == [3.75, 2.5, -0.5]

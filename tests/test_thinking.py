@@ -24,6 +24,7 @@ from tiny import (
     WORDS,
     flags,
     read_jsonl,
+    request_of,
     run_files,
     save_policy_dir,
     tiny_llama,
@@ -34,17 +35,15 @@ from torch.utils.data import Subset
 
 import chat
 import export
+from dataset.chat_template import conversation_text, load_thinking, set_template_kwargs
 from dataset.lm_dataset import RLAIFDataset, SFTDataset, reward_dataset
-from dataset.prompt_template import load_thinking, set_template_kwargs
-from dataset.tokenization import conversation_text
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
 from trainer.inputs import choose_reasoning
-from trainer.reward_offset import make_reference
-from trainer.rewards.judge import Judge
-from trainer.rewards.reward import Reward
+from trainer.rewards.reward import Judge, Reward
 from trainer.rewards.rules import thinking_reward
+from trainer.train_reward import Reference
 
 TURNS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -129,7 +128,11 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
 @pytest.mark.parametrize(
     ("name", "flags_", "message"),
     [
-        ("Qwen3", {"chat_template_kwargs": "{enable"}, r"--chat_template_kwargs \{enable: is not JSON"),
+        (
+            "Qwen3",
+            {"chat_template_kwargs": "{enable"},
+            r"--chat_template_kwargs \{enable: must be",
+        ),
         ("Qwen3", {"chat_template_kwargs": "[1]"}, r"--chat_template_kwargs \[1\]: must be a JSON object"),
         (
             "Qwen3",
@@ -167,7 +170,9 @@ def test_what_cannot_be_rendered_is_one_line(tmp_path, name, flags_, message):
 
 @pytest.mark.parametrize("option", [{"thinking_ratio": 0}, {"thinking_ratio": 0.5}, {"thinking_reward": 1}])
 def test_logged_answers_thought_or_did_not(option):
-    with pytest.raises(InputError, match=f"--offline_data_path: leave out --{next(iter(option))}: "):
+    with pytest.raises(
+        InputError, match=f"--{next(iter(option))} .*: not with --offline_data_path pairs.jsonl"
+    ):
         train_ppo.parse_args(flags(offline_data_path="pairs.jsonl", **option))
 
 
@@ -203,13 +208,12 @@ def test_a_thought_by_hand(response, points, said):
         return [0.0] * len(responses)
 
     models = {"model": (model, 1.0)}
-    parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(
-        ["p"], [response], [None], [True], texts=[f"user p {OPENED}"]
-    )
+    asked = request_of(["p"], [response], texts=[f"user p {OPENED}"])
+    parts = Reward(models, function, reasoning=False, thinking_reward=1.0)(asked)
     assert parts["thinking"].tolist() == parts["score"].tolist() == [points]
     assert seen == [said, response]  # a function gets the whole response
     judge = Judge(models, function)
-    judge.raw_scores(["p"], [response], [None], [True])
+    judge.raw_scores(asked)
     assert seen[2:] == [said, response]
 
 
@@ -217,8 +221,8 @@ def test_the_format_of_2025_is_judged_as_a_whole():
     seen = []
     model = {"model": (lambda pairs: seen.extend(pairs) or torch.zeros(len(pairs)), 1.0)}
     response = "<think>\na\n</think>\n<answer>\nb\n</answer>"
-    Reward(model, reasoning=True)(["p"], [response], [None], [True])
-    Judge(model, whole=True).raw_scores(["p"], [response], [None], [True])
+    Reward(model, reasoning=True)(request_of(["p"], [response]))
+    Judge(model, whole=True).raw_scores(request_of(["p"], [response]))
     assert seen == [("p", response), ("p", "b"), ("p", response)]
 
 
@@ -228,7 +232,7 @@ def test_a_thought_that_the_template_has_closed_is_the_templates():
     reward = Reward(reasoning=False, thinking_reward=1.0)
     assert reward.names == ["thinking", "score"]
     texts = [f"user p </s> {end}" for end in (CLOSED, OPENED, "assistant ")]
-    parts = reward(["p"] * 3, [response] * 3, [None] * 3, [True] * 3, texts=texts)
+    parts = reward(request_of(["p"] * 3, [response] * 3, texts=texts))
     assert parts["thinking"].tolist() == [0.0, 1.25, 1.25]
 
 
@@ -236,7 +240,7 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     thought, answer = "x " * 60, "one two three four"
     reward = Reward(reasoning=False, repetition_penalty=0.5, length_reward=0.5)
     responses = [f"{thought}</think>{answer}", thought, answer]
-    parts = reward(["p"] * 3, responses, [None] * 3, [True] * 3)
+    parts = reward(request_of(["p"] * 3, responses))
     assert parts["repetition"].tolist() == [0.0, -0.5, 0.0]
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
@@ -246,7 +250,7 @@ def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path
     model = tiny_llama(len(tokenizer), spread=2.0)
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
     records = Subset(reward_dataset(data, tokenizer, 64), range(64))
-    said = make_reference(model, tokenizer, records, 64, 12).answers(ALONE, torch.float32, 0)
+    said = Reference(model, tokenizer, records, 64, 12).answers(ALONE, torch.float32, 0)
     assert len(said) == 64 and not any("</think>" in text for _, text in said)
     assert any("<think>" in text for _, text in said)  # those that were never closed
 
@@ -272,7 +276,7 @@ def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
     prompts = RLAIFDataset(data, tokenizer, 64)
     model = tiny_llama(len(tokenizer), spread=2.0)
     said = choose_reasoning(args, ALONE, model, tokenizer, prompts)
-    return args.reasoning, said
+    return args.reasoning, "\n".join(said) or None
 
 
 def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):

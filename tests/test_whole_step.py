@@ -19,10 +19,10 @@ from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, writ
 from dataset.data_order import epoch_order
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.build_run import build_run
 from trainer.compute import scoring
-from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import load_inputs
+from trainer.run import PpoRun
 from trainer.runs.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -188,9 +188,10 @@ class Plain:
     def policy(self, model, rows):
         """-> (log-probs and entropies of the response tokens, balance loss of each sequence)"""
         tokens, mask, mine = self.inputs(rows)
-        output = model(tokens, attention_mask=mask, **asked_of(model))
+        output = model.base_model(tokens, attention_mask=mask, **asked_of(model))
         row, place = torch.searchsorted(torch.tensor(rows), self.row[mine]), self.place[mine]
-        logits = output.logits[row, place - 1] / self.args.temperature
+        logits = model.get_output_embeddings()(output.last_hidden_state)[row, place - 1]
+        logits = logits / self.args.temperature
         early = place - torch.tensor(self.prompt_len)[self.row[mine]] < self.args.min_gen_len - 1
         logits = logits.masked_fill(early[:, None] & (torch.arange(logits.shape[1]) == 0), -1e30)  # 0 is EOS
         log_p = torch.log_softmax(logits, -1)
@@ -504,8 +505,9 @@ class Plain:
         ids = [[WORDS.index(word) + 2 for word in row.split()] + [0] for row in rows]
         tokens = torch.tensor([x + [0] * (max(map(len, ids)) - len(x)) for x in ids])
         real = torch.arange(tokens.shape[1]) < torch.tensor([len(x) for x in ids])[:, None]
-        output = self.actor(tokens, attention_mask=real.long(), **asked_of(self.actor))
-        log_p = torch.log_softmax(output.logits[:, :-1], -1).gather(2, tokens[:, 1:, None])[..., 0]
+        output = self.actor.base_model(tokens, attention_mask=real.long(), **asked_of(self.actor))
+        logits = self.actor.get_output_embeddings()(output.last_hidden_state[:, :-1])
+        log_p = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None])[..., 0]
         losses = -log_p[real[:, 1:]]
         self.note("policy/ptx_loss", losses)
         balance = balance_losses(output, real.long(), self.actor.config)
@@ -620,7 +622,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     args = train_ppo.parse_args(flags(**given))
     actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
     untouched = copy.deepcopy(actor)
-    run = build_run(args, train_ppo.flag_parser().flags, ALONE, actor, tokenizer, prompts)
+    run = PpoRun(args, ALONE, actor, tokenizer, prompts)
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)

@@ -18,6 +18,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from dataset.lm_dataset import Prompt
+from trainer.rewards.reward import Request
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 CHAT = (
@@ -76,6 +79,17 @@ def save_reward_dir(folder, tokenizer, seed=1, **more):
     LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def request_of(prompts, responses, answers=None, finished=None, records=None, lengths=None, texts=None):
+    """A ``Request`` of rewards; by default all responses have ended, and there are no answers."""
+    count = len(responses)
+    rows = [prompts, answers or [None] * count, records or [{}] * count, texts or prompts]
+    found = [
+        Prompt(index, prompt, answer, [0], record, text)
+        for index, (prompt, answer, record, text) in enumerate(zip(*rows, strict=True))
+    ]
+    return Request(found, responses, finished or [True] * count, lengths or [1] * count)
 
 
 def write_jsonl(path, records):

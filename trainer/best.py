@@ -15,6 +15,7 @@ removed when the first result is saved, as the result of that run is replaced (`
 import math
 import shutil
 import time
+from dataclasses import dataclass, field
 
 from atomic_files import one_at_a_time, writing
 from errors import InputError
@@ -22,6 +23,7 @@ from errors import InputError
 KEPT = "best.pth"  # in the run folder and in checkpoints
 
 
+@dataclass
 class Best:
     """The best evaluation so far. metric: "eval/…", "" without evaluations; source: what the values depend on
     besides the actor, as text: values of another source cannot be compared; successor: a metric that takes
@@ -32,9 +34,13 @@ class Best:
     ``forgotten``: what ``state_dict`` returned before they changed; {} if they have not.
     """
 
-    def __init__(self, metric="", source="", successor=""):
-        self.metric, self.source, self.successor = metric, source, successor
-        self.value, self.step, self.since, self.forgotten = None, 0, 0, {}
+    metric: str = ""
+    source: str = ""
+    successor: str = ""
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+    forgotten: dict = field(default_factory=dict)
 
     def beaten_by(self, metrics):
         """Whether these metrics, {name: mean}, have an evaluation that is better than all before."""
@@ -45,7 +51,8 @@ class Best:
     def take(self, metrics, step):
         """The evaluation with these metrics is the best from now on."""
         self.metric = self.deciding(metrics)
-        self.value, self.step = metrics[self.metric], step
+        self.value = metrics[self.metric]
+        self.step = step
 
     def deciding(self, metrics: dict) -> str:
         """The name of the metric by which an evaluation with these metrics is compared with the best."""
@@ -73,8 +80,11 @@ class Best:
             return
         known = state["metric"] in (self.metric, self.successor) and state["source"] == self.source
         if not self.metric or known:
-            self.metric, self.source, self.value = state["metric"], state["source"], state["value"]
-            self.step, self.since = int(state["step"]), state.get("since", 0)
+            self.metric = state["metric"]
+            self.source = state["source"]
+            self.value = state["value"]
+            self.step = state["step"]
+            self.since = state.get("since", 0)
         elif state["value"] is not None:
             self.forgotten = state
 
@@ -89,11 +99,15 @@ def choose_best(args, held_out, reward, judge, pairs=None):
     """
     if held_out is None:
         return Best()
-    answered, size = held_out.has_accuracy, args.num_generations.bit_length()
-    sampled = ["chosen_share", "chosen_preferred"] if pairs else []  # these have no greedy twin
-    sampled += [f"pass@{2**i}" for i in range(1, size)] if answered else []
-    names = ["accuracy"] if answered else []
-    names += ["format_rate"] if reward.reasoning else []
+    sampled = []  # what has no greedy twin
+    names = []
+    if pairs:
+        sampled += ["chosen_share", "chosen_preferred"]
+    if held_out.has_accuracy:
+        sampled += [f"pass@{2**i}" for i in range(1, args.num_generations.bit_length())]
+        names.append("accuracy")
+    if reward.reasoning:
+        names.append("format_rate")
     names += [*reward.names, *judge.names, "length", "finished"]
     usual = ("chosen_share", "judge", "function", "score_raw", "score", "accuracy")
     given = args.best_metric.removeprefix("eval/")
@@ -116,7 +130,7 @@ def choose_best(args, held_out, reward, judge, pairs=None):
             f"{', '.join(names)}, or one of them with _greedy behind it{others}"
         )
     judged_by = [args.eval_reward_fn, *args.eval_reward_model] if name.startswith("judge") else []
-    successor = "eval/accuracy" if answered and not given and name.startswith("score") else ""
+    successor = "eval/accuracy" if "accuracy" in names and not given and name.startswith("score") else ""
     return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]), successor)
 
 
@@ -127,45 +141,42 @@ def keep_best(run, logger, metrics):
     the disk is full or a weight is not finite in fp16: then nothing has changed, and a resumed run evaluates
     this step again.
     """
-    best, step = run.best, run.progress.step
+    best = run.best
+    step = run.progress.step
     if not best.beaten_by(metrics):
         return
-    with run.world.all_or_none():
-        if step:
-            start = time.perf_counter()
-            with run.gathered():
-                if run.world.is_main:
-                    run.save_best(logger.folder.path / KEPT)
-                    logger.saving_seconds += time.perf_counter() - start
+    if step:
+        start = time.perf_counter()
+        with run.world.all_or_none(), run.gathered():
+            if run.world.is_main:
+                run.save_best(logger.folder.path / KEPT)
+                logger.saving_seconds += time.perf_counter() - start
     best.take(metrics, step)
 
 
 def restore_best(run, logger):
     """After a checkpoint was loaded: the files of the best actor become what they were then. Later ones are
     of steps that will be done again, or of another run."""
-    if old := run.best.forgotten:
+    old = run.best.forgotten
+    if old:
         run.best.since = run.progress.step
+    set_aside = f"best_step_{old['step']}.pth" if old.get("step") else ""
     with run.world.all_or_none():
-        if old.get("step"):
+        if set_aside:
             logger.say(
                 f"note: the best so far ({old['metric']} {old['value']:.3f} at step {old['step']}) was "
-                f"evaluated otherwise; it begins anew, and the run folder keeps it as {_set_aside(old)}"
+                f"evaluated otherwise; it begins anew, and the run folder keeps it as {set_aside}"
             )
-        if run.world.is_main:
-            _restore_files(run, logger.folder.path, logger.folder.checkpoint)
-
-
-def _set_aside(state):
-    return f"best_step_{state['step']}.pth"
-
-
-def _restore_files(run, folder, checkpoint):
-    if run.best.forgotten.get("step"):
-        run.save_actor(folder / _set_aside(run.best.forgotten), checkpoint / KEPT)
-    if run.best.step:
-        run.save_best(folder / KEPT, checkpoint / KEPT)
-    elif run.args.resume:  # a new run has none, and what has this name is the user's
-        remove_saved(folder / KEPT)
+        if not run.world.is_main:
+            return
+        folder = logger.folder.path
+        checkpoint = logger.folder.checkpoint
+        if set_aside:
+            run.save_actor(folder / set_aside, checkpoint / KEPT)
+        if run.best.step:
+            run.save_best(folder / KEPT, checkpoint / KEPT)
+        elif run.args.resume:  # a new run has none, and what has this name is the user's
+            remove_saved(folder / KEPT)
 
 
 def remove_saved(path):

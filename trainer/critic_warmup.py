@@ -20,7 +20,10 @@ class CriticWarmup:
     """
 
     def __init__(self, learner, steps, most, per_batch):
-        self.learner, self.most, self.per_batch, self.error = learner, most, per_batch, None
+        self.learner = learner
+        self.most = most
+        self.per_batch = per_batch
+        self.error = None
         self._begin(None if steps == AUTO else steps)
 
     def _begin(self, batch):

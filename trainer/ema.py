@@ -27,7 +27,10 @@ class Ema:
     """
 
     def __init__(self, learner, beta, per_batch):
-        self.learner, self.beta, self.per_batch, self.batches = learner, beta, per_batch, 0
+        self.learner = learner
+        self.beta = beta
+        self.per_batch = per_batch
+        self.batches = 0
         found = learner.model.named_parameters() if beta else ()
         self.trained = {name: p for name, p in found if p.requires_grad}
         self.weights = {name: _on_host(p).clone() for name, p in self.trained.items()}
@@ -58,15 +61,15 @@ class Ema:
             self.weights[name].copy_(p)
             p.copy_(mine)
 
-    def tensors(self):
-        """{name: tensor}: what a checkpoint keeps."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps."""
         return {"batches": torch.tensor(self.batches), **self.weights}
 
-    def load_tensors(self, tensors):
-        """Take over what ``tensors`` returned. Raises KeyError or RuntimeError for that of another model."""
-        self.batches = int(tensors["batches"])
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned. Raises KeyError or RuntimeError for another model's."""
+        self.batches = int(state["batches"])
         for name, x in self.weights.items():
-            x.copy_(tensors[name])
+            x.copy_(state[name])
 
 
 def _on_host(p):

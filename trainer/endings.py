@@ -3,9 +3,8 @@
 from typing import NamedTuple
 
 from errors import InputError
-from model.compatibility import eos_ids
-from trainer.compute.early_ends import EarlyEnds, early_ends
-from trainer.generation.stops import HALF, StopStrings
+from model.loading import eos_ids
+from trainer.generation.stops import HALF, EarlyEnds, StopStrings, early_ends
 from trainer.rewards.rules import TAGS
 
 
@@ -43,27 +42,24 @@ def keep_endings(endings, policy):
 def read_stops(given, tokenizer, reasoning=0):
     """--stop as on the command line -> (stop strings, the ids of those that are special tokens: texts are
     without them). Raises InputError for a text that cannot be one, or that --reasoning needs."""
-    texts, ids = [], set()
+    texts = []
+    ids = set()
     special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for written in given:
         text = written.replace("\\n", "\n").replace("\\t", "\t")
         if text in special:
             ids.add(special[text])
-        else:
-            check_stop(written, text, special, reasoning)
-            texts.append(text)
+            continue
+        if not text or HALF in text:
+            raise InputError(
+                f"--stop {written!r}: must be a text, without U+FFFD; correct it or leave it out"
+            )
+        if held := [token for token in special if token in text]:
+            raise InputError(f"--stop {written!r}: texts have no special token as {held[0]}; name that alone")
+        if reasoning and any(tag in text or text in tag for tag in TAGS):
+            raise InputError(
+                f"--stop {written!r}: the text ends before it, and --reasoning 1 rewards {' '.join(TAGS)}; "
+                "choose another, or --reasoning 0"
+            )
+        texts.append(text)
     return texts, ids
-
-
-def check_stop(given, text, special, reasoning):
-    """Raise InputError for a stop string that cannot be one. given: as on the command line; special: texts of
-    the special tokens."""
-    if not text or HALF in text:
-        raise InputError(f"--stop {given!r}: must be a text, without U+FFFD; correct it or leave it out")
-    if held := [token for token in special if token in text]:
-        raise InputError(f"--stop {given!r}: texts have no special token as {held[0]}; name that alone")
-    if reasoning and any(tag in text or text in tag for tag in TAGS):
-        raise InputError(
-            f"--stop {given!r}: the text ends before it, and --reasoning 1 rewards {' '.join(TAGS)}; "
-            "choose another, or --reasoning 0"
-        )

@@ -6,7 +6,7 @@ The prompts are those of ``--eval_data_path``; without it there is no evaluation
 Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
 accuracy falls, the policy exploits the reward (reward hacking). There is none where most answers are too long
 to be compared (``comparable`` in dataset/answers.py). For records without answers there is the judge
-(rewards/judge.py), which is never a reward either. best.py keeps the weights of the best evaluation.
+(rewards/reward.py), which is never a reward either. best.py keeps the weights of the best evaluation.
 """
 
 import math
@@ -15,11 +15,11 @@ import torch
 
 from dataset.answers import comparable
 from progress_bar import phase
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 from trainer.offline import evaluate_pairs, sequence_kl
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import batches_of
-from trainer.runs.metrics import Metrics, mean_square_to_std
+from trainer.runs.metrics import Metrics
 from trainer.runs.samples import SHOWN, answer_rows, rows_of_evaluation
 
 BATCH = 256  # responses sampled at a time
@@ -42,10 +42,10 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
     roll_out(list of Prompt, temperature, answers to each) -> (rollout, response texts, {part of the score:
     [B]}), the answers to a prompt one after the other. If it raises InputError in one process, all raise it.
     """
-    metrics, shown = Metrics(), {}
+    metrics = Metrics()
+    shown = {}
     batches = batches_of(len(prompts), max(1, BATCH // answers), world)
-    total = (answers + 1) * sum(map(len, batches))
-    with phase("evaluation", total, "responses") as bar:
+    with phase("evaluation", (answers + 1) * sum(map(len, batches)), "responses") as bar:
         for places in batches:
             with world.all_or_none():
                 batch = [prompts[i] for i in places or [0]]  # no more at a time: their records can be large
@@ -57,7 +57,8 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
                 rows = answer_rows(texts, rollout, parts)[::count]  # the first answer to each
                 for place, prompt, row in zip(places, batch, rows, strict=True):
                     if place < SHOWN:
-                        shown.setdefault(place, {"prompt": prompt})[kind] = row
+                        known = {"place": place, "prompt": prompt.prompt, "answer": prompt.answer}
+                        shown.setdefault(place, known).update({"greedy": row} if kind else row)
                 if prompts.has_accuracy:
                     groups = [texts[i : i + count] for i in range(0, len(texts), count)]
                     right = [
@@ -68,18 +69,16 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
                     metrics.add(f"eval/accuracy{kind}", sum(map(sum, right)), count * len(right))
                     for k in (2**i for i in range(1, count.bit_length())):
                         metrics.add(f"eval/pass@{k}", sum(pass_rate(group, k) for group in right), len(right))
+                measured = {}
                 if reasoning and "format" in parts:
-                    metrics.add(f"eval/format_rate{kind}", (parts["format"] > 0).sum(), len(texts))
-                for name, x in parts.items():
-                    metrics.add(f"eval/{name}{kind}", x.sum(), len(texts))
+                    measured["format_rate"] = parts["format"] > 0
+                measured |= parts
                 if "judge" in parts and not kind:
-                    metrics.add("eval/judge_std", parts["judge"].double().square().sum(), len(texts))
-                metrics.add(f"eval/length{kind}", rollout.response_len.sum(), len(texts))
-                metrics.add(f"eval/finished{kind}", rollout.finished.sum(), len(texts))
+                    measured["judge_mean_square"] = parts["judge"].double().square()
+                measured |= {"length": rollout.response_len, "finished": rollout.finished}
+                metrics.add_all({f"eval/{name}{kind}": x.sum() for name, x in measured.items()}, len(texts))
                 bar.done += len(texts)
-    means = metrics.means(world)
-    mean_square_to_std(means, "eval/judge")
-    return means, rows_of_evaluation(shown, world)
+    return metrics.means(world), rows_of_evaluation(shown, world)
 
 
 def evaluate_actor(run, metrics, rows):
@@ -88,30 +87,33 @@ def evaluate_actor(run, metrics, rows):
     (ema.py), as "ema/<name>", once there is an average."""
     if run.held_out is None:
         return metrics, rows
-
     args = run.args
+    world = run.world
 
     def roll_out(prompts, temperature, answers):
         prompts = [prompt for prompt in prompts for _ in range(answers)]
         samples = torch.arange(len(prompts)) % answers
         keys = noise_keys(args.seed, EVAL_STEP, [p.index for p in prompts], samples)
-        found = []
-        with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-            sampled = run.respond(prompts, keys, temperature)
+        with world.all_or_none():  # sharded models need all processes: one that has failed ends all
+            rollout, texts = run.respond(prompts, keys, temperature)
+        parts = {}
         for reward in (run.reward, run.judge):
-            with run.world.all_or_none():
-                found.append(reward.combine(run.raw_scores(reward, prompts, *sampled)))
-        score, judged = found
-        if run.args.offline_data_path and temperature:
-            score["kl"] = sequence_kl(run, sampled[0])
-        return *sampled, score | judged
+            with world.all_or_none():
+                parts |= reward.combine(run.raw_scores(reward, prompts, rollout, texts))
+        if args.offline_data_path and temperature:
+            parts["kl"] = sequence_kl(run, rollout)
+        return rollout, texts, parts
 
-    settings = args.temperature, args.reasoning, run.world, args.num_generations
-    with run.sampling_from(run.actor):
-        found, shown = evaluate(roll_out, run.held_out, *settings)
+    def evaluated():
+        with run.sampling_from(run.actor):
+            return evaluate(
+                roll_out, run.held_out, args.temperature, args.reasoning, world, args.num_generations
+            )
+
+    found, shown = evaluated()
     if run.ema.batches:
-        with run.ema.in_place(), run.sampling_from(run.actor):
-            averaged, _ = evaluate(roll_out, run.held_out, *settings)
+        with run.ema.in_place():
+            averaged, _ = evaluated()
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
         found |= evaluate_pairs(run)

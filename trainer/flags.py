@@ -1,31 +1,37 @@
-"""Command-line flags: each is declared once, with its default, its range and what resuming may do with it.
+"""Command-line flags: each is declared once, with its default, its range, what it needs or excludes, and what
+resuming may do with it.
 
-    add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
+    add("--ppo_epochs", 1, "passes over each batch", at_least=1)
+    add("--kl_horizon", int, "responses", needs="kl_target", not_with={"offline_data_path": "why"})
 
 A script's own flags are declared in its ``flag_parser``; here is the parser, and the flags that several
-scripts have. Checks of one flag against another: ``complete_flags`` in inputs.py. ``may_change``: a resumed
-run may have another value. Nothing here imports torch: --help and wrong flags are answered at once.
+scripts have. ``may_change``: a resumed run may have another value, as of all flags that name a file. Nothing
+here imports torch: --help and wrong flags are answered at once.
 
-The checks, ``--help``, the comparison on ``--resume`` and the fuzz test all read that line. The type is that
-of the default. Bad flags raise ``InputError`` in one line.
+The checks, ``--help``, the comparison on ``--resume`` and the tests all read that line. Where nothing else is
+said, a number is 0 or more, a float at most a million, a whole number at most ``MANY``. Bad flags raise
+``InputError`` in one line.
 """
 
 import argparse
 import difflib
 import errno
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, PEER_CHOICES, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_CHOICES, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
-LARGE = 1e6  # of weights and limits
+LARGE = 10**6  # of weights and limits
 AUTO = "auto"  # of --critic_warmup_steps: see critic_warmup.py
 
 
@@ -34,21 +40,37 @@ class Flag:
     """What is known of a flag besides its help."""
 
     default: object
-    kind: type | None  # of its values; None for a flag without a value
-    may_change: bool  # when a run is resumed: it changes what one sees or where it runs, or it names a file
+    kind: type  # of its values; bool for a flag without a value
+    # When a run is resumed: it changes what one sees or where it runs, or it names a file.
+    may_change: bool = False
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
+    off: object = 0  # the value that asks for nothing, besides none at all
+    needs: str | Mapping[str, str] = ""  # the flag without which it is of no use; or {its value: that flag}
+    # {another flag, or "flag=value": why it excludes this one}
+    not_with: Mapping[str, str] = field(default_factory=dict)
+    always: bool = False  # not_with holds for a default too that was edited in the script: it would do harm
 
-    def problem(self, value):
+    def problem(self, value: float) -> str:
         """The rule that a number breaks, '' if it breaks none."""
         if self.above is not None and not value > self.above:
             return f"above {self.above}"
         if self.at_least is not None and not value >= self.at_least:
-            return f"at least {self.at_least}" if self.at_least else "0 or more"
+            return f"at least {self.at_least}"
         if self.at_most is not None and not value <= self.at_most:
-            return f"at most {self.at_most:.0f}" if self.at_most >= 1 else f"at most {self.at_most}"
+            return f"at most {self.at_most}"
         return ""
+
+    def asks(self, value: object) -> bool:
+        """Whether this value asks for something to happen."""
+        return value not in (None, "", [], [""]) and value != self.off
+
+
+class Flags(argparse.Namespace):
+    """The values of all flags. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+
+    __slots__ = ("declared",)
 
 
 def steps_or_auto(text):
@@ -60,15 +82,26 @@ def steps_or_auto(text):
 
 
 def path(text):
-    """The ``type`` of flags that name a file or folder."""
+    """The ``type`` of flags that name a file or folder of this machine, or a hub name. A text is refused for
+    which asking whether it exists would fail; whether it has to exist is checked where it is opened."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]}: is an address; give a file or folder of this machine, such as a mounted volume "
+            "(docs/scale.md)"
+        )
+    try:
+        os.stat(text)  # argparse refuses a text with which it raises ValueError
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"{text[:100]}…: is too long for a path; shorten it") from error
     return text
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with ranges, groups and one-line errors. ``flags``: {name: ``Flag``}."""
+    """argparse with ranges, groups, constraints and one-line errors. ``flags``: {name: ``Flag``}."""
 
     def __init__(self, description):
-        self.flags, self._place, self._paths = {}, None, []
+        self.flags = {}
         super().__init__(
             description=description,
             usage="%(prog)s [--flag value ...]",
@@ -80,70 +113,63 @@ class FlagParser(argparse.ArgumentParser):
         """The flags that are added from here on stand under this title in ``--help``."""
         self._place = self.add_argument_group(title)
 
-    def add_argument(self, *names, may_change=False, at_least=None, above=None, at_most=None, **options):
-        """As argparse's. A number must have a range or choices; without ``at_most`` a float ends at a
-        million."""
-        name, default = names[-1].lstrip("-"), options.get("default")
-        if self._place is None:  # argparse's own --help
-            return super().add_argument(*names, **options)
-        if options.get("action") == "store_true":
-            default = False
-        elif isinstance(default, str | int | float):
-            options.setdefault("type", type(default))
-            ranged = at_least is not None or above is not None
-            if isinstance(default, float) and at_most is None:
-                at_most = LARGE
-            if not (isinstance(default, str) or ranged or "choices" in options):
-                raise ValueError(f"--{name} needs a range or choices")
-        kind = options.get("type")
-        if names[0].startswith("--") and "choices" not in options and not isinstance(default, bool):
-            kinds = {int: "N", float: "X", path: "PATH"}
-            options["metavar"] = kinds.get(kind, "TEXT")
-        if not isinstance(default, bool) and default not in ("", None, []):
-            options["help"] += f" [{default}]".replace("%", "%%")
-        self.flags[name] = Flag(default, kind, may_change, at_least, above, at_most)
+    def add(self, name: str, default: object, help: str, **options) -> None:
+        """Declare a flag. default: its value where none is given, of the flag's type; or a type: then there
+        is none (``bool``: a flag without a value). options: argparse's, and what a ``Flag`` knows."""
+        known = {one.name: options.pop(one.name) for one in fields(Flag) if one.name in options}
+        kind = options.pop("type", str if default == [] else type(default))  # of each value of a list
+        if callable(default):
+            kind = default
+            default = {path: "", bool: False}.get(kind)
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options |= {"type": kind, "default": default}
+            if default not in ("", None, []):
+                help += f" [{default}]".replace("%", "%%")
+            if name.startswith("--") and "choices" not in options:
+                options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
-            self._paths.append(name)
-        return self._place.add_argument(*names, **options)
+            known["may_change"] = True
+        if kind in (int, float, steps_or_auto) and not {"choices", "nargs"} & options.keys():
+            if "above" not in known:
+                known.setdefault("at_least", 0)
+            known.setdefault("at_most", LARGE if kind is float else MANY)
+        self.flags[name.lstrip("-")] = Flag(default, kind, **known)
+        self._place.add_argument(name, help=help, **options)
 
-    def parse_args(self, argv=None):
-        """-> the flags, each in its range. Raises InputError that names the first flag that is not."""
-        args, unknown = self.parse_known_args(argv)
+    def parse_args(self, argv=None) -> Flags:
+        """-> the flags, each in its range and all of them together as declared. Raises InputError that names
+        the first that is not."""
+        args, unknown = self.parse_known_args(argv, Flags())
         if unknown:
             raise InputError(self._unknown(unknown[0]))
+        args.declared = self.flags
         for name, flag in self.flags.items():
             value = getattr(args, name)
             if isinstance(value, list) and flag.default != []:  # argparse makes a list of --flag=--
                 raise InputError(f"--{name}: has no value; --help lists all flags")
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
-        for name in self._paths:
-            value = getattr(args, name)
-            for text in value if isinstance(value, list) else [value]:
-                check_path(name, text)
-                if "://" in text:
-                    raise InputError(
-                        f"--{name} {text[:100]}: is an address; give a file or folder of this machine, such "
-                        "as a mounted volume (docs/scale.md)"
-                    )
+        check_together(args)
         return args
 
     def _unknown(self, word):
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
         word, equals, _ = word.partition("=")
         word = word[:100]
-        name = word.lstrip("-+").replace("-", "_")
-        parts = name.split(".")
+        known = name = word.lstrip("-+").replace("-", "_")
         is_flag = word.startswith("--")
-        verls = len(parts) > 1 and equals  # a.b=c, without dashes
-        for start in range(len(parts)) if is_flag or verls else ():
-            known = ".".join(parts[start:])
-            ours = PEER_FLAGS.get(known, known if start else None)
+        verls = equals and "." in name  # a.b=c, without dashes
+        while known and (is_flag or verls):
+            ours = PEER_FLAGS.get(known, known)
             if ours in self.flags:
                 value = f" (value: {VALUES[known]})" if known in VALUES else ""
                 return f"{word}: it is called --{ours} here{value}"
-            if known in NOT_HERE and "ppo_epochs" in self.flags:  # the reasons name flags of train_ppo.py
+            # The other reasons name flags of train_ppo.py.
+            if known in ONLY_DEMO or (known in NOT_HERE and "ppo_epochs" in self.flags):
                 return f"{word}: not a flag here: {NOT_HERE[known]}"
+            known = known.partition(".")[2]
         if not is_flag:
             return f"{word}: not expected here; flags begin with --, --help lists all"
         near = difflib.get_close_matches(name, self.flags, 1, 0.7)
@@ -160,97 +186,107 @@ class FlagParser(argparse.ArgumentParser):
         raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")
 
 
-def check_path(name, text):
-    """InputError for a text that no file or folder can be called: asking whether it exists would fail."""
-    try:
-        os.stat(text)
-    except ValueError as error:
-        raise InputError(f"--{name} {text[:100]!r}: is no path ({error}); check it") from error
-    except OSError as error:  # whether it has to exist is checked where it is opened
-        if error.errno == errno.ENAMETOOLONG:
-            raise InputError(f"--{name} {text[:100]}…: is too long for a path; shorten it") from error
+def check_together(args: Flags) -> None:
+    """Raise InputError where a flag excludes another, or is of no use without one, as they were declared.
+
+    Nobody has given a flag that has its default. So it is refused only where it would do harm (``always``),
+    as a default that was edited in the script may, and where it cannot do without another.
+    """
+    asked = [name for name, flag in args.declared.items() if flag.asks(getattr(args, name))]
+    given = [name for name in asked if getattr(args, name) != args.declared[name].default]
+
+    def said(name):
+        value = getattr(args, name)
+        if isinstance(value, float):
+            value = f"{value:g}"
+        return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
+
+    for name in asked:
+        if name not in given and not args.declared[name].always:
+            continue
+        for condition, why in args.declared[name].not_with.items():
+            other, _, value = condition.partition("=")
+            if other in asked and value in ("", getattr(args, other)):
+                raise InputError(f"{said(name)}: not with {said(other)}: {why}; leave one of them out")
+    for name in asked:
+        needed = args.declared[name].needs
+        if not isinstance(needed, str):  # this value cannot do without it, even as the default
+            needed = needed.get(getattr(args, name))
+        elif name not in given:
+            continue
+        if needed and needed not in asked:
+            raise InputError(f"{said(name)}: is of use only with --{needed}; set that too")
 
 
 def add_machine_flags(p, seed):
     """The flags of all three training scripts that say where and how it is computed. ``seed``: its help."""
-    add = p.add_argument
+    add = p.add
     p.group("machine")
-    add("--device", default="", may_change=True, help="cpu, cuda, cuda:1; default: a GPU where there is one")
-    add("--dtype", default="auto", choices=DTYPES, help="of mixed precision; float16: for GPUs without bf16")
-    add("--ddp", action="store_true", may_change=True, help="insist on having been started by torchrun")
-    add(
-        "--deterministic",
-        default=0,
-        choices=[0, 1],
-        help="1: the same bits in each run on a GPU; slower",
-    )
-    add("--gradient_checkpointing", default=0, choices=[0, 1], may_change=True, help="1: less memory, slower")
-    add("--moments_dtype", default="float32", choices=["float32", "bfloat16"], help="of AdamW's two moments")
-    add("--seed", default=42, at_least=0, at_most=2**63 - 1, help=seed)
+    add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
+    add("--dtype", "auto", "of mixed precision; float16: for GPUs without bf16", choices=DTYPES)
+    add("--ddp", bool, "insist on having been started by torchrun", may_change=True)
+    add("--deterministic", 0, "1: the same bits in each run on a GPU; slower", choices=[0, 1])
+    add("--gradient_checkpointing", 0, "1: less memory, slower", choices=[0, 1], may_change=True)
+    add("--moments_dtype", "float32", "of AdamW's two moments", choices=["float32", "bfloat16"])
+    add("--seed", 42, seed, at_most=2**63 - 1)
 
 
 def add_output_flags(p, save_interval, eval_interval):
     """The flags of all three training scripts that say what is written; arguments: their defaults, in
     steps."""
-    add = p.add_argument
+    add = p.add
     p.group("output")
-    add(
-        "--out_dir",
-        default=str(ROOT / "out"),
-        type=path,
-        may_change=True,
-        help="where all is written",
-    )
-    add("--run_name", default="", type=path, may_change=True, help="folder of this run; default: numbered")
-    add("--resume", default="", type=path, may_change=True, help="auto, or a run or checkpoint folder")
-    add(
-        "--log_interval",
-        default=0,
-        at_least=0,
-        may_change=True,
-        help="steps per printed line; 0: 20 or more lines",
-    )
-    add("--save_interval", default=save_interval, at_least=1, may_change=True, help="steps per checkpoint")
-    add("--keep_checkpoints", default=2, at_least=1, may_change=True, help="how many of the newest are kept")
-    add(
-        "--eval_interval",
-        default=eval_interval,
-        at_least=0,
-        may_change=True,
-        help="steps; 0: only at the ends",
-    )
+    add("--out_dir", str(ROOT / "out"), "where all is written", type=path)
+    add("--run_name", path, "folder of this run; default: numbered")
+    add("--resume", path, "auto, or a run or checkpoint folder")
+    add("--log_interval", 0, "steps per printed line; 0: 20 or more lines", may_change=True, at_most=inf)
+    add("--save_interval", save_interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
+    add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
+    add("--eval_interval", eval_interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     trackers.add_flags(add)
+
+
+def add_data_flags(p, records):
+    """The flags of all three training scripts that say how records are read. ``records``: what they are to
+    the script."""
+    add = p.add
+    add("--prompt_key", "", "key of the prompt in a record; default: by the record's form")
+    add("--answer_key", "", "key of the answer; a path as reward_model.ground_truth works")
+    add("--system_prompt", str, f"system message of {records} that have none; default: model's own")
+    add("--prompt_template", "", "text with {prompt}, Jinja, or a file of either")
+    add("--chat_template_kwargs", str, "JSON: the template's switches; default: model's own")
+    add("--max_seq_len", 256, f"in tokens; longer {records} are dropped", at_least=1)
+    add("--num_workers", 0, "data loader processes", at_most=64, may_change=True)
 
 
 def add_stage_flags(p):
     """The flags that stages 1 and 2 have; each adds its own first."""
-    add = p.add_argument
-    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
-    add("--answer_key", default="", help="key of the answer; a path as extra_info.answer works")
-    add("--system_prompt", type=str, help="system message of records that have none; default: model's own")
-    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
-    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: model's own")
-    add("--eval_size", type=int, at_least=0, help="last records held out [256, at most a tenth]; 0: none")
-    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="in tokens; longer records are dropped")
-    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
+    add = p.add
+    add_data_flags(p, "records")
+    add("--eval_size", int, "last records held out [256, at most a tenth]; 0: none", at_most=inf)
     p.group("optimisation")
-    add("--epochs", default=3, at_least=1, at_most=MANY, help="passes over the records")
-    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
-    add("--batch_size", default=32, at_least=1, at_most=MANY, help="records per step and process")
-    add("--learning_rate", type=float, above=0, at_most=1, help="peak; default: by the model's size")
-    add("--warmup_ratio", default=0.05, at_least=0, at_most=1, help="share of the steps in which it rises")
-    add("--weight_decay", default=0.1, at_least=0, help="of matrices, not of gains and biases")
-    add("--grad_clip", default=1.0, above=0, help="largest gradient norm")
+    add("--epochs", 3, "passes over the records", at_least=1)
+    add("--max_steps", 0, "stop after so many batches; 0: by --epochs")
+    add("--batch_size", 32, "records per step and process", at_least=1)
+    add("--learning_rate", float, "peak; default: by the model's size", above=0, at_most=1)
+    add("--warmup_ratio", 0.05, "share of the steps in which it rises", at_most=1)
+    add("--weight_decay", 0.1, "of matrices, not of gains and biases")
+    add("--grad_clip", 1.0, "largest gradient norm", above=0)
     add_machine_flags(p, seed="of new weights and the order of records")
     add_output_flags(p, save_interval=200, eval_interval=200)
-    add("--hf_dir", default="", type=path, may_change=True, help="where the HF directory is written")
+    add("--hf_dir", path, "where the HF directory is written")
+
+
+def minimind_pth(args, kind: str) -> Path:
+    """MiniMind's name of a checkpoint of the flags' size in --out_dir. kind: the first part of it."""
+    return Path(args.out_dir) / f"{kind}_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"
 
 
 def complete_output_flags(args):
     """Make --out_dir absolute: where things are written must not depend on the working directory, which a
     reward function may change. InputError for a --run_name that is a path, or trackers that exclude each
     other."""
-    if args.run_name in (".", "..") or "/" in args.run_name or "\\" in args.run_name:
+    if re.search(r"^\.\.?$|[/\\]", args.run_name):
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)
     args.out_dir = os.path.abspath(args.out_dir)

@@ -1,17 +1,17 @@
-"""The inputs of PPO: flags completed and checked, policy, tokenizer and prompts loaded and checked.
+"""The inputs of PPO: flags completed, policy, tokenizer and prompts loaded and checked.
 
 All of it happens before anything is trained or written. ``load_inputs`` checks that flags, policy, tokenizer
-and data fit together; stages 1 and 2 use some of the checks.
+and data fit together; stages 1 and 2 use some of the checks. What a family of models must be able to do:
+docs/models.md.
 """
 
 import math
 import re
-from pathlib import Path
 
-from dataset.keys import Keys
-from dataset.lm_dataset import RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
-from dataset.prompt_template import (
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from dataset.chat_template import (
     SWITCHES,
     load_thinking,
     parse_template_kwargs,
@@ -19,19 +19,36 @@ from dataset.prompt_template import (
     set_template,
     set_template_kwargs,
 )
+from dataset.formats import Keys
+from dataset.lm_dataset import RLAIFDataset
+from dataset.logged_answers import LoggedAnswers
 from errors import InputError
-from model.compatibility import eos_ids, most_positions, tokenizer_note
-from model.loading import load_tokenizer, tokenizer_source
+from model.loading import (
+    as_input_error,
+    check_output_head,
+    check_tokenizer,
+    eos_ids,
+    is_from_outside,
+    is_moe,
+    load_policy,
+    load_tokenizer,
+    most_positions,
+    not_finite,
+    quiet,
+    tokenizer_note,
+    tokenizer_source,
+)
+from trainer.compute.memory import keep_freed_memory
+from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
-from trainer.flags import AUTO, ROOT, complete_output_flags
+from trainer.flags import AUTO, ROOT, complete_output_flags, minimind_pth
 from trainer.generation.engine import sample
-from trainer.generation.sampling_noise import noise_keys
-from trainer.offline import check_offline, load_logged
-from trainer.policy_checks import load_checked
+from trainer.generation.sampling import noise_keys
+from trainer.memory_plan import check_loading
+from trainer.offline import load_logged
 from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import rate_note, suited_rate
-from trainer.shard_run import check_shard, load_once
 
 ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
@@ -40,31 +57,26 @@ SHARE = 0.25  # of them that must have it
 FIRST_ANSWERS = -2  # the step of the policy's answers in the sampling noise
 
 DEMO = {
-    "model": ROOT / "model/demo/policy",
-    "reward_model": ROOT / "model/demo/reward",
-    "data_path": ROOT / "dataset/demo/ppo.jsonl",
-    "eval_data_path": ROOT / "dataset/demo/eval.jsonl",
+    "model": f"{ROOT}/model/demo/policy",
+    "reward_model": f"{ROOT}/model/demo/reward",
+    "data_path": f"{ROOT}/dataset/demo/ppo.jsonl",
+    "eval_data_path": f"{ROOT}/dataset/demo/eval.jsonl",
 }
 
 
-BATCH_SIZE, MINI_BATCH_SIZE = 128, 32  # where no flag says otherwise
+# Where no flag says otherwise:
+BATCH_SIZE = 128
+MINI_BATCH_SIZE = 32
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
-PTX_COEF = 0.1  # where only --ptx_data_path is given
-OF_THE_CRITIC = ("critic_learning_rate", "critic_lam", "critic_init", "critic_warmup_steps", "vf_coef")
-OF_THE_CRITIC += ("cliprange_value", "lam")
-# What is the case without a critic.
-NO_CRITIC = {"lam": 1.0, "critic_warmup_steps": 0, "vf_coef": 0.0, "cliprange_value": 0.0}
-SHORT, LAM_OF_SHORT = 64, 0.95  # tokens of an answer, and the lambda that suited such answers best
+PTX_COEF = 0.1
+SHORT = 64  # tokens of an answer
+LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
 
-def complete_flags(args, flags):
-    """Check train_ppo.py's flags against each other and fill in paths -> the flags. Raises InputError.
-
-    flags: the parser's {name: ``Flag``}. A flag that has its default counts as not given.
-    """
-    given = {name for name, flag in flags.items() if getattr(args, name) != flag.default}
+def complete_flags(args):
+    """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
+    InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
     complete_output_flags(args)
-    check_offline(args, given)  # first: what follows must not ask for a flag that it refuses
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if 0 < args.dual_clip <= 1:
@@ -72,61 +84,29 @@ def complete_flags(args, flags):
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.overlong_penalty and "overlong_penalty" in given and not args.overlong_buffer:
-        what = f"--overlong_penalty {args.overlong_penalty:g}"
-        raise InputError(f"{what}: is of use with --overlong_buffer only; give that too")
-    if args.kl_target and not args.kl_coef:
-        raise InputError(f"--kl_target {args.kl_target:g}: needs a --kl_coef above 0 to begin with")
-    if args.kl_horizon and not args.kl_target:
-        raise InputError(f"--kl_horizon {args.kl_horizon}: is of use with --kl_target only; give that too")
-    if args.ptx_coef and not args.ptx_data_path:
-        raise InputError(f"--ptx_coef {args.ptx_coef:g}: name the demonstrations with --ptx_data_path")
+    if args.thinking_ratio is not None and args.chat_template_kwargs:
+        for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
+            what = f"--thinking_ratio {args.thinking_ratio:g}"
+            raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
+    if args.offline_data_path:
+        args.missing_eos_penalty = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
         args.ptx_coef = PTX_COEF
-    if args.thinking_ratio is not None and args.chat_template_kwargs:
-        for name in parse_template_kwargs(args.chat_template_kwargs):
-            if name in SWITCHES:
-                what = f"--thinking_ratio {args.thinking_ratio:g}"
-                raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
-    complete_advantage(args, given)
+    if args.advantage != "gae":
+        args.lam = 1.0
+        args.critic_warmup_steps = 0
+    elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
+        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
     complete_sizes(args)
     fill_paths(args)
     return args
 
 
-def complete_advantage(args, given):
-    """Choose --lam where it is not given. Raises InputError for flags that do not go with --advantage. given:
-    the names of the flags that do not have their defaults."""
-    kind = f"--advantage {args.advantage}"
-    if args.filter_groups and args.num_generations == 1:
-        raise InputError(
-            "--filter_groups: compares the answers to a prompt; set --num_generations, 4 for example"
-        )
-    if args.advantage == "gae":
-        if args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-            args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
-        return
-    for name in OF_THE_CRITIC:
-        if name in given and getattr(args, name) != NO_CRITIC.get(name):
-            raise InputError(f"--{name} {getattr(args, name)}: {kind} has no critic; leave the flag out")
-    args.lam = NO_CRITIC["lam"]
-    args.critic_warmup_steps = NO_CRITIC["critic_warmup_steps"]
-    if args.advantage == "reinforce":
-        return
-    if args.num_generations == 1:
-        raise InputError(f"{kind}: compares the answers to a prompt; set --num_generations, 4 for example")
-    if args.gamma != 1:
-        raise InputError(f"--gamma {args.gamma:g}: {kind} takes the whole response as one step; leave it out")
-    if args.advantage == "group" and args.kl_in == "reward":
-        raise InputError(
-            "--kl_in reward: --advantage group has the KL in the loss; leave it out, or use rloo"
-        )
-
-
 def complete_sizes(args):
     """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other. Both count
     answers; a batch has all those to a prompt."""
-    answers, mini = args.num_generations, args.mini_batch_size
+    answers = args.num_generations
+    mini = args.mini_batch_size
     if args.batch_size is None:
         unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
         args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
@@ -135,7 +115,7 @@ def complete_sizes(args):
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
     if mini is None:
         args.mini_batch_size = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
-    elif mini > batch or batch % mini:
+    elif batch % mini:
         raise InputError(f"--mini_batch_size {mini}: must divide --batch_size {batch}")
 
 
@@ -144,33 +124,33 @@ def fill_paths(args):
 
     Raises InputError if there is no data or no reward.
     """
-    offline = bool(args.offline_data_path)
+    for name in ("reward_model", "eval_reward_model"):
+        setattr(args, name, [path for path in getattr(args, name) if path])
+    has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model and (args.hidden_size or args.use_moe):
-        end = f"_{args.hidden_size or 512}{'_moe' if args.use_moe else ''}.pth"
-        reason, plain = (Path(args.out_dir) / f"{name}{end}" for name in ("reason", "full_sft"))
+        reason = minimind_pth(args, "reason")
+        plain = minimind_pth(args, "full_sft")
         if args.reasoning is None and reason.is_file():
             args.reasoning = 1  # it was trained to reason
         wanted, other = (reason, plain) if args.reasoning else (plain, reason)
         args.model = str(wanted)
         if not wanted.is_file():
-            hint = (
-                f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}" if other.is_file() else ""
-            )
+            hint = ""
+            if other.is_file():
+                hint = f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}"
             raise InputError(f"{args.model}: no such file{hint}; --model names a file in another place")
-    for name in ("reward_model", "eval_reward_model"):
-        setattr(args, name, [path for path in getattr(args, name) if path])
     if not args.model:
+        args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
-            args.eval_data_path = args.eval_data_path or str(DEMO["eval_data_path"])
-        args.model, args.data_path = str(DEMO["model"]), args.data_path or str(DEMO["data_path"])
-        args.data_path = "" if offline else args.data_path
-        if not (offline or args.reward_model or args.reward_fn or args.reward_url):
-            args.reward_model = [str(DEMO["reward_model"])]
+            args.eval_data_path = args.eval_data_path or DEMO["eval_data_path"]
+            args.data_path = "" if args.offline_data_path else DEMO["data_path"]
+        if not has_reward:
+            has_reward = args.reward_model = [DEMO["reward_model"]]
         if args.reasoning is None:
             args.reasoning = 1  # the demo's answers have the format
-    if not (offline or args.data_path):
+    if not (args.offline_data_path or args.data_path):
         raise InputError("--data_path: name the JSONL file with the prompts")
-    if not (offline or args.reward_model or args.reward_fn or args.reward_url):
+    if not has_reward:
         raise InputError(
             "--reward_model: name one, or a function with --reward_fn, or a server with --reward_url"
         )
@@ -190,12 +170,12 @@ def count_steps(args, n_prompts, processes):
     if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
-    if args.critic_warmup_steps != AUTO and steps <= args.critic_warmup_steps:
+    rest = steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)
+    if rest <= 0:
         raise InputError(
             f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
-    rest = steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)
     if args.lr_warmup_steps >= rest:
         raise InputError(
             f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {rest} batches, so its rate "
@@ -206,36 +186,42 @@ def count_steps(args, n_prompts, processes):
 
 def choose_reasoning(args, world, actor, tokenizer, prompts):
     """Set --reasoning where it is not given: 1 if a quarter or more of the answers have ``<answer>``, those
-    of the data or else the policy's own first ones -> lines that say so and what a template spoils, or None.
+    of the data or else the policy's own first ones -> lines that say so and what a template spoils.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
-    said = None
+    notes = []
     if args.reasoning is None:
         where = args.data_path or args.offline_data_path
         first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
         answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
-        if not (args.offline_data_path or have_format(answers)):
+        args.reasoning = have_format(answers)
+        if not (args.offline_data_path or args.reasoning):
             where = "the policy"
             answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
-        args.reasoning = int(have_format(answers))
-        count = f"{sum(ANSWER in text for text in answers)} of {len(answers)}"
-        said = f"{count} first answers of {where} have {ANSWER}; --reasoning {1 - args.reasoning} switches it"
-        said = f"format   rewarded: {said} off" if args.reasoning else f"format   not rewarded: {said} on"
+            args.reasoning = have_format(answers)
+        chosen, other = ("rewarded", "off") if args.reasoning else ("not rewarded", "on")
+        count = sum(ANSWER in text for text in answers)
+        notes.append(
+            f"format   {chosen}: {count} of {len(answers)} first answers of {where} have {ANSWER}; "
+            f"--reasoning {1 - args.reasoning} switches it {other}"
+        )
     if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
-        note = "format   the chat template writes <think> before each response, which must write it again"
-        said = "\n".join(filter(None, [said, f"{note}; --reasoning 0 rewards no format"]))
-    return said
+        notes.append(
+            "format   the chat template writes <think> before each response, which must write it again; "
+            "--reasoning 0 rewards no format"
+        )
+    return notes
 
 
-def have_format(answers: list) -> bool:
-    """Whether enough of these answers have ``<answer>``."""
-    return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
+def have_format(answers: list) -> int:
+    """1 if enough of these answers have ``<answer>``, else 0."""
+    return int(sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers)))
 
 
 def first_answers(args, world: World, actor, tokenizer, prompts: list) -> list:
-    """The policy's answers to these prompts, the same in all processes: those of the main one, which alone
-    has weights with --shard. Their noise is that of no --seed: what is rewarded must not depend on it."""
+    """The policy's answers to these prompts, the same in all processes: those of the main one. Their
+    noise is that of no --seed: what is rewarded must not depend on it."""
     texts = None
     with world.all_or_none():
         if world.is_main:
@@ -258,41 +244,38 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     )
 
 
-def choose_rates(args, actor, critic_start):
-    """Set the learning rates that are not given, by the models' sizes -> a line that says so, or None.
-    critic_start: the model that the critic starts from, None without a critic."""
-    said, notes = [], []
-    for name, kind, model in (
-        ("learning_rate", "actor", actor),
-        ("critic_learning_rate", "critic", critic_start),
-    ):
-        if model is None:
-            continue
+def choose_rates(args, models, lora=False):
+    """Set the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, lines
+    that say so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters train."""
+    suited = {}
+    said = []
+    notes = []
+    for name, (kind, model) in models.items():
         size = sum(p.numel() for p in model.parameters())
-        suited = suited_rate(kind, size, args.lora_r > 0)
+        suited[name] = suited_rate(kind, size, lora)
         if getattr(args, name) is None:
-            setattr(args, name, suited)
-            said.append(f"{kind} {suited:g} ({size / 1e6:.1f}M parameters, --{name})")
-        notes.append(rate_note(name, getattr(args, name), suited))
-    how = "with adapters, by size" if args.lora_r else "by size"
-    lines = [f"rates    {how}: {', '.join(said)}" if said else None, *notes]
-    return "\n".join(filter(None, lines)) or None
+            setattr(args, name, suited[name])
+            said.append(f"{kind} {suited[name]:g} ({size / 1e6:.1f}M parameters, --{name})")
+        notes.append(rate_note(name, getattr(args, name), suited[name]))
+    if said:
+        how = "with adapters, by size" if lora else "by size"
+        notes.insert(0, f"rates    {how}: {', '.join(said)}")
+    return suited, "\n".join(filter(None, notes)) or None
 
 
-def check_positions(args, model):
-    """Raise InputError if a conversation of --max_seq_len tokens is too long for the model."""
-    if args.max_seq_len > (limit := most_positions(model.config)):
-        raise InputError(f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it")
-
-
-def load_trained_tokenizer(args, source):
-    """The tokenizer at ``source`` with the chat template, the arguments of that and the system message of the
-    flags or its own."""
-    tokenizer = load_tokenizer(source, args.trust_remote_code)
+def load_trained_tokenizer(args):
+    """The tokenizer of --tokenizer or --model with the chat template, the arguments of that and the system
+    message of the flags or its own."""
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
     args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
     args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
     return tokenizer
+
+
+def longest_prompt(prompts, held_out):
+    """Tokens of the longest prompt, trained on or held out."""
+    return max(data.longest for data in (prompts, held_out) if data)
 
 
 def sampling_sizes(args, prompts, held_out):
@@ -300,19 +283,71 @@ def sampling_sizes(args, prompts, held_out):
     what the sampler must have room for."""
     batch = 0 if args.offline_data_path else args.batch_size
     rows = max(batch, min(max(BATCH, args.num_generations), len(held_out or ()) * args.num_generations))
-    longest = max(data.longest for data in (prompts, held_out) if data)
-    return rows, longest + args.max_gen_len, args.max_gen_len
+    return rows, longest_prompt(prompts, held_out) + args.max_gen_len, args.max_gen_len
+
+
+# ------------------------------------------------------------------------- can this policy be trained here?
+
+
+def check_policy(args, policy, tokenizer):
+    """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
+    check_tokenizer(tokenizer, policy)
+    if name := not_finite(policy):
+        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
+    check_output_head(policy)
+    for flag in ("hidden_size", "num_hidden_layers"):
+        wanted = getattr(args, flag)
+        if wanted and wanted != (has := getattr(policy.config, flag)):
+            raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
+    if args.use_moe and not is_moe(policy):
+        raise InputError(f"--use_moe 1: {args.model} is not a mixture of experts; leave the flag out")
+
+
+def check_sampling(policy):
+    """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward.
+
+    It does not for models that keep more than keys and values from token to token (a recurrent state,
+    positions of their own). Without this check their samples would silently come from another distribution.
+    """
+    kind = policy.config.model_type
+    rows = policy.get_input_embeddings().weight.shape[0]
+    prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
+    what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
+    with quiet(), as_input_error(what):
+        rollout = sample(policy, prompts, noise_keys(0, 0, [0, 1, 2]), [-1], 4, 0.0, slots=2)
+        scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
+    gap = (scored - rollout.sampler_logprobs).abs().max().item()
+    if not gap < 1e-2:
+        raise InputError(
+            f"models of type {kind} are not supported: sampling with a KV cache gives other log-probs than "
+            f"their training forward (they differ by {gap:.3g})"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ all of them
 
 
 def load_inputs(args, world):
     """Flags -> (policy, tokenizer, prompts, held-out prompts or None, lines that say what was chosen).
 
-    All are checked against each other: raises InputError. The policy is in fp32 on the CPU. In a run with
-    --shard the processes other than the main one get its ``outline``.
+    All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
     """
-    check_shard(args, world)
-    tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
-    actor = load_once(args, world, load_checked, args, tokenizer)
+    tokenizer = load_trained_tokenizer(args)
+    if args.shard and world.size > 1:  # before loading, which would leave gaps that nothing else fits into
+        keep_freed_memory(sharded=True)
+    check_loading(args.model)
+    actor = load_policy(args.model, args.trust_remote_code)
+    if args.shard and is_from_outside(actor):
+        raise InputError(
+            f"--shard 1: --model {args.model} brings its own code, which may use its weights in other ways; "
+            "leave the flag out"
+        )
+    if args.shard and is_moe(actor) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise InputError(
+            f"--shard 1: torch {torch.__version__} may sum the gradients of experts wrong; install torch 2.13"
+        )
+    check_policy(args, actor, tokenizer)
+    check_sampling(actor)
     keys = Keys(args.prompt_key, args.answer_key)
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
     prompts, held_out = (
@@ -321,15 +356,17 @@ def load_inputs(args, world):
     )
     if args.offline_data_path:
         prompts = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
-    longest = max(data.longest for data in (prompts, held_out) if data)
+    longest = longest_prompt(prompts, held_out)
     limit = most_positions(actor.config)
     if longest + args.max_gen_len > limit:
         raise InputError(
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    notes = [tokenizer_note(tokenizer, actor), choose_reasoning(args, world, actor, tokenizer, prompts)]
-    notes = notes[:1] if args.offline_data_path else notes  # the second says whether the format is rewarded
+    notes = [tokenizer_note(tokenizer, actor)]
+    chosen = choose_reasoning(args, world, actor, tokenizer, prompts)
+    if not args.offline_data_path:  # they say whether the format is rewarded
+        notes += chosen
     notes.append(accuracy_note(held_out))
     if args.shard and world.size == 1:
         notes.append("shard    nothing is split: there is one process (--shard 1); torchrun starts several")

@@ -33,8 +33,11 @@ class KlController:
     """
 
     def __init__(self, args, learner, per_batch, responses):
-        self.coef, self.target = args.kl_coef, args.kl_target
-        self.learner, self.per_batch, self.every = learner, per_batch, args.update_old_actor_freq
+        self.coef = args.kl_coef
+        self.target = args.kl_target
+        self.every = args.update_old_actor_freq
+        self.learner = learner
+        self.per_batch = per_batch
         self.horizon = args.kl_horizon or HORIZON * responses
         if self.target and self.horizon < responses:
             raise InputError(

@@ -19,67 +19,32 @@ import time
 import torch
 
 from dataset.data_order import next_batch
-from dataset.keys import Keys
+from dataset.formats import Keys
 from dataset.logged_answers import LoggedPairs
 from dataset.record_files import open_records
-from errors import InputError
-from model.compatibility import eos_ids
-from trainer.batch import Batch
+from model.loading import eos_ids
+from trainer.collect import Batch
 from trainer.compute.batching import pad_right
+from trainer.compute.rollout_data import as_rollout
 from trainer.compute.scoring import score_policy
-from trainer.generation.results import as_rollout
 from trainer.rewards.reward import RawScores
 from trainer.runs.distributed import batches_of
-from trainer.runs.metrics import Metrics, mean_square_to_std
+from trainer.runs.metrics import Metrics
 
-NOT_OFFLINE = {  # flag -> why there is none with --offline_data_path
-    **dict.fromkeys(("reward_model", "reward_fn", "reward_url"), "the logged answers have their scores"),
-    **dict.fromkeys(
-        ("repetition_penalty", "length_reward", "thinking_reward", "normalize_reward", "overlong_buffer"),
-        "scores are taken as they are",
-    ),
-    "data_path": "the logged answers have their prompts",
-    "thinking_ratio": "logged answers were given with or without thinking; --chat_template_kwargs says which",
-    **dict.fromkeys(("kl_target", "kl_horizon"), "the KL is that of samples, and there are none"),
-    "min_gen_len": "logged answers are as long as they are",
-    "filter_groups": "nothing is sampled, so nothing can be sampled again",
-    "replay_batches": "logged answers do not get older; read them again with --epochs",
-}
 PAIRS = 128  # held-out pairs that are scored together
-
-
-def check_offline(args, given):
-    """Refuse the flags that make no sense with --offline_data_path, and set those that do nothing then.
-    given: the names of the flags that do not have their defaults."""
-    if not args.offline_data_path:
-        return
-    for name, why in NOT_OFFLINE.items():
-        if name in given:
-            raise InputError(f"--offline_data_path: leave out --{name}: {why}")
-    if args.overlong_penalty and "overlong_penalty" in given:  # its default does nothing without a buffer
-        raise InputError("--offline_data_path: leave out --overlong_penalty: scores are taken as they are")
-    if args.update_old_actor_freq > 1:
-        raise InputError("--offline_data_path: leave out --update_old_actor_freq: there is no old actor")
-    if args.advantage in ("rloo", "group"):
-        raise InputError(
-            f"--advantage {args.advantage}: compares the answers to a prompt, and those of "
-            "--offline_data_path are not in groups; use gae or reinforce"
-        )
-    if args.num_generations > 1:
-        raise InputError("--offline_data_path: leave out --num_generations: logged answers are not in groups")
-    if args.kl_in == "reward":
-        raise InputError(
-            "--kl_in reward: needs samples of the policy, and --offline_data_path has none; use --kl_in loss"
-        )
-    if args.entropy_top != 1:
-        raise InputError("--offline_data_path: leave out --entropy_top: it asks for the entropy of samples")
-    args.missing_eos_penalty = 0.0
 
 
 def load_logged(kind, path, args, tokenizer, actor):
     """``LoggedAnswers`` or ``LoggedPairs`` (kind) of a file, as long as the flags allow."""
-    limits = args.max_seq_len, args.max_gen_len, eos_ids(tokenizer, actor)
-    return kind(path, tokenizer, *limits, args.system_prompt, Keys(args.prompt_key, args.answer_key))
+    return kind(
+        path,
+        tokenizer,
+        args.max_seq_len,
+        args.max_gen_len,
+        eos_ids(tokenizer, actor),
+        args.system_prompt,
+        Keys(args.prompt_key, args.answer_key),
+    )
 
 
 def held_out_pairs(args, tokenizer, actor):
@@ -122,18 +87,18 @@ def take_reference(rollout):
     rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
 
 
-def of_policy(run, rollout, scorer):
-    """Log-probs [B, R] of a rollout's tokens under a policy, at --temperature."""
-    with run.host.on_device(scorer.model):
-        return score_policy(rollout, scorer, run.args.temperature)
+def actor_and_reference(run, rollout):
+    """Log-probs [B, R] of a rollout's tokens, at --temperature, under the actor and under the reference."""
+    for scorer in (run.learners["actor"].scorer, run.scorers["reference"]):
+        with run.host.on_device(scorer.model):
+            yield score_policy(rollout, scorer, run.args.temperature)
 
 
 def sequence_kl(run, rollout):
     """k1 of each response [B], log actor - log reference over its tokens. Its mean over the actor's own
     samples is the KL to the reference, in nats a response."""
-    actor, reference = run.learners["actor"].scorer, run.scorers["reference"]
-    difference = of_policy(run, rollout, actor) - of_policy(run, rollout, reference)
-    return torch.where(rollout.mask, difference, 0.0).sum(1).cpu()
+    actor, reference = actor_and_reference(run, rollout)
+    return torch.where(rollout.mask, actor - reference, 0.0).sum(1).cpu()
 
 
 @torch.no_grad()
@@ -148,25 +113,23 @@ def evaluate_pairs(run):
     chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
                       the rejected one; a half where they are equal, as before training
     """
-    pairs, metrics, scorer = run.held_out_pairs, Metrics(), run.learners["actor"].scorer
+    pairs = run.held_out_pairs
+    metrics = Metrics()
     with run.world.all_or_none():
         for places in batches_of(len(pairs), PAIRS, run.world):
             found = pairs.__getitems__(places or [0])
             rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
-            actor = of_policy(run, rollout, scorer)
-            ref = of_policy(run, rollout, run.scorers["reference"])
+            actor, ref = actor_and_reference(run, rollout)
             if not places:  # only other processes have pairs left; sharded models need all processes
                 continue
             moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
             shares = chosen_shares(actor, rollout)
             for name, x in (("", shares), ("_change", shares - chosen_shares(ref, rollout))):
                 metrics.add(f"eval/chosen_share{name}", x.sum(), len(found))
-                metrics.add(f"eval/chosen_share{name}_std", x.square().sum(), len(found))
+                metrics.add(f"eval/chosen_share{name}_mean_square", x.square().sum(), len(found))
             preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
             metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
     means = metrics.means(run.world)
-    for name in ("eval/chosen_share", "eval/chosen_share_change"):
-        mean_square_to_std(means, name)
     del means["eval/chosen_share_change"]  # the difference of two evaluations says it
     return means
 

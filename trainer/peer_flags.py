@@ -6,169 +6,231 @@ PPO (2025). Single names are of LightRFT. A name with dots (OpenRLHF from 0.10.2
 longest ending that is here or a flag of ours: ``actor_rollout_ref.actor.optim.lr`` by ``optim.lr``.
 """
 
-# their flag -> the flag of train_ppo.py that does the same
-PEER_FLAGS = {
-    # MiniMind
-    "save_dir": "out_dir",
-    "from_weight": "model",  # a path here: out/full_sft_512.pth, not full_sft
-    "from_resume": "resume",  # 1 there, auto here
-    "ppo_update_iters": "ppo_epochs",
-    "early_stop_kl": "target_kl",
-    "debug_interval": "log_interval",
-    # MiniMind and TRL
-    "reward_model_path": "reward_model",
-    # TRL: PPO
-    "sft_model_path": "model",
-    "model_name_or_path": "model",  # TRL's PPO scripts take only the tokenizer from it
-    "num_ppo_epochs": "ppo_epochs",
-    "response_length": "max_gen_len",
-    "cliprange": "clip_epsilon",
-    "per_device_train_batch_size": "batch_size",  # there times gradient_accumulation_steps
-    "num_train_epochs": "epochs",  # a whole number here
-    # TRL: data
-    "dataset_name": "data_path",
-    # TRL: run and machine
-    "output_dir": "out_dir",
-    "logging_steps": "log_interval",
-    "save_steps": "save_interval",
-    "save_total_limit": "keep_checkpoints",
-    "eval_steps": "eval_interval",
-    "metric_for_best_model": "best_metric",  # higher is better
-    "resume_from_checkpoint": "resume",
-    "report_to": "tracker",
-    "project": "wandb_project",
-    "max_grad_norm": "grad_clip",
-    "dataloader_num_workers": "num_workers",
-    "use_peft": "lora_r",  # a rank
-    "bf16": "dtype",  # bfloat16
-    "fp16": "dtype",  # float16
-    "torch_dtype": "dtype",  # of mixed precision: the trained weights stay float32
-    "use_cpu": "device",  # cpu
-    # TRL up to 0.11, the first PPOTrainer
-    "log_with": "tracker",  # as report_to
-    "tracker_project_name": "wandb_project",
-    "use_score_scaling": "normalize_reward",  # 1
-    # TRL: GRPO and RLOO
-    "beta": "kl_coef",
-    "max_prompt_length": "max_seq_len",  # longer prompts are dropped here
-    "max_completion_length": "max_gen_len",
-    "epsilon": "clip_epsilon",
-    "epsilon_high": "clip_epsilon_high",
-    "delta": "dual_clip",
-    "num_iterations": "ppo_epochs",
-    "reward_funcs": "reward_fn",
-    "reward_model_name_or_path": "reward_model",
-    # OpenRLHF up to 0.10.1 (underscores), and from 0.10.2 on (dots)
-    "pretrain": "model",
-    "reward_pretrain": "reward_model",
-    "reward.model_name_or_path": "reward_model",
-    "remote_rm_url": "reward_url",  # a .py file there: --reward_fn
-    "reward.remote_url": "reward_url",
-    "critic_pretrain": "critic_init",  # actor or reward, no path
-    "critic.model_name_or_path": "critic_init",
-    "ref_reward_offload": "offload_frozen",  # a switch there
-    "prompt_data": "data_path",
-    "data.prompt_dataset": "data_path",
-    "eval_dataset": "eval_data_path",
-    "eval.dataset": "eval_data_path",
-    "input_key": "prompt_key",
-    "label_key": "answer_key",
-    "input_template": "prompt_template",  # {prompt} here, {} there
-    "prompt_max_len": "max_seq_len",
-    "generate_max_len": "max_gen_len",
-    "max_new_tokens": "max_gen_len",
-    "min_new_tokens": "min_gen_len",
-    "min_tokens": "min_gen_len",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "stop_token_id": "stop_token_ids",
-    "num_episodes": "epochs",
-    "max_epochs": "ppo_epochs",
-    "actor_learning_rate": "learning_rate",
-    "actor.adam.lr": "learning_rate",
-    "critic.adam.lr": "critic_learning_rate",
-    "max_norm": "grad_clip",
-    "eps_clip": "clip_epsilon",
-    "eps_clip_low_high": "clip_epsilon_high",  # and --clip_epsilon for the lower one
-    "vllm_is_truncated_threshold": "importance_cap",
-    "value_clip": "cliprange_value",  # here in standard deviations of the returns
-    "lambd": "lam",
-    "lr_scheduler_type": "lr_schedule",
-    "lr_scheduler": "lr_schedule",
-    "warmup_steps": "lr_warmup_steps",  # batches here
-    "init_kl_coef": "kl_coef",  # TRL up to 0.11 as well
-    "algo.kl.init_coef": "kl_coef",
-    "n_samples_per_prompt": "num_generations",
-    "rloo_k": "num_generations",  # TRL's RLOO up to 0.22
-    "advantage_estimator": "advantage",
-    "algo.advantage.estimator": "advantage",
-    "dynamic_filtering": "filter_groups",  # a number of times here
-    "top_entropy_quantile": "entropy_top",  # TRL's GRPO
-    "high_entropy_token_ratio": "entropy_top",  # LightRFT: of each answer; here of the batch
-    "entropy_loss_coef": "entropy_coef",  # here in reward units
-    "entropy_coeff": "entropy_coef",  # verl, in units of the advantages
-    "target": "kl_target",  # TRL up to 0.11
-    "horizon": "kl_horizon",  # TRL up to 0.11
-    "use_kl_loss": "kl_in",  # loss; without it OpenRLHF does what --kl_in reward does
-    "algo.kl.use_loss": "kl_in",
-    "pretrain_data": "ptx_data_path",
-    "freezing_actor_steps": "critic_warmup_steps",
-    "critic.freezing_steps": "critic_warmup_steps",
-    "reward.normalize_enable": "normalize_reward",  # 1
-    "overlong_buffer_len": "overlong_buffer",
-    "overlong_penalty_factor": "overlong_penalty",
-    "lora_rank": "lora_r",
-    "ds.lora.rank": "lora_r",
-    "param_dtype": "dtype",  # bfloat16, not bf16
-    "actor.gradient_checkpointing_enable": "gradient_checkpointing",  # 1
-    "full_determinism": "deterministic",  # 1
-    "train.full_determinism_enable": "deterministic",  # 1
-    "save_path": "out_dir",
-    "max_ckpt_num": "keep_checkpoints",
-    "ckpt.max_num": "keep_checkpoints",
-    "load_checkpoint": "resume",  # auto
-    "ckpt.load_enable": "resume",  # auto
-    "eval.steps": "eval_interval",
-    "logger.wandb.key": "tracker",  # a key there
-    "use_tensorboard": "tracker",  # a folder there
-    "wandb_run_name": "run_name",
-    # verl
-    "model.path": "model",
-    "critic.model.path": "critic_init",
-    "reward_model.model.path": "reward_model",
-    "custom_reward_function.path": "reward_fn",
-    "train_files": "data_path",
-    "val_files": "eval_data_path",
-    "max_response_length": "max_gen_len",
-    "rollout.n": "num_generations",
-    "adv_estimator": "advantage",
-    "ppo_mini_batch_size": "mini_batch_size",
-    "optim.lr": "learning_rate",
-    "critic.optim.lr": "critic_learning_rate",
-    "critic.learning_rate": "critic_learning_rate",
-    "clip_grad": "grad_clip",
-    "clip_ratio": "clip_epsilon",
-    "clip_ratio_low": "clip_epsilon",
-    "clip_ratio_high": "clip_epsilon_high",
-    "clip_ratio_c": "dual_clip",
-    "kl_loss_coef": "kl_coef",
-    "use_kl_in_reward": "kl_in",
-    "kl_ctrl.target_kl": "kl_target",  # --target_kl is another thing here
-    "filter_groups.enable": "filter_groups",
-    "overlong_buffer.len": "overlong_buffer",
-    "overlong_buffer.penalty_factor": "overlong_penalty",
-    "enable_gradient_checkpointing": "gradient_checkpointing",
-    "critic_warmup": "critic_warmup_steps",
-    "total_epochs": "epochs",
-    "total_training_steps": "max_steps",
-    "save_freq": "save_interval",
-    "test_freq": "eval_interval",
-    "default_local_dir": "out_dir",
-    "resume_mode": "resume",
-    "trainer.logger": "tracker",
-    "project_name": "wandb_project",
-    "experiment_name": "run_name",
-}
+# their flag, the flag of train_ppo.py that does the same, and where the value is another one too, that
+_CALLED = """
+# MiniMind
+save_dir                            out_dir
+from_weight                         model                   the path of the .pth
+from_resume                         resume                  auto
+ppo_update_iters                    ppo_epochs
+early_stop_kl                       target_kl
+debug_interval                      log_interval
+# MiniMind and TRL
+reward_model_path                   reward_model
+# TRL: PPO
+sft_model_path                      model
+model_name_or_path                  model  # TRL's PPO scripts take only the tokenizer from it
+num_ppo_epochs                      ppo_epochs
+response_length                     max_gen_len
+cliprange                           clip_epsilon
+per_device_train_batch_size         batch_size  # there times gradient_accumulation_steps
+num_train_epochs                    epochs                  a whole number
+# TRL: data
+dataset_name                        data_path
+# TRL: run and machine
+output_dir                          out_dir
+logging_steps                       log_interval
+save_steps                          save_interval
+save_total_limit                    keep_checkpoints
+eval_steps                          eval_interval
+metric_for_best_model               best_metric  # higher is better
+resume_from_checkpoint              resume                  auto, or a run or checkpoint folder
+report_to                           tracker                 swanlab, tensorboard, wandb or none
+project                             wandb_project
+max_grad_norm                       grad_clip
+dataloader_num_workers              num_workers
+use_peft                            lora_r                  the rank
+bf16                                dtype                   bfloat16
+fp16                                dtype                   float16
+torch_dtype                         dtype  # of mixed precision: the trained weights stay float32
+use_cpu                             device                  cpu
+# TRL up to 0.11, the first PPOTrainer
+log_with                            tracker                 swanlab, tensorboard, wandb or none
+tracker_project_name                wandb_project
+use_score_scaling                   normalize_reward        1
+# TRL: GRPO and RLOO
+beta                                kl_coef
+max_prompt_length                   max_seq_len  # longer prompts are dropped here
+max_completion_length               max_gen_len
+epsilon                             clip_epsilon
+epsilon_high                        clip_epsilon_high
+delta                               dual_clip
+num_iterations                      ppo_epochs
+reward_funcs                        reward_fn               path.py:function
+reward_model_name_or_path           reward_model
+# OpenRLHF up to 0.10.1 (underscores), and from 0.10.2 on (dots)
+pretrain                            model
+reward_pretrain                     reward_model
+reward.model_name_or_path           reward_model
+remote_rm_url                       reward_url  # a .py file there: --reward_fn
+reward.remote_url                   reward_url
+critic_pretrain                     critic_init             actor or reward
+critic.model_name_or_path           critic_init             actor or reward
+ref_reward_offload                  offload_frozen          1
+prompt_data                         data_path
+data.prompt_dataset                 data_path
+eval_dataset                        eval_data_path
+eval.dataset                        eval_data_path
+input_key                           prompt_key
+label_key                           answer_key
+input_template                      prompt_template         {prompt} where there was {}
+prompt_max_len                      max_seq_len
+generate_max_len                    max_gen_len
+max_new_tokens                      max_gen_len
+min_new_tokens                      min_gen_len             one more: here the EOS counts
+min_tokens                          min_gen_len             one more: here the EOS counts
+stop_strings                        stop
+stop_sequences                      stop
+stop_token_id                       stop_token_ids
+num_episodes                        epochs
+max_epochs                          ppo_epochs
+actor_learning_rate                 learning_rate
+actor.adam.lr                       learning_rate
+critic.adam.lr                      critic_learning_rate
+max_norm                            grad_clip
+eps_clip                            clip_epsilon
+eps_clip_low_high                   clip_epsilon_high       the upper one; --clip_epsilon is the lower one
+vllm_is_truncated_threshold         importance_cap
+value_clip                          cliprange_value  # here in standard deviations of the returns
+lambd                               lam
+lr_scheduler_type                   lr_schedule             cosine or constant
+lr_scheduler                        lr_schedule             cosine or constant
+warmup_steps                        lr_warmup_steps         a number of batches
+init_kl_coef                        kl_coef  # TRL up to 0.11 as well
+algo.kl.init_coef                   kl_coef
+n_samples_per_prompt                num_generations
+rloo_k                              num_generations  # TRL's RLOO up to 0.22
+advantage_estimator                 advantage               gae, rloo, group or reinforce
+algo.advantage.estimator            advantage               gae, rloo, group or reinforce
+dynamic_filtering                   filter_groups           how often to sample such a prompt again
+top_entropy_quantile                entropy_top  # TRL's GRPO
+high_entropy_token_ratio            entropy_top  # LightRFT: of each answer; here of the batch
+entropy_loss_coef                   entropy_coef  # here in reward units
+entropy_coeff                       entropy_coef  # verl, in units of the advantages
+target                              kl_target  # TRL up to 0.11
+horizon                             kl_horizon  # TRL up to 0.11
+use_kl_loss                         kl_in                   loss  # without it as --kl_in reward
+algo.kl.use_loss                    kl_in                   loss
+pretrain_data                       ptx_data_path
+freezing_actor_steps                critic_warmup_steps
+critic.freezing_steps               critic_warmup_steps
+reward.normalize_enable             normalize_reward        1
+overlong_buffer_len                 overlong_buffer
+overlong_penalty_factor             overlong_penalty
+lora_rank                           lora_r
+ds.lora.rank                        lora_r
+param_dtype                         dtype                   bfloat16
+actor.gradient_checkpointing_enable gradient_checkpointing  1
+full_determinism                    deterministic
+train.full_determinism_enable       deterministic
+save_path                           out_dir
+max_ckpt_num                        keep_checkpoints
+ckpt.max_num                        keep_checkpoints
+load_checkpoint                     resume                  auto
+ckpt.load_enable                    resume                  auto
+eval.steps                          eval_interval
+logger.wandb.key                    tracker                 wandb  # a key there
+use_tensorboard                     tracker                 tensorboard  # a folder there
+wandb_run_name                      run_name
+# verl
+model.path                          model
+critic.model.path                   critic_init             actor or reward
+reward_model.model.path             reward_model
+custom_reward_function.path         reward_fn               path.py:function
+train_files                         data_path
+val_files                           eval_data_path
+max_response_length                 max_gen_len
+rollout.n                           num_generations
+adv_estimator                       advantage               gae, rloo, group or reinforce
+ppo_mini_batch_size                 mini_batch_size         answers, --num_generations for each prompt
+optim.lr                            learning_rate
+critic.optim.lr                     critic_learning_rate
+critic.learning_rate                critic_learning_rate
+clip_grad                           grad_clip
+clip_ratio                          clip_epsilon
+clip_ratio_low                      clip_epsilon
+clip_ratio_high                     clip_epsilon_high
+clip_ratio_c                        dual_clip
+kl_loss_coef                        kl_coef
+use_kl_in_reward                    kl_in                   reward
+kl_ctrl.target_kl                   kl_target  # --target_kl is another thing here
+filter_groups.enable                filter_groups           how often to sample such a prompt again
+overlong_buffer.len                 overlong_buffer
+overlong_buffer.penalty_factor      overlong_penalty
+enable_gradient_checkpointing       gradient_checkpointing  1
+critic_warmup                       critic_warmup_steps
+total_epochs                        epochs
+total_training_steps                max_steps
+save_freq                           save_interval
+test_freq                           eval_interval
+default_local_dir                   out_dir
+resume_mode                         resume                  auto, or a run or checkpoint folder
+trainer.logger                      tracker                 swanlab, tensorboard, wandb or none
+project_name                        wandb_project
+experiment_name                     run_name
+"""
+
+# what has no flag here, and what to do instead, or why
+_NOT_HERE = """
+# sizes: the same thing in other units
+num_mini_batches: set --mini_batch_size to --batch_size divided by it
+gradient_accumulation_steps: it makes TRL's batch larger, so multiply --batch_size by it
+total_episodes: set --max_steps to it divided by --batch_size and by the number of processes
+rollout_batch_size: set --batch_size to it divided by the number of processes
+train_batch_size: set --mini_batch_size to it divided by the number of processes
+data.train_batch_size:
+    --batch_size counts answers of a process: multiply by --num_generations and
+    divide by the number of processes
+max_len: set --max_seq_len for the prompt and --max_gen_len for the response
+# not needed
+micro_train_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu:
+    not needed, micro-batches are cut by tokens and halved when memory runs out
+local_rollout_forward_batch_size log_prob_micro_batch_size_per_gpu micro_rollout_batch_size:
+    not needed, batches without gradients are cut by tokens
+stop_token: not needed, a response ends at the tokenizer's EOS; --stop and --stop_token_ids name more
+apply_chat_template: not needed, the tokenizer's chat template is used where there is one
+use_compile torch_compile: not needed, kernels and CUDA graphs are chosen for the device
+vllm_num_engines rollout_engine use_vllm vllm_mode rollout.name
+    gpu_memory_utilization tensor_model_parallel_size sglang_base_url:
+    not needed, the training processes sample the responses themselves
+save_weight: the name of the result is fixed; --out_dir says where it goes
+val_before_train: not needed, with --eval_data_path there is an evaluation before training
+n_gpus_per_node: torchrun --nproc_per_node says how many processes there are
+nnodes: torchrun --nnodes says how many machines there are
+use_dynamic_bsz: not needed, micro-batches are always cut by tokens
+filter_overlong_prompts: not needed, prompts that are too long are always dropped and counted
+# not supported
+top_p top_k min_p: samples come from the whole distribution, so that the log-probs are those of the policy
+kl_estimator kl_loss_type kl_penalty: --kl_in says which one: loss takes k2, reward takes k1
+whiten_rewards: rewards are not whitened, advantages always are
+reward_clip_range: scores of reward models are always clipped to -3 and 3
+zero_stage deepspeed fsdp: --shard 1 splits models, gradients and moments over the processes
+push_to_hub: nothing is uploaded; export.py writes a Hugging Face directory
+lr_warmup_ratio: --lr_warmup_steps says in how many batches the rates rise
+adap_kl_ctrl: not needed, a --kl_target above 0 switches it on
+dataset_train_split prompt_split: add it to the name in --data_path, as user/name:split
+dataset_test_split eval_split: add it to the name in --eval_data_path, as user/name:split
+# ours, until November 2026
+extra_layers parting_coef lm_coef score_penalty: only the demo's reward model needs it, and
+    dataset/demo/make_reward.py has it; leave it out
+grad_sum_dtype: leave it out, gradients are summed in float32
+# others
+loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
+scale_rewards: --advantage group divides by the deviation of a prompt's scores, rloo does not
+mask_truncated_completions: cut answers are learned from; --missing_eos_penalty is what they lose
+eval_strategy: --eval_interval says after how many steps; 0 evaluates first and last only
+debug_mode: not needed, samples.jsonl in the run folder has responses and their scores
+ckpt_path: checkpoints are written in the run folder below --out_dir
+early_stopping: not needed, a --target_kl above 0 switches it on
+use_remove_padding packing_samples: not needed, sequences are packed wherever the model allows it
+attn_implementation flash_attn: not needed, attention is chosen for the model and the device
+colocate_all_models: not needed, all models are on the device of their process
+max_samples: shorten the file, or end the run early with --max_steps
+lora_alpha: it is always twice --lora_r
+load_in_4bit: weights are not quantized
+enable_ema: not needed, an --ema_beta above 0 switches it on
+save_hf_ckpt: export.py writes a Hugging Face directory from the result
+"""
 
 # values of flags with choices that are called otherwise here
 PEER_CHOICES = {
@@ -179,132 +241,24 @@ PEER_CHOICES = {
     "fp32": "float32",
 }
 
-# where the value is another one, too
-VALUES = {
-    "from_weight": "the path of the .pth",
-    "from_resume": "auto",
-    "load_checkpoint": "auto",
-    "ckpt.load_enable": "auto",
-    "resume_from_checkpoint": "auto, or a run or checkpoint folder",
-    "critic_pretrain": "actor or reward",
-    "critic.model_name_or_path": "actor or reward",
-    "ref_reward_offload": "1",
-    "advantage_estimator": "gae, rloo, group or reinforce",
-    "algo.advantage.estimator": "gae, rloo, group or reinforce",
-    "dynamic_filtering": "how often to sample such a prompt again",
-    "use_kl_loss": "loss",
-    "algo.kl.use_loss": "loss",
-    "use_peft": "the rank",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "param_dtype": "bfloat16",
-    "use_cpu": "cpu",
-    "report_to": "swanlab, tensorboard, wandb or none",
-    "log_with": "swanlab, tensorboard, wandb or none",
-    "logger.wandb.key": "wandb",
-    "use_tensorboard": "tensorboard",
-    "use_score_scaling": "1",
-    "reward.normalize_enable": "1",
-    "actor.gradient_checkpointing_enable": "1",
-    "lr_scheduler_type": "cosine or constant",
-    "lr_scheduler": "cosine or constant",
-    "warmup_steps": "a number of batches",
-    "eps_clip_low_high": "the upper one; --clip_epsilon is the lower one",
-    "input_template": "{prompt} where there was {}",
-    "num_train_epochs": "a whole number",
-    "reward_funcs": "path.py:function",
-    "custom_reward_function.path": "path.py:function",
-    "critic.model.path": "actor or reward",
-    "ppo_mini_batch_size": "answers, --num_generations for each prompt",
-    "use_kl_in_reward": "reward",
-    "filter_groups.enable": "how often to sample such a prompt again",
-    "enable_gradient_checkpointing": "1",
-    "resume_mode": "auto, or a run or checkpoint folder",
-    "adv_estimator": "gae, rloo, group or reinforce",
-    "trainer.logger": "swanlab, tensorboard, wandb or none",
-    "min_new_tokens": "one more: here the EOS counts",
-    "min_tokens": "one more: here the EOS counts",
-}
 
-# what has no flag here -> what to do instead, or why
-NOT_HERE = {
-    # sizes: the same thing in other units
-    "num_mini_batches": "set --mini_batch_size to --batch_size divided by it",
-    "gradient_accumulation_steps": "it makes TRL's batch larger, so multiply --batch_size by it",
-    "total_episodes": "set --max_steps to it divided by --batch_size and by the number of processes",
-    "rollout_batch_size": "set --batch_size to it divided by the number of processes",
-    "train_batch_size": "set --mini_batch_size to it divided by the number of processes",
-    "data.train_batch_size": "--batch_size counts answers of a process: multiply by --num_generations and "
-    "divide by the number of processes",
-    "max_len": "set --max_seq_len for the prompt and --max_gen_len for the response",
-    # not needed
-    "micro_train_batch_size": "not needed, micro-batches are cut by tokens and halved when memory runs out",
-    "local_rollout_forward_batch_size": "not needed, batches without gradients are cut by tokens",
-    "stop_token": "not needed, a response ends at the tokenizer's EOS; --stop and --stop_token_ids name more",
-    "apply_chat_template": "not needed, the tokenizer's chat template is used where there is one",
-    "use_compile": "not needed, kernels and CUDA graphs are chosen for the device",
-    "vllm_num_engines": "not needed, the training processes sample the responses themselves",
-    "rollout_engine": "not needed, the training processes sample the responses themselves",
-    "save_weight": "the name of the result is fixed; --out_dir says where it goes",
-    "val_before_train": "not needed, with --eval_data_path there is an evaluation before training",
-    "n_gpus_per_node": "torchrun --nproc_per_node says how many processes there are",
-    "nnodes": "torchrun --nnodes says how many machines there are",
-    "use_dynamic_bsz": "not needed, micro-batches are always cut by tokens",
-    "filter_overlong_prompts": "not needed, prompts that are too long are always dropped and counted",
-    # not supported
-    "top_p": "samples come from the whole distribution, so that the log-probs are those of the policy",
-    "kl_estimator": "--kl_in says which one: loss takes k2, reward takes k1",
-    "whiten_rewards": "rewards are not whitened, advantages always are",
-    "reward_clip_range": "scores of reward models are always clipped to -3 and 3",
-    "zero_stage": "--shard 1 splits models, gradients and moments over the processes",
-    "push_to_hub": "nothing is uploaded; export.py writes a Hugging Face directory",
-}
+def _rows(table: str) -> list[str]:
+    """The rows of a table without its comments; a row may go on in a line that is indented."""
+    rows = (row.partition("#")[0].rstrip() for row in table.replace("\n   ", "").splitlines())
+    return [row for row in rows if row]
 
-NOT_HERE |= {
-    # the same answers under other names
-    "top_k": NOT_HERE["top_p"],
-    "min_p": NOT_HERE["top_p"],
-    "ppo_micro_batch_size": NOT_HERE["micro_train_batch_size"],
-    "ppo_micro_batch_size_per_gpu": NOT_HERE["micro_train_batch_size"],
-    "ppo_max_token_len_per_gpu": NOT_HERE["micro_train_batch_size"],
-    "log_prob_micro_batch_size_per_gpu": NOT_HERE["local_rollout_forward_batch_size"],
-    "use_vllm": NOT_HERE["rollout_engine"],
-    "vllm_mode": NOT_HERE["rollout_engine"],
-    "rollout.name": NOT_HERE["rollout_engine"],
-    "gpu_memory_utilization": NOT_HERE["rollout_engine"],
-    "tensor_model_parallel_size": NOT_HERE["rollout_engine"],
-    "kl_loss_type": NOT_HERE["kl_estimator"],
-    "kl_penalty": NOT_HERE["kl_estimator"],
-    "micro_rollout_batch_size": NOT_HERE["local_rollout_forward_batch_size"],
-    "torch_compile": NOT_HERE["use_compile"],
-    "sglang_base_url": NOT_HERE["rollout_engine"],
-    "lr_warmup_ratio": "--lr_warmup_steps says in how many batches the rates rise",
-    "deepspeed": NOT_HERE["zero_stage"],
-    "fsdp": NOT_HERE["zero_stage"],
-    "adap_kl_ctrl": "not needed, a --kl_target above 0 switches it on",
-    "dataset_train_split": "add it to the name in --data_path, as user/name:split",
-    "dataset_test_split": "add it to the name in --eval_data_path, as user/name:split",
-    "prompt_split": "add it to the name in --data_path, as user/name:split",
-    "eval_split": "add it to the name in --eval_data_path, as user/name:split",
-    # ours, until November 2026
-    "grad_sum_dtype": "leave it out, gradients are summed in float32",
-    # others
-    "loss_type": "a loss is always the mean over all tokens of a minibatch",
-    "loss_agg_mode": "a loss is always the mean over all tokens of a minibatch",
-    "scale_rewards": "--advantage group divides by the deviation of a prompt's scores, rloo does not",
-    "mask_truncated_completions": "cut answers are learned from; --missing_eos_penalty is what they lose",
-    "eval_strategy": "--eval_interval says after how many steps; 0 evaluates first and last only",
-    "debug_mode": "not needed, samples.jsonl in the run folder has responses and their scores",
-    "ckpt_path": "checkpoints are written in the run folder below --out_dir",
-    "early_stopping": "not needed, a --target_kl above 0 switches it on",
-    "use_remove_padding": "not needed, sequences are packed wherever the model allows it",
-    "packing_samples": "not needed, sequences are packed wherever the model allows it",
-    "attn_implementation": "not needed, attention is chosen for the model and the device",
-    "flash_attn": "not needed, attention is chosen for the model and the device",
-    "colocate_all_models": "not needed, all models are on the device of their process",
-    "max_samples": "shorten the file, or end the run early with --max_steps",
-    "lora_alpha": "it is always twice --lora_r",
-    "load_in_4bit": "weights are not quantized",
-    "enable_ema": "not needed, an --ema_beta above 0 switches it on",
-    "save_hf_ckpt": "export.py writes a Hugging Face directory from the result",
-}
+
+PEER_FLAGS = {}  # their flag -> ours
+VALUES = {}  # their flag -> the value that ours has then
+for _row in _rows(_CALLED):
+    _theirs, _ours, *_value = _row.split(maxsplit=2)
+    PEER_FLAGS[_theirs] = _ours
+    if _value:
+        VALUES[_theirs] = _value[0]
+
+NOT_HERE = {}  # their flag -> what to do instead
+for _row in _rows(_NOT_HERE):
+    _names, _, _reason = _row.partition(": ")
+    NOT_HERE |= dict.fromkeys(_names.split(), _reason)
+
+ONLY_DEMO = ("extra_layers", "parting_coef", "lm_coef", "score_penalty")  # they were flags of train_reward.py

@@ -51,7 +51,8 @@ def token_rewards(scores, response_len, mask, kl_penalty=None, steps=None):
     ``steps`` [B, R], if any, have on tokens of their own; ``kl_penalty`` [B, R], if any (``--kl_in reward``:
     kl_coef * k1), is taken off every response token."""
     rewards = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    last, rest = response_len[:, None] - 1, scores.float()[:, None]
+    last = response_len[:, None] - 1
+    rest = scores.float()[:, None]
     if steps is not None:
         rewards += steps
         rest = rewards.gather(1, last) + rest - steps.sum(1, keepdim=True)
@@ -68,9 +69,11 @@ def gae(rewards, values, mask, gamma, lam):
     is 0. Returns = A + V. Both are 0 on padding. The sums run on the CPU, a column at a time: a GPU takes
     longer to start such a small operation than a CPU to do it.
     """
-    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
     deltas = (rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values).T.cpu()  # 0 on padding
-    advantages, following = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    advantages = torch.empty_like(deltas)
+    following = torch.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
         following = torch.add(deltas[t], following, alpha=gamma * lam, out=advantages[t])
     advantages = send(advantages.T.contiguous(), values.device)
@@ -147,10 +150,9 @@ def moments(x, mask):
 
 def mean_std(total):
     """``moments`` summed over all processes -> (mean, population standard deviation) as floats."""
-    mean = total[0] / total[2]
-    variance = (total[1] / total[2] - mean.square()).clamp(min=0)
-    mean, std = torch.stack([mean, variance.sqrt()]).tolist()
-    return mean, std
+    sum_, squares, count = total.tolist()
+    mean = sum_ / count
+    return mean, math.sqrt(max(squares / count - mean * mean, 0.0))
 
 
 def std_or_zero(total):
@@ -212,7 +214,8 @@ def explained_variance(returns, values, mask, sum_over_processes):
 def rollout_metrics(rollout, returns):
     """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and,
     with a critic, the values beside ``returns`` [B, R], those of Monte Carlo."""
-    mask, tokens = rollout.mask, rollout.response_len.sum()
+    mask = rollout.mask
+    tokens = rollout.response_len.sum()
     k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
     gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
     per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
@@ -222,6 +225,29 @@ def rollout_metrics(rollout, returns):
         per_token |= {"value/mean": rollout.values, "value/return": returns, "value/bias": bias}
     sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
     return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
+
+
+def choose_tokens(
+    share: float, entropy: torch.Tensor, mask: torch.Tensor, gather: Callable
+) -> tuple[torch.Tensor, float]:
+    """Only tokens of high entropy count in the policy loss (``--entropy_top``).
+
+    Most tokens of an answer are nearly certain; few decide where it goes. The clipped policy loss is summed
+    over the ``share`` of response tokens at which the old actor's entropy is highest, over the whole batch
+    (replayed responses among it) and all processes (Wang et al. 2025, arXiv:2506.01939). The entropy is that
+    of before the updates, so the choice holds for all PPO epochs. KL, entropy bonus and value loss are over
+    all tokens. The sum is still divided by the number of all response tokens of the minibatch: a token that
+    counts pulls as much as it did without this flag, also beside the KL, and no minibatch without such a
+    token divides by 0.
+
+    -> (bool [B, R], True on response tokens that count; the least entropy of these in nats, with which all
+    count). entropy, mask [B, R] of this process' rows; gather: x -> the x of every process, which all must
+    call this.
+    """
+    everyone = torch.cat(gather(entropy[mask].cpu()))
+    count = max(1, round(share * len(everyone)))
+    least = everyone.kthvalue(len(everyone) - count + 1).values.item()
+    return (entropy >= least) & mask, least
 
 
 class Clip(NamedTuple):
@@ -247,7 +273,8 @@ def policy_objective(logprobs, mb, clip, kl_in, kl_weight, decay):
     kl_in "reward": the KL is in the advantages, as it was before the updates. What the actor has moved since
     then is taken off here. decay: gamma * lambda, what a later token's reward counts in an advantage.
     """
-    weights, advantages = mb.importance_weights, mb.advantages
+    weights = mb.importance_weights
+    advantages = mb.advantages
     moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
     if kl_in == "reward":
         advantages = advantages - kl_weight * discounted_sums(moved, decay)

@@ -12,11 +12,14 @@ ones follows from the seed and the number of the step alone, so nothing has to b
 the same for any number of processes.
 """
 
+from dataclasses import dataclass, field
+
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
 from errors import InputError
-from model.compatibility import check_ends, most_positions
+from model.loading import check_ends, most_positions
 from trainer.compute.scoring import score_learned
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 
 
@@ -26,17 +29,20 @@ class Demonstrations(SFTDataset):
     limits = "--max_seq_len + --max_gen_len"
 
 
+@dataclass
 class Ptx:
-    """The demonstrations of a run. data: ``Demonstrations``; coef: --ptx_coef; sizes: (--seed, optimizer
-    steps of a batch, sequences of a minibatch over all processes); world: of the run.
+    """The demonstrations of a run."""
 
-    Of the batch that was read last: ``items``, {number of an optimizer step: [(token ids, mask), …]}, those
-    of this process; ``learned``, {number: learned tokens of all processes}.
-    """
-
-    def __init__(self, data, coef, sizes, world):
-        self.data, self.coef, self.world, self.items, self.learned = data, coef, world, {}, {}
-        self.seed, self.per_batch, self.size = sizes
+    data: Demonstrations
+    coef: float  # --ptx_coef
+    seed: int
+    per_batch: int  # optimizer steps of a batch
+    size: int  # sequences of a minibatch, over all processes
+    world: World
+    # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, those of this
+    # process; {number: learned tokens of all processes}.
+    items: dict = field(default_factory=dict)
+    learned: dict = field(default_factory=dict)
 
     def read(self, batch):
         """Read the demonstrations of all optimizer steps of batch number ``batch``. All processes must call
@@ -57,7 +63,9 @@ class Ptx:
     def backward(self, run, number, token_budget):
         """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
         micro-batches of at most ``token_budget`` tokens -> Metrics."""
-        items, metrics, actor = self.items[number], Metrics(), run.learners["actor"]
+        items = self.items[number]
+        metrics = Metrics()
+        actor = run.learners["actor"]
 
         def learn_from(rows):
             logprobs, balance = score_learned([items[row] for row in rows], actor.scorer)
@@ -87,4 +95,4 @@ def load_ptx(args, world, tokenizer, actor, per_batch):
             f"{limit} positions; lower --max_seq_len or --max_gen_len, whose sum is the longest that is kept"
         )
     check_ends(data[0], tokenizer, actor)
-    return Ptx(data, args.ptx_coef, (args.seed, per_batch, args.mini_batch_size * world.size), world)
+    return Ptx(data, args.ptx_coef, args.seed, per_batch, args.mini_batch_size * world.size, world)

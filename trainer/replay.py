@@ -13,9 +13,12 @@ earlier policy: the importance weight min(pi_now / pi_then, --importance_cap) of
 Every process keeps the same global batches, so a run can be resumed with another number of processes.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 
 from trainer.compute.rollout_data import Rollout, join_rollouts
+from trainer.runs.distributed import World
 
 # What is kept of a rollout. All other fields are computed anew in each step.
 KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores")
@@ -30,21 +33,23 @@ def newest_rows(rollout: Rollout, returns: torch.Tensor, count: int) -> tuple[Ro
     return latest, returns[first:, : latest.old_logprobs.shape[1]]
 
 
+@dataclass
 class Replay:
-    """The last ``size`` global batches, on the CPU. positions: the rows of a global batch that belong to this
-    process (dataset/data_order.py)."""
+    """The last ``size`` global batches, on the CPU."""
 
-    def __init__(self, size, positions, world):
-        self.size, self.positions, self.world, self.batches = size, positions, world, []
+    size: int
+    positions: list  # the rows of a global batch that belong to this process (dataset/data_order.py)
+    world: World
+    batches: list = field(default_factory=list)
 
     def join(self, rollout):
         """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
         device = rollout.tokens.device
-        older = [
+        parts = [
             Rollout(**{name: x[self.positions].to(device) for name, x in batch.items()})
             for batch in self.batches
         ]
-        return join_rollouts([*older, rollout]) if older else rollout
+        return join_rollouts([*parts, rollout]) if parts else rollout
 
     def keep(self, rollout):
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
@@ -58,18 +63,18 @@ class Replay:
         self.batches.append({name: getattr(joined, name)[order] for name in mine})
         self.batches = self.batches[-self.size :]
 
-    def tensors(self):
-        """{name: tensor}: what a checkpoint keeps."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps."""
         return {
             f"{number}.{name}": x.contiguous()
             for number, batch in enumerate(self.batches)
             for name, x in batch.items()
         }
 
-    def load_tensors(self, tensors):
-        """Take over what ``tensors`` returned."""
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned."""
         batches = {}
-        for key, x in tensors.items():
+        for key, x in state.items():
             number, _, name = key.partition(".")
             batches.setdefault(int(number), {})[name] = x
         self.batches = [batches[number] for number in sorted(batches)]

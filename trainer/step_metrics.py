@@ -1,11 +1,17 @@
-"""What a PPO step logs: numbers of its rollout, of its optimizer steps, and of the whole step.
+"""What a PPO step logs: numbers of its rollout, of its responses, of its optimizer steps, of the whole step.
 
-Every metric is explained in docs/metrics.md. The sums are exact over processes (runs/metrics.py).
+Every metric is explained in docs/metrics.md. The sums are exact over processes (runs/metrics.py). Nothing is
+trained with these numbers.
 """
 
+import torch
+
 from trainer import ppo
-from trainer.filter_groups import rows_of_equal_groups
-from trainer.response_stats import batch_metrics, repetition
+from trainer.collect import rows_of_equal_groups
+from trainer.compute.rollout_data import length_mask
+
+ID_BITS = 21  # of a token id: three of them fit into 63 bits, and the largest vocabularies need 18
+LEAST_SPREAD = 1e-6  # times the mean: a smaller standard deviation is rounding
 
 
 def note_rollout(run, new, returns, metrics):
@@ -19,9 +25,8 @@ def note_rollout(run, new, returns, metrics):
         explained = ppo.explained_variance(returns, new.values, new.mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
-    logprobs = new.old_logprobs, new.sampler_logprobs
     if not offline:
-        size = ppo.effective_sample_size(*logprobs, new.mask, run.world.sum)
+        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, new.mask, run.world.sum)
         metrics.add("rollout/importance_ess", size, 1)
     metrics.add("policy/advantage_std", new.advantage_std, 1)
     metrics.add_all(run.kl.metrics(), 1)
@@ -40,10 +45,12 @@ def note_step(run, name, step, metrics):
 def step_metrics(run, batch, metrics, clock):
     """All that a step logs -> {name: mean over all processes}.
 
-    batch: ``Batch`` (batch.py); metrics: what scoring and updating have measured (``Metrics``);
+    batch: ``Batch`` (collect.py); metrics: what scoring and updating have measured (``Metrics``);
     clock: the times before scoring, before updating, and after it.
     """
-    args, rollout, count = run.args, batch.rollout, len(batch.prompts)
+    args = run.args
+    rollout = batch.rollout
+    count = len(batch.prompts)
     metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
     if run.reward.models:
         metrics.add("reward/at_limit", run.reward.at_limit(batch.raw).sum(), count)
@@ -62,3 +69,54 @@ def step_metrics(run, batch, metrics, clock):
     means |= run.reward.metrics(batch.raw)
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
     return means
+
+
+# ------------------------------------------------------------------------------------- of the responses
+
+
+def repetition(rollout):
+    """[B]: the share of a response's trigrams of tokens, EOS included, that occurred before in the same
+    response; 0 where it has fewer than four tokens. A GPU is not waited for."""
+    tokens = rollout.tokens
+    columns = torch.arange(rollout.sampler_logprobs.shape[1], device=tokens.device)
+    places = rollout.prompt_len[:, None] + columns
+    ids = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
+    trigrams = (ids[:, :-2] << 2 * ID_BITS) | (ids[:, 1:-1] << ID_BITS) | ids[:, 2:]
+    count = (rollout.response_len - 2).clamp(min=0)
+    there = length_mask(count, trigrams.shape[1])
+    # Sorted, equal ones are neighbours. What is behind a response goes to the end, so ``there`` still fits.
+    trigrams = torch.where(there, trigrams, torch.iinfo(torch.int64).max).sort(1)[0]
+    repeated = (trigrams[:, 1:] == trigrams[:, :-1]) & there[:, 1:]
+    return repeated.sum(1) / count.clamp(min=1)
+
+
+def batch_metrics(rollout, scores, world):
+    """{name: value} of the whole batch, the same in all processes, which must all call it.
+
+    rollout: this process' responses [B]; scores [B]: theirs. "rollout/distinct": responses of which no two
+    are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
+    scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens.
+    """
+    responses = zip(rollout.responses(), scores.tolist(), strict=True)
+    mine = [(hash(tuple(ids)), score, len(ids)) for ids, score in responses]
+    hashes, scores, lengths = zip(*(row for rows in world.gather(mine) for row in rows), strict=True)
+    scores = centred(torch.tensor(scores, dtype=torch.float64))
+    lengths = centred(torch.tensor(lengths, dtype=torch.float64))
+    return {
+        "rollout/distinct": len(set(hashes)) / len(hashes),
+        "reward/score_std": scores.square().mean().sqrt().item(),
+        "rollout/score_length_corr": correlation(scores, lengths),
+    }
+
+
+def centred(x):
+    """x [N] less its mean; 0 everywhere where the numbers differ by no more than rounding."""
+    mean = x.mean()
+    x = x - mean
+    return torch.zeros_like(x) if x.square().mean().sqrt() <= LEAST_SPREAD * mean.abs() else x
+
+
+def correlation(x, y):
+    """Pearson's correlation of two ``centred`` [N], as a float; 0 where one of them does not vary."""
+    size = (x.square().sum() * y.square().sum()).sqrt().item()
+    return (x @ y).item() / size if size else 0.0

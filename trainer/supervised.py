@@ -12,29 +12,34 @@ A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and 
 
 import contextlib
 import math
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
 from dataset.data_order import RecordBatches, next_batch, record_loader
+from dataset.formats import Keys
 from errors import InputError
+from model.loading import most_positions
 from progress_bar import phase
+from trainer.about_run import describe_texts
 from trainer.compute.batching import micro_batches, tokens_per_pass
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
-from trainer.compute.scoring import prepare_training
+from trainer.compute.scoring import BalanceLoss, prepare_training
+from trainer.inputs import choose_rates
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import init_world, share_of
-from trainer.runs.fingerprints import short_hash, weights_hash
 from trainer.runs.interrupts import StopRequest
-from trainer.runs.learning_rate import rate_note, suited_rate
 from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
-from trainer.runs.resume import start_or_resume
+from trainer.runs.resume import short_hash, start_or_resume, weights_hash
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
@@ -57,55 +62,64 @@ class SupervisedRun:
         complete()             called once after the last step, on all processes
     """
 
-    files, best_metric, held_out_pairs = (), "", None  # the weights of the best evaluation are not kept
+    files = ()
+    best_metric = ""  # the weights of the best evaluation are not kept
+    held_out_pairs = None
     in_step = None  # nothing is sharded
 
-    def __init__(self, args, flags, world, tokenizer, modules, data, held_out):
-        self.args, self.flags, self.world, self.tokenizer = args, flags, world, tokenizer
-        self.modules, self.model = modules, modules["model"]
-        self.model_type = self.model.config.model_type
-        self.data, self.held_out = data, held_out
+    def __init__(self, args, world, tokenizer, modules, data, held_out):
+        self.args = args
+        self.flags = args.declared
+        self.world = world
+        self.tokenizer = tokenizer
+        self.modules = modules
+        self.model = modules["model"]
+        self.data = data
+        self.held_out = held_out
+        limit = most_positions(self.model.config)
+        if args.max_seq_len > limit:
+            raise InputError(
+                f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it"
+            )
+        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
+            raise InputError(
+                f"--model {args.model}: this run would write its result there; copy it elsewhere"
+            )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         check_range(self.model, self.dtype, f"--model {args.model}: ")
         self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO
-        self.before = weights_hash(self.trained)
+        self.balance = BalanceLoss(self.model)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
-        parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.note = self._choose_rate(parameters)
-        kind = (args.moments_dtype, args.seed)
-        optimizer = make_optimizer(groups, args.learning_rate, *kind, betas=(0.9, 0.95))
+        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        optimizer = make_optimizer(
+            groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
+        )
         self.optimizers = {"optimizer": optimizer}
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
-        self.total_steps = total = min(steps, args.max_steps or steps)
-        warmup = min(math.ceil(args.warmup_ratio * total), total - 1)
-        learner = (self.trained, None, optimizer, args.learning_rate, total)
-        self.learner = Learner(*learner, warmup_steps=warmup)
+        self.total_steps = min(steps, args.max_steps or steps)
+        self.learner = Learner(
+            model=self.trained,
+            scorer=None,
+            optimizer=optimizer,
+            peak=args.learning_rate,
+            total_steps=self.total_steps,
+            warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
+        )
         self.loss_scale = LossScale(self.dtype)
-        self.states, self.tensors = {"loss_scale": self.loss_scale}, {}
+        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
         self.evaluated = None  # the held-out items of this process, made by the first evaluation
-
-    def _choose_rate(self, parameters):
-        """Set --learning_rate where it is not given -> a line that says so, '' if it is given."""
-        size = sum(p.numel() for p in parameters)
-        suited = suited_rate(self.rate, size)
-        if self.args.learning_rate is not None:
-            note = rate_note("learning_rate", self.args.learning_rate, suited)
-            return f"\n{note}" if note else ""
-        self.args.learning_rate = suited
-        return (
-            f"\nrate     by size: {self.args.learning_rate:g} ({size / 1e6:.1f}M parameters, --learning_rate)"
-        )
 
     def fingerprints(self):
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return {
-            "model": self.before,
+            "model": weights_hash(self.trained),
             "tokenizer": short_hash([vocabulary, self.tokenizer.chat_template]),
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
@@ -131,42 +145,46 @@ class SupervisedRun:
 
     def about(self):
         """Lines that describe the run: its model and its data."""
+        args = self.args
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
-        held_out = "" if self.held_out is None else f"{len(self.held_out)} "
-        held_out += "of them " if held_out and not self.args.eval_data_path else ""
-        files = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
-        return (
-            f"model    {self.args.model or 'random weights'}: {size:.2f}M parameters, {self.model_type}\n"
-            f"data     {self.args.data_path}: {self.data.dataset.describe()}"
-            + (f", {held_out}held out" if held_out else "")
-            + "".join(f"\nnote     {data.note}" for data in files if data.note)
-            + (f"\nsystem   {self.args.system_prompt}" if self.args.system_prompt else "")
-            + (f"\ntemplate with {self.args.chat_template_kwargs}" if self.args.chat_template_kwargs else "")
-            + self.note
-        )
+        kind = self.model.config.model_type
+        lines = [
+            f"model    {args.model or 'random weights'}: {size:.2f}M parameters, {kind}",
+            f"data     {args.data_path}: {self.data.dataset.describe()}",
+        ]
+        if self.held_out:
+            of_them = "" if args.eval_data_path else "of them "
+            lines[-1] += f", {len(self.held_out)} {of_them}held out"
+        datasets = dict.fromkeys(part.dataset for part in (self.data, self.held_out) if part)
+        lines += describe_texts(args, datasets)
+        return "\n".join(filter(None, [*lines, self.note]))
 
 
-def split_records(args, load):
-    """Flags -> (training records, held-out records or None), as Subsets. load(path) -> a dataset.
+def split_records(args, kind: Callable, tokenizer, keys: Keys) -> tuple[Subset, Subset | None]:
+    """Flags -> (training records, held-out records or None), as Subsets. kind: of dataset.
 
     The held-out records are those of --eval_data_path, or else the last --eval_size of --data_path, which are
     then not trained on. Raises InputError if that leaves none to train on.
     """
-    data, kept = load(args.data_path), 0
-    held_out = load(args.eval_data_path) if args.eval_data_path else None
-    if held_out is not None:
-        held_out = Subset(held_out, range(len(held_out)))
-    elif args.eval_size != 0:
-        kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
-        if kept >= len(data):
-            raise InputError(
-                f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
-                f"{args.data_path}; lower it"
-            )
-    if kept:
-        data.hold_out(kept)
-        held_out = Subset(data, range(len(data) - kept, len(data)))
-    return Subset(data, range(len(data) - kept)), held_out
+
+    def load(path):
+        return kind(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
+
+    data = load(args.data_path)
+    if args.eval_data_path:
+        held_out = load(args.eval_data_path)
+        return Subset(data, range(len(data))), Subset(held_out, range(len(held_out)))
+    kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
+    if not kept:
+        return Subset(data, range(len(data))), None
+    first = len(data) - kept
+    if first <= 0:
+        raise InputError(
+            f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
+            f"{args.data_path}; lower it"
+        )
+    data.hold_out(kept)
+    return Subset(data, range(first)), Subset(data, range(first, len(data)))
 
 
 def backward(run, items, lengths, totals, token_budget):
@@ -178,15 +196,17 @@ def backward(run, items, lengths, totals, token_budget):
             run.loss_scale.scaled(loss).backward()
             sums.merge(metrics)
             bar.done += len(index)
-    if run.world.size == 1:  # 0 for an expert that no token reached, as in sums over several processes
-        for p in run.trained.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+    for p in run.parameters:
+        if p.grad is None:  # of an expert that no token reached
+            p.grad = torch.zeros_like(p)
     return sums
 
 
-def learn(run, step, items):
+def learn(run: SupervisedRun, step: int, items: list) -> dict[str, float]:
     """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}."""
-    args, world, start = run.args, run.world, time.perf_counter()
+    args = run.args
+    world = run.world
+    start = time.perf_counter()
     lengths = [run.tokens(item) for item in items]
     totals = [*run.loss_counts(items), sum(lengths)]
     *totals, tokens = world.sum(torch.tensor(totals, dtype=torch.float64, device=world.device)).tolist()
@@ -206,15 +226,14 @@ def learn(run, step, items):
 
 
 @torch.no_grad()
-def evaluate(run):
+def evaluate(run: SupervisedRun) -> dict[str, float]:
     """Evaluate on the held-out records, shared between the processes -> {"eval/…": mean}, {} without any."""
     if run.held_out is None:
         return {}
-    sums, world = Metrics(), run.world
+    sums = Metrics()
+    world = run.world
     with world.all_or_none():
-        if run.evaluated is None:
-            run.evaluated = share_of(run.held_out, world)
-        items = run.evaluated
+        run.evaluated = items = run.evaluated or share_of(run.held_out, world)
         each_micro_batch(
             [run.tokens(item) for item in items],
             tokens_per_pass(world.device),
@@ -224,11 +243,14 @@ def evaluate(run):
     return run.summarise(sums.means(world))
 
 
-def train(run, logger):
+def train(run: SupervisedRun, logger) -> None:
     """The training loop, from the step after ``run.progress.step`` to the end, or until Ctrl-C or SIGTERM."""
-    args, world, progress, total = run.args, run.world, run.progress, run.total_steps
-    share = (args.batch_size, args.batch_size, world.rank, world.size)
-    order = RecordBatches(len(run.data), args.seed, progress.step, total, *share)
+    args = run.args
+    world = run.world
+    progress = run.progress
+    total = run.total_steps
+    size = args.batch_size
+    order = RecordBatches(len(run.data), args.seed, progress.step, total, size, size, world.rank, world.size)
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
     with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:
         if progress.step == total:  # killed between the last checkpoint and the result
@@ -245,7 +267,8 @@ def train(run, logger):
             metrics = learn(run, step, items)
             world.check_identical(model=run.trained)
             progress.step = done = step + 1
-            last, signal = done == total, stop.agreed(world)
+            last = done == total
+            signal = stop.agreed(world)
             if last or (args.eval_interval and done % args.eval_interval == 0):
                 metrics |= evaluate(run)
             log_step(run, logger, done, metrics)
@@ -257,9 +280,10 @@ def train(run, logger):
 
 
 def run_stage(build, args, argv):
-    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun."""
+    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun; argv: its
+    command line, None: the process' own."""
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
             run = build(args, world)
-        logger = start_or_resume(run, run.about(), argv)
+        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         run_to_the_end(run, logger, train)

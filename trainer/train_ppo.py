@@ -31,118 +31,201 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import DTYPES, MANY, FlagParser, add_machine_flags, add_output_flags, path, steps_or_auto
+from trainer.flags import (
+    DTYPES,
+    FlagParser,
+    add_data_flags,
+    add_machine_flags,
+    add_output_flags,
+    path,
+    steps_or_auto,
+)
+
+# Why flags exclude others, as declared with them below: {a flag, or "flag=value": why}.
+LOGGED = {"offline_data_path": "prompts, answers and scores are those of that file"}
+NO_SAMPLES = {"offline_data_path": "nothing is sampled"}
+NO_CRITIC = {"advantage": "it has no critic"}
+COMPARING = ("advantage=rloo", "advantage=group")
+NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
+WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
 def flag_parser():
     """All flags, in the groups of --help. Edit the defaults here, or give them on the command line."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
-    add = p.add_argument
+    add = p.add
     p.group("models (without --model and --hidden_size: the bundled demo)")
-    add("--model", default="", type=path, may_change=True, help="policy: a .pth, a directory or a hub name")
-    add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
-    add("--hidden_size", default=0, at_least=0, at_most=MANY, may_change=True, help="N: out/full_sft_N.pth")
-    add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, may_change=True, help="checked if given")
-    add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: load the _moe checkpoint")
-    add("--lora_r", default=0, at_least=0, help="rank of LoRA adapters; 0: every weight trains")
-    add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
+    add("--model", path, "policy: a .pth, a directory or a hub name")
+    add("--tokenizer", path, "directory or hub name; default: model's")
+    add("--hidden_size", 0, "N: out/full_sft_N.pth", may_change=True)
+    add("--num_hidden_layers", 0, "checked if given", may_change=True)
+    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
+    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
     p.group("data")
-    add("--data_path", default="", type=path, may_change=True, help="prompts: a file, or a hub name")
-    add("--eval_data_path", default="", type=path, may_change=True, help="held-out prompts")
-    add("--ptx_data_path", default="", type=path, may_change=True, help="demonstrations to mix in")
-    add("--offline_data_path", default="", type=path, may_change=True, help="logged answers: no sampling")
-    add("--prompt_key", default="", help="key of the prompt in a record; default: by the record's form")
-    add("--answer_key", default="", help="key of the answer; a path as reward_model.ground_truth works")
-    add("--system_prompt", type=str, help="system message of prompts that have none; default: model's own")
-    add("--prompt_template", default="", help="text with {prompt}, Jinja, or a file of either")
-    add("--chat_template_kwargs", type=str, help="JSON: the template's switches; default: model's own")
+    add("--data_path", path, "prompts: a file, or a hub name", not_with=LOGGED)
+    add("--eval_data_path", path, "held-out prompts")
+    add("--ptx_data_path", path, "demonstrations to mix in")
+    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS, always=True)
+    add_data_flags(p, "prompts")
     share = "share of the prompts that are rendered with thinking"
-    add("--thinking_ratio", type=float, at_least=0, at_most=1, help=share)
-    add("--max_seq_len", default=256, at_least=1, at_most=MANY, help="longer prompts (in tokens) are dropped")
-    add("--num_workers", default=0, at_least=0, at_most=64, may_change=True, help="data loader processes")
+    add("--thinking_ratio", float, share, at_most=1, off=None, not_with=LOGGED)
     p.group("reward: the sum of what is given")
-    add("--reasoning", type=int, choices=[0, 1], help="1: reward <think> and <answer>; default: if used")
-    add(
-        "--thinking_reward", default=0.0, at_least=0, help="times MiniMind's points for a thought; 1 is usual"
-    )
-    add("--reward_model", nargs="*", default=[], type=path, may_change=True, help="PATH, or PATH=WEIGHT …")
-    add("--reward_dtype", default="auto", choices=DTYPES, help="of its weights; auto: as the checkpoint's")
-    add("--reward_fn", default="", type=path, may_change=True, help="a function of yours: path.py:function")
-    add("--reward_url", default="", may_change=True, help="a server that scores; docs/rewards.md")
-    add("--reward_timeout", default=600.0, at_least=0, may_change=True, help="seconds for --reward_fn, _url")
-    add("--eval_reward_model", nargs="*", default=[], type=path, may_change=True, help="only evaluates")
-    add("--eval_reward_fn", default="", type=path, may_change=True, help="only evaluates: path.py:function")
+    add("--reasoning", int, "1: reward <think> and <answer>; default: if used", choices=[0, 1])
+    add("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual", not_with=LOGGED)
+    add("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path, not_with=LOGGED)
+    add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
+    add("--reward_fn", path, "a function of yours: path.py:function", not_with=LOGGED)
+    add("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True, not_with=LOGGED)
+    add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
+    add("--eval_reward_model", [], "only evaluates", nargs="*", type=path)
+    add("--eval_reward_fn", path, "only evaluates: path.py:function")
     spread = "what a response without an EOS loses; default: the spread of the scores"
-    add("--missing_eos_penalty", type=float, at_least=0, at_most=1e6, help=spread)
+    add("--missing_eos_penalty", float, spread)
     costs = "tokens before --max_gen_len in which each costs more"
-    add("--overlong_buffer", default=0, at_least=0, at_most=MANY, help=costs)
-    add("--overlong_penalty", default=1.0, at_least=0, help="what a response of --max_gen_len tokens loses")
-    add("--repetition_penalty", default=0.0, at_least=0, help="largest penalty for repeated trigrams")
-    add("--length_reward", default=0.0, at_least=0, help="added for 20 to 800 characters, else subtracted")
-    add("--normalize_reward", default=0, choices=[0, 1], help="1: by running mean and standard deviation")
+    add("--overlong_buffer", 0, costs, not_with=LOGGED)
+    add(
+        "--overlong_penalty",
+        1.0,
+        "what a response of --max_gen_len tokens loses",
+        needs="overlong_buffer",
+        not_with=LOGGED,
+    )
+    add("--repetition_penalty", 0.0, "largest penalty for repeated trigrams", not_with=LOGGED)
+    add("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted", not_with=LOGGED)
+    add("--normalize_reward", 0, "1: by running mean and standard deviation", choices=[0, 1], not_with=LOGGED)
     add_ppo_flags(p)
     add_machine_flags(p, seed="of the prompt order and the sampling noise")
-    add("--shard", default=0, choices=[0, 1], may_change=True, help="1: models are split over processes")
-    add("--offload_frozen", default=0, choices=[0, 1], may_change=True, help="1: frozen models leave the GPU")
+    add("--shard", 0, "1: models are split over processes", choices=[0, 1], may_change=True)
+    add(
+        "--offload_frozen",
+        0,
+        "1: frozen models leave the GPU",
+        choices=[0, 1],
+        may_change=True,
+        not_with={"shard": "frozen models are shared out instead"},
+        always=True,
+    )
     add_output_flags(p, save_interval=20, eval_interval=20)
     best = "says which weights are best; default: judge, function, accuracy or score"
-    add("--best_metric", default="", may_change=True, help=best)
-    add("--strict_health", default=0, choices=[0, 1], may_change=True, help="1: end a run that is broken")
+    add("--best_metric", "", best, may_change=True)
+    add("--strict_health", 0, "1: end a run that is broken", choices=[0, 1], may_change=True)
     return p
 
 
 def add_ppo_flags(p):
     """The flags of rollout and PPO."""
-    add = p.add_argument
+    add = p.add
     p.group("rollout")
-    add("--num_generations", default=1, at_least=1, at_most=MANY, help="responses to each prompt")
-    add("--batch_size", type=int, at_least=1, at_most=MANY, help="responses per step and process [128]")
-    add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest response in tokens")
-    add("--min_gen_len", default=0, at_least=0, at_most=MANY, help="shortest response, its EOS counted")
-    add("--stop", nargs="*", default=[], type=str, help="a response ends there; rewards see what is before")
-    add("--stop_token_ids", nargs="*", default=[], type=int, help="ids that end a response as the EOS does")
-    add("--temperature", default=1.0, at_least=0.01, at_most=100, help="of sampling and of every log-prob")
+    add("--num_generations", 1, "responses to each prompt", at_least=1, off=1, not_with=LOGGED, always=True)
+    add("--batch_size", int, "responses per step and process [128]", at_least=1)
+    add("--max_gen_len", 64, "longest response in tokens", at_least=1)
+    add("--min_gen_len", 0, "shortest response, its EOS counted", not_with=LOGGED)
+    add("--stop", [], "a response ends there; rewards see what is before", nargs="*")
+    add("--stop_token_ids", [], "ids that end a response as the EOS does", nargs="*", type=int)
+    add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     p.group("PPO")
-    add("--epochs", default=1, at_least=1, at_most=MANY, help="passes over the prompts")
-    add("--replay_batches", default=0, at_least=0, at_most=MANY, help="older batches to learn from again")
-    add("--max_steps", default=0, at_least=0, at_most=MANY, help="stop after so many batches; 0: by --epochs")
-    add("--ppo_epochs", default=1, at_least=1, at_most=MANY, help="passes over each batch")
-    add("--mini_batch_size", type=int, at_least=1, at_most=MANY, help="sequences per update and process [32]")
-    add("--accumulation_steps", default=1, at_least=1, at_most=MANY, may_change=True, help="saves memory")
-    add("--learning_rate", type=float, above=0, at_most=1, help="actor's peak; default: by its size")
-    add("--critic_learning_rate", type=float, above=0, at_most=1, help="critic's peak; default: by its size")
-    add("--grad_clip", default=1.0, above=0, help="largest gradient norm, of each model on its own")
-    add("--lr_schedule", default="cosine", choices=["cosine", "constant"], help="of the learning rates")
-    add("--lr_warmup_steps", default=0, at_least=0, at_most=MANY, help="batches in which the rates rise")
-    add("--clip_epsilon", default=0.2, above=0, at_most=0.999, help="clip of the ratio, below and above 1")
-    add("--clip_epsilon_high", type=float, above=0, at_most=1e6, help="the clip above 1 [--clip_epsilon]")
-    add("--dual_clip", default=0.0, at_least=0, help="a bad token counts at most X times; 0: no limit")
-    add("--importance_cap", default=2.0, at_least=0, help="largest training / sampling probability; 0: off")
+    add("--epochs", 1, "passes over the prompts", at_least=1)
+    add("--replay_batches", 0, "older batches to learn from again", not_with=LOGGED)
+    add("--max_steps", 0, "stop after so many batches; 0: by --epochs")
+    add("--ppo_epochs", 1, "passes over each batch", at_least=1)
+    add("--mini_batch_size", int, "sequences per update and process [32]", at_least=1)
+    add("--accumulation_steps", 1, "saves memory", at_least=1, may_change=True)
+    add("--learning_rate", float, "actor's peak; default: by its size", above=0, at_most=1)
+    add(
+        "--critic_learning_rate",
+        float,
+        "critic's peak; default: by its size",
+        above=0,
+        at_most=1,
+        not_with=NO_CRITIC,
+    )
+    add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
+    add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
+    add("--lr_warmup_steps", 0, "batches in which the rates rise")
+    add("--clip_epsilon", 0.2, "clip of the ratio, below and above 1", above=0, at_most=0.999)
+    add("--clip_epsilon_high", float, "the clip above 1 [--clip_epsilon]", above=0)
+    add("--dual_clip", 0.0, "a bad token counts at most X times; 0: no limit")
+    add("--importance_cap", 2.0, "largest training / sampling probability; 0: off")
     again = "up to N times: sample again where a prompt's answers score alike"
     estimators = ["gae", "rloo", "group", "reinforce"]
-    add("--advantage", default="gae", choices=estimators, help="all but gae need no critic: algorithms.md")
-    add("--filter_groups", default=0, at_least=0, at_most=MANY, help=again)
-    add("--vf_coef", default=0.5, at_least=0, help="weight of the value loss")
-    add("--cliprange_value", default=0.5, at_least=0, help="clip of a value, in stds of returns; 0: none")
-    add("--kl_coef", default=0.02, at_least=0, help="weight of the KL to the reference: reward per nat")
+    add(
+        "--advantage",
+        "gae",
+        "all but gae need no critic: algorithms.md",
+        choices=estimators,
+        off="gae",
+        needs={"rloo": "num_generations", "group": "num_generations"},
+    )
+    add("--filter_groups", 0, again, needs="num_generations", not_with=NO_SAMPLES)
+    add("--vf_coef", 0.5, "weight of the value loss", not_with=NO_CRITIC)
+    add("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", not_with=NO_CRITIC)
+    add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
     kl_in = "k2 in the loss, or k1 taken off the rewards"
-    add("--kl_in", default="loss", choices=["loss", "reward"], help=kl_in)
+    add(
+        "--kl_in",
+        "loss",
+        kl_in,
+        choices=["loss", "reward"],
+        off="loss",
+        not_with=NO_SAMPLES | {"advantage=group": "it has the KL in the loss"},
+        always=True,
+    )
     target = "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off"
-    add("--kl_target", default=0.0, at_least=0, help=target)
-    add("--kl_horizon", type=int, at_least=1, help="responses; longer: it moves slower [4 batches]")
+    add("--kl_target", 0.0, target, needs="kl_coef", not_with=NO_SAMPLES)
+    add(
+        "--kl_horizon",
+        int,
+        "responses; longer: it moves slower [4 batches]",
+        at_least=1,
+        at_most=10**9,
+        needs="kl_target",
+        not_with=NO_SAMPLES,
+    )
     stop = "a batch's updates end at this KL to the old actor; not --kl_target"
-    add("--target_kl", default=0.0, at_least=0, help=stop)
-    add("--entropy_coef", default=0.0, at_least=0, help="bonus on the policy's entropy: reward per nat")
-    add("--entropy_top", default=1.0, above=0, at_most=1, help="share of tokens that learn; 1: all")
-    add("--gamma", default=1.0, at_least=0, at_most=1, help="discount")
-    add("--lam", type=float, at_least=0, at_most=1, help="lambda of GAE; default: by --max_gen_len")
-    add("--critic_lam", default=1.0, at_least=0, at_most=1, help="lambda of the critic's returns")
-    add("--critic_init", default="auto", choices=["auto", "actor", "reward"], help="start of the critic")
-    add("--critic_warmup_steps", type=steps_or_auto, at_least=0, help="critic alone; or auto [2 batches]")
+    add("--target_kl", 0.0, stop)
+    add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
+    add(
+        "--entropy_top",
+        1.0,
+        "share of tokens that learn; 1: all",
+        above=0,
+        at_most=1,
+        off=1.0,
+        not_with=NO_SAMPLES,
+        always=True,
+    )
+    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE, always=True)
+    add("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0, not_with=NO_CRITIC)
+    add("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0, not_with=NO_CRITIC)
+    add(
+        "--critic_init",
+        "auto",
+        "start of the critic",
+        choices=["auto", "actor", "reward"],
+        off="auto",
+        not_with=NO_CRITIC,
+    )
+    add("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]", not_with=NO_CRITIC)
     share = "share of the old average kept a batch, as 0.99; 0: none"
-    add("--ema_beta", default=0.0, at_least=0, at_most=0.999999, help=share)
-    add("--ptx_coef", type=float, above=0, at_most=1e6, help="weight of --ptx_data_path's loss [0.1]")
-    add("--update_old_actor_freq", default=1, at_least=1, help="batches between two copies to the old actor")
+    add(
+        "--ema_beta",
+        0.0,
+        share,
+        at_most=0.999999,
+        not_with={"shard": "the average is kept of whole weights"},
+        always=True,
+    )
+    add("--ptx_coef", float, "weight of --ptx_data_path's loss [0.1]", above=0, needs="ptx_data_path")
+    add(
+        "--update_old_actor_freq",
+        1,
+        "batches between two copies to the old actor",
+        at_least=1,
+        off=1,
+        not_with=NO_SAMPLES,
+        always=True,
+    )
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
@@ -154,18 +237,21 @@ import torch
 from dataset.data_order import RecordBatches, minibatch_order, minibatch_rows, next_batch, record_loader
 from progress_bar import phase
 from trainer import ppo
-from trainer.batch import Batch
 from trainer.best import keep_best, restore_best
-from trainer.build_run import build_run
+from trainer.collect import (
+    choose_missing_eos_penalty,
+    sample_again,
+    sample_and_score,
+    step_noise,
+    step_rewards,
+)
 from trainer.compute.batching import send
 from trainer.compute.scoring import score_entropy_too, score_policy, score_values
-from trainer.entropy_top import choose_tokens
 from trainer.evaluation import evaluate_actor
-from trainer.filter_groups import sample_again, step_noise
 from trainer.inputs import complete_flags, load_inputs
-from trainer.missing_eos import choose_missing_eos_penalty
 from trainer.offline import collect_logged, take_reference
 from trainer.replay import newest_rows
+from trainer.run import PpoRun
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
@@ -174,42 +260,40 @@ from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_
 from trainer.runs.resume import start_or_resume
 from trainer.runs.samples import rows_of_step
 from trainer.step_metrics import note_rollout, note_step, step_metrics
-from trainer.step_rewards import step_rewards
 
 
 def parse_args(argv=None):
-    parser = flag_parser()
-    return complete_flags(parser.parse_args(argv), parser.flags)
+    return complete_flags(flag_parser().parse_args(argv))
 
 
 # ------------------------------------------------------------------ collect: prompts -> scored responses
 
 
 def collect(run, step, batches, positions):
-    """Take the next prompts, sample responses to each from the old actor, score them -> ``Batch``.
+    """Take the next prompts, sample responses to each from the old actor, score them -> ``Batch``. Also reads
+    the demonstrations of this step, if there are any.
 
     positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
     Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
     """
-    start, args, again, more = time.perf_counter(), run.args, 0, 0.0
+    args = run.args
+    world = run.world
+    start = time.perf_counter()
     if run.ptx:
         run.ptx.read(step)
     if args.offline_data_path:
         return collect_logged(run, batches)
-    with run.world.all_or_none():
+    with world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-    with run.world.all_or_none(), run.sampling_from(run.old_actor):
-        rollout, texts = run.respond(prompts, step_noise(run, step, positions), args.temperature)
-    sampled = time.perf_counter()
-    with run.world.all_or_none():
-        raw = run.raw_scores(run.reward, prompts, rollout, texts)
+    reading = time.perf_counter() - start
+    batch = sample_and_score(run, prompts, step_noise(run, step, positions))
+    batch.seconds["rollout"] += reading
     if args.filter_groups:
-        drawn = prompts, rollout, texts, raw
-        with run.world.all_or_none(), run.sampling_from(run.old_actor):
-            rollout, texts, raw, again, more = sample_again(run, step, positions, *drawn)
-    scores = run.reward.combine(raw, run.world)
-    seconds = {"rollout": sampled - start + more, "reward": time.perf_counter() - sampled - more}
-    return Batch(prompts, rollout, texts, raw, scores, seconds, again)
+        with world.all_or_none(), run.sampling_from(run.old_actor):
+            sample_again(run, step, positions, batch)
+    batch.scores = run.reward.combine(batch.raw, world)
+    batch.seconds["reward"] = time.perf_counter() - start - batch.seconds["rollout"]
+    return batch
 
 
 # ------------------------------------------------------------------- learn: scored responses -> weights
@@ -217,21 +301,23 @@ def collect(run, step, batches, positions):
 
 def estimate_advantages(run, rollout):
     """Rewards of tokens, with a critic values too -> advantages, and with a critic its returns."""
-    args, rewards, mask, kind = run.args, rollout.rewards, rollout.mask, run.args.advantage
-    if kind == "gae":
-        fields = rewards, rollout.values, mask, args.gamma
-        advantages, _ = ppo.gae(*fields, args.lam)
-        _, rollout.returns = ppo.gae(*fields, args.critic_lam)
-    elif kind == "reinforce":
+    args = run.args
+    rewards = rollout.rewards
+    mask = rollout.mask
+    if args.advantage == "gae":
+        advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
+        _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
+    elif args.advantage == "reinforce":
         advantages = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+    elif args.advantage == "rloo":
+        advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
-        estimator = {"rloo": ppo.leave_one_out, "group": ppo.group_normalized}[kind]
-        advantages = estimator(rewards, mask, args.num_generations)
-    if kind in ("gae", "reinforce"):
-        advantages, rollout.advantage_std = ppo.centred(advantages, mask, run.world.sum)
-    else:  # a comparison of answers has its own zero
+        advantages = ppo.group_normalized(rewards, mask, args.num_generations)
+    if args.advantage in ("rloo", "group"):  # a comparison of answers has its own zero
         rollout.advantage_std = ppo.root_mean_square(advantages, mask, run.world.sum)
-    if kind != "group":  # whose advantages have a scale of their own
+    else:
+        advantages, rollout.advantage_std = ppo.centred(advantages, mask, run.world.sum)
+    if args.advantage != "group":  # whose advantages have a scale of their own
         scores = run.world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))
         informative = ppo.std_or_zero(scores) > 0
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
@@ -240,38 +326,47 @@ def estimate_advantages(run, rollout):
 
 def fill_rollout(run, step, batch, metrics):
     """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
-    log-probs, values, rewards, advantages, returns."""
-    args, new, penalty, entropy = run.args, batch.rollout, None, None
-    old_actor, ref = run.scorers["old_actor"], run.scorers["reference"]
+    log-probs, values, rewards, advantages, returns. What follows a batch's size does so here: the weight of
+    the KL, the scale of the critic and of advantages, and the end of ``--critic_warmup_steps auto``."""
+    args = run.args
+    world = run.world
+    new = batch.rollout
     with run.host.on_device(run.old_actor, run.ref):
-        new.ref_logprobs = score_policy(new, ref, args.temperature)
+        new.ref_logprobs = score_policy(new, run.scorers["reference"], args.temperature)
         new.scores = send(batch.scores["score"], new.tokens.device)
         new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
         rollout = run.replay.join(new)
         if args.offline_data_path:
             take_reference(rollout)
         else:
-            wanted = args.temperature, args.entropy_top < 1
-            rollout.old_logprobs, entropy = score_entropy_too(rollout, old_actor, *wanted)
-    rollout.counted, least = choose_tokens(args.entropy_top, entropy, rollout.mask, run.world)
-    metrics.add_all({} if least is None else {"policy/entropy_threshold": least}, 1)
+            old_actor = run.scorers["old_actor"]
+            rollout.old_logprobs, entropy = score_entropy_too(
+                rollout, old_actor, args.temperature, args.entropy_top < 1
+            )
+    old_logprobs = rollout.old_logprobs
+    mask = rollout.mask
+    if args.entropy_top < 1:
+        rollout.counted, least = ppo.choose_tokens(args.entropy_top, entropy, mask, world.gather)
+        metrics.add("policy/entropy_threshold", least, 1)
     if run.critic:
         rollout.values = score_values(rollout, run.learners["critic"].scorer)
-    old, sampled, mask = rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask
-    rollout.importance_weights = ppo.importance_weights(old, sampled, mask, args.importance_cap)
-    run.kl.follow(step, rollout, len(new.tokens), run.world.sum)
+    rollout.importance_weights = ppo.importance_weights(
+        old_logprobs, rollout.sampler_logprobs, mask, args.importance_cap
+    )
+    run.kl.follow(step, rollout, len(new.tokens), world.sum)
+    penalty = None
     if args.kl_in == "reward":
-        penalty = run.kl.coef * ppo.kl_estimators(old, rollout.ref_logprobs)[0]
+        penalty = run.kl.coef * ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[0]
     rollout.rewards = ppo.token_rewards(
         rollout.scores, rollout.response_len, mask, penalty, rollout.step_rewards
     )
     outcome = ppo.monte_carlo_returns(rollout.rewards, mask, args.gamma)
     if run.critic:
-        run.value_scale.update(rollout, outcome, run.world.sum)
+        run.value_scale.update(rollout, outcome, world.sum)
     estimate_advantages(run, rollout)
     latest, outcome = newest_rows(rollout, outcome, args.batch_size)
     if run.critic:
-        run.critic_warmup.note(step, latest, outcome, run.world.sum)
+        run.critic_warmup.note(step, latest, outcome, world.sum)
     note_rollout(run, latest, outcome, metrics)
     run.replay.keep(new)
     return rollout
@@ -282,20 +377,25 @@ def critic_loss(run, mb, token_count):
 
     AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
     """
-    (values, balance), metrics = run.learners["critic"].scorer.balanced(*mb.sequences), Metrics()
-    clip, scale = run.args.cliprange_value, run.critic.scale
-    loss, info = ppo.value_loss(values, mb.values, mb.returns, mb.mask, clip, scale)
+    args = run.args
+    metrics = Metrics()
+    values, balance = run.learners["critic"].scorer.balanced(*mb.sequences)
+    loss, info = ppo.value_loss(
+        values, mb.values, mb.returns, mb.mask, args.cliprange_value, run.critic.scale
+    )
     metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
-    return run.args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
+    return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
 
 def actor_loss(run, mb, token_count):
     """A micro-batch's share of the minibatch's policy loss, KL included -> (loss, Metrics)."""
-    args, metrics = run.args, Metrics()
+    args = run.args
+    metrics = Metrics()
     logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
     # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
-    kl_weight, decay = run.kl.coef / mb.advantage_unit, args.gamma * args.lam
+    kl_weight = run.kl.coef / mb.advantage_unit
+    decay = args.gamma * args.lam
     loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
     entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
@@ -305,9 +405,6 @@ def actor_loss(run, mb, token_count):
     return loss / token_count + balance / run.minibatch_size, metrics
 
 
-LOSSES = {"critic": critic_loss, "actor": actor_loss}
-
-
 def backward(run, minibatch, token_count, name, token_budget, number=0):
     """Gradients of one minibatch for this learner, micro-batch by micro-batch -> Metrics. The actor's have
     those of the demonstrations of optimizer step ``number`` in them, if there are any.
@@ -315,33 +412,39 @@ def backward(run, minibatch, token_count, name, token_budget, number=0):
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    sums, mixed_in = Metrics(), run.ptx and name == "actor"
+    sums = Metrics()
+    loss_of = critic_loss if name == "critic" else actor_loss
 
     def learn_from(rows):
-        loss, metrics = LOSSES[name](run, minibatch.rows(rows), token_count)
+        loss, metrics = loss_of(run, minibatch.rows(rows), token_count)
         run.loss_scale.scaled(loss).backward()
         sums.merge(metrics)
 
     run.learners[name].each_micro_batch(minibatch.lengths.tolist(), token_budget, learn_from)
-    if mixed_in:
+    if run.ptx and name == "actor":
         sums.merge(run.ptx.backward(run, number, token_budget))
     return sums
 
 
 def train_model(run, name, minibatch, token_count, number, metrics):
     """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
+    args = run.args
+    learner = run.learners[name]
+    watched = ["value/loss"]
+    lengths = minibatch.lengths.tolist()
+    if name == "actor":
+        watched = ["policy/loss", "policy/approx_kl"]
+        lengths += run.ptx.lengths(number) if run.ptx else []
     gradients = partial(backward, run, minibatch, token_count, name, number=number)
-    lengths = minibatch.lengths.tolist() + (run.ptx.lengths(number) if run.ptx and name == "actor" else [])
-    sums = gradients_that_fit(run, gradients, lengths, run.args.accumulation_steps)
+    sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")
-    watched = {"critic": ["value/loss"], "actor": ["policy/loss", "policy/approx_kl"]}[name]
     totals = run.world.sum(sums.totals(watched, run.world.device))
-    loss, *approx_kl = (totals / token_count).tolist()
-    if name == "actor" and 0 < run.args.target_kl < approx_kl[0]:
-        run.learners[name].optimizer.zero_grad()  # no step: momentum must not move the weights either
+    means = (totals / token_count).tolist()
+    if name == "actor" and 0 < args.target_kl < means[1]:
+        learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
-    step = step_if_finite(run, run.learners[name], loss, number)
+    step = step_if_finite(run, learner, means[0], number)
     note_step(run, name, step, metrics)
     return step
 
@@ -350,35 +453,39 @@ def update(run, rollout, step, metrics):
     """PPO epochs over a rollout (``minibatch_order``). In each minibatch the critic steps first, then
     the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
     of the batch; the critic, if there is one, goes on: the KL does not concern it."""
-    args, world, batch, count = run.args, run.world, run.args.batch_size, run.minibatches_per_batch
+    args = run.args
+    count = run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
-    names = [name for name, learner in run.learners.items() if first >= learner.first_step]
-    cut = minibatch_rows(batch, args.mini_batch_size, args.num_generations)
-    starts = range(0, len(rollout.tokens), batch)  # of the replayed batches and the new one
+    training = [name for name, learner in run.learners.items() if first >= learner.first_step]
+    cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
+    starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
-    token_counts = world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
+    token_counts = run.world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     order = minibatch_order(
         step, older=args.replay_batches, count=count, epochs=args.ppo_epochs, seed=args.seed
     )
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first):  # optimizer step, minibatch
-            steps = {}
-            for name in names:
-                steps[name] = train_model(run, name, minibatches[k], token_counts[k], number, metrics)
+            steps = [
+                train_model(run, name, minibatches[k], token_counts[k], number, metrics) for name in training
+            ]
             if not stopped:
-                stopped = None in steps.values()
+                stopped = None in steps
                 metrics.add("policy/early_stop", stopped, 1)
-                names = names[: -1 if stopped else None]  # without the actor, which is the last one
-            if not names:
+                if stopped:
+                    training.remove("actor")
+            if not training:
                 break
-            note_steps(run, filter(None, steps.values()))
+            note_steps(run, filter(None, steps))
             bar.done += 1
 
 
 def learn(run, step, batch):
     """Fill the rollout's fields, update actor and critic -> (metrics, {file: rows to keep})."""
-    args, metrics, clock = run.args, Metrics(), [time.perf_counter()]
+    args = run.args
+    metrics = Metrics()
+    clock = [time.perf_counter()]
     rollout = fill_rollout(run, step, batch, metrics)
     clock.append(time.perf_counter())
     update(run, rollout, step, metrics)
@@ -394,9 +501,20 @@ def learn(run, step, batch):
 
 def train(run, logger):
     """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
-    args, world, progress = run.args, run.world, run.progress
-    sizes = (args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations)
-    order = RecordBatches(len(run.prompts), args.seed, progress.step, run.total_steps, *sizes)
+    args = run.args
+    world = run.world
+    progress = run.progress
+    order = RecordBatches(
+        len(run.prompts),
+        args.seed,
+        progress.step,
+        run.total_steps,
+        args.batch_size,
+        args.mini_batch_size,
+        world.rank,
+        world.size,
+        args.num_generations,
+    )
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
     with record_loader(run.prompts, order, args.num_workers) as batches, stopping as stop:
         if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
@@ -416,7 +534,8 @@ def train(run, logger):
             metrics, rows = learn(run, step, batch)
             world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
             progress.step = done = step + 1
-            last, signal = done == run.total_steps, stop.agreed(world)
+            last = done == run.total_steps
+            signal = stop.agreed(world)
             failed = None
             if last or (args.eval_interval and done % args.eval_interval == 0):
                 try:
@@ -438,7 +557,7 @@ def main(argv=None):
     args = parse_args(argv)
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
-            run = build_run(args, flag_parser().flags, world, *load_inputs(args, world))
+            run = PpoRun(args, world, *load_inputs(args, world))
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         restore_best(run, logger)
         run_to_the_end(run, logger, train)

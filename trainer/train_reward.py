@@ -5,7 +5,7 @@
         loss = -log sigmoid(score chosen - score rejected - margin)     # Llama 2, arXiv:2307.09288, eq. 2
           or   (score - given score)^2                                  # records with a "score"
         backward, clip the gradient, AdamW step                         # supervised.py
-    subtract the mean score of the reference's answers to held-out prompts              # reward_offset.py
+    subtract the mean score of the reference's answers to held-out prompts
 
 The reference is by default the policy that the reward model starts from. If PPO will start from another
 policy, name that one with ``--reference``.
@@ -18,8 +18,8 @@ It writes ``<out_dir>/reward_<hidden_size>/``, which AutoModelForSequenceClassif
 and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/reliability.md.
 """
 
-import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,34 +28,29 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import MANY, FlagParser, add_stage_flags, complete_output_flags, path
+from trainer.flags import FlagParser, add_stage_flags, complete_output_flags, minimind_pth, path
 
 
 def flag_parser():
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
-    add = p.add_argument
+    add = p.add
     p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
-    add("--model", default="", type=path, may_change=True, help="a .pth, a directory or a hub name")
-    add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
-    add("--hidden_size", default=0, at_least=0, at_most=MANY, may_change=True, help="out/full_sft_512.pth")
-    add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, may_change=True, help="checked if given")
-    add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: start from the _moe checkpoint")
-    add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
-    p.group("what only the demo's tiny model needs (Makefile)")
-    add("--extra_layers", default=0, at_least=0, at_most=64, help="new layers on top of the model's")
-    add("--parting_coef", default=0.0, at_least=0, help="pair loss where answers first differ")
-    add("--lm_coef", default=0.0, at_least=0, help="next-token loss from there on")
-    add("--score_penalty", default=0.0, at_least=0, help="weight of squared scores")
+    add("--model", path, "a .pth, a directory or a hub name")
+    add("--tokenizer", path, "directory or hub name; default: model's")
+    add("--hidden_size", 0, "out/full_sft_512.pth", may_change=True)
+    add("--num_hidden_layers", 0, "checked if given", may_change=True)
+    add("--use_moe", 0, "1: start from the _moe checkpoint", choices=[0, 1], may_change=True)
+    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
     p.group("centring: the mean score of the reference's answers is subtracted")
-    add("--reference", default="", type=path, may_change=True, help="a policy; default: --model")
-    add("--reference_samples", default=512, at_least=0, at_most=MANY, help="of its answers; 0: no centring")
-    add("--max_gen_len", default=64, at_least=1, at_most=MANY, help="longest of its answers in tokens")
+    add("--reference", path, "a policy; default: --model")
+    add("--reference_samples", 512, "of its answers; 0: no centring")
+    add("--max_gen_len", 64, "longest of its answers in tokens", at_least=1)
     p.group("data")
-    add("--data_path", default="", type=path, may_change=True, help="pairs, or answers with scores")
-    add("--eval_data_path", default="", type=path, may_change=True, help="held-out records of the same kind")
-    add("--chosen_key", default="", help="key of the better answer of a pair; default: chosen")
-    add("--rejected_key", default="", help="key of the worse answer; default: rejected")
+    add("--data_path", path, "pairs, or answers with scores")
+    add("--eval_data_path", path, "held-out records of the same kind")
+    add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
+    add("--rejected_key", "", "key of the worse answer; default: rejected")
     add_stage_flags(p)
     return p
 
@@ -64,86 +59,138 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
+import shutil
+
 import torch
 import torch.nn.functional as F
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3MoeForCausalLM,
+)
 
-from dataset.keys import Keys
+from atomic_files import writing
+from dataset.chat_template import encode, prompt_text, set_template
+from dataset.formats import Keys
 from dataset.lm_dataset import reward_dataset
-from model.classifier import reward_from
 from model.half_precision import fp32_head
-from model.loading import load_policy, tokenizer_source
+from model.loading import (
+    check_tokenizer,
+    disable_dropout,
+    eos_ids,
+    load_policy,
+    load_tokenizer,
+    most_positions,
+    quiet,
+    tokenizer_source,
+)
+from model.model_minimind import as_plain
+from model.saving import save_directory
 from trainer import supervised
-from trainer.compute.balance_loss import BalanceLoss
 from trainer.compute.batching import pad_right, send
-from trainer.compute.layout import Layout
-from trainer.compute.logprobs import token_logprobs
-from trainer.compute.packing import packed_states, take_rows
+from trainer.compute.packing import Layout, packed_states
 from trainer.compute.precision import autocast
-from trainer.inputs import DEMO, check_positions, load_trained_tokenizer
-from trainer.policy_checks import check_policy
-from trainer.reward_offset import load_reference, make_reference, write_centred
-from trainer.rewards.reward_models import score_places
+from trainer.evaluation import EVAL_STEP
+from trainer.generation.engine import Sampler
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
+from trainer.inputs import DEMO, check_policy, check_sampling, load_trained_tokenizer
+from trainer.rewards.reward_models import load_reward_model, score_places
+from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
+from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
+from trainer.runs.resume import short_hash, weights_hash
 
 SAME_IN_PPO = ("prompt_key", "answer_key", "max_seq_len", "max_gen_len")  # flags that mean the same there
-DEMO_DATA, DEMO_HELD_OUT = (ROOT / f"dataset/demo/preferences{end}.jsonl" for end in ("", "_eval"))
 
 
 def parse_args(argv=None):
     args = flag_parser().parse_args(argv)
     complete_output_flags(args)
     if not args.model and (args.hidden_size or args.use_moe):
-        args.model = str(Path(args.out_dir, f"full_sft_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"))
+        args.model = str(minimind_pth(args, "full_sft"))
     if not args.model:
-        args.model = str(DEMO["model"])
+        args.model = DEMO["model"]
         if not args.data_path:
-            args.data_path = str(DEMO_DATA)
-            args.eval_data_path = args.eval_data_path or str(DEMO_HELD_OUT)
+            args.data_path = f"{ROOT}/dataset/demo/preferences.jsonl"
+            args.eval_data_path = args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl"
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args
 
 
-# ------------------------------------------------------------------------------------- losses: pure functions
+# --------------------------------------------------------------------------------------- the model, the loss
 
 
-def pair_loss(chosen, rejected, margin):
+def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A policy's backbone with a new score head -> a transformers classifier with one label, fp32, eval mode.
+
+    The policy is not changed. Raises InputError for families that have no such classifier.
+    """
+    was_minimind = hasattr(policy.config, "minimind_version") and not isinstance(policy, Qwen3MoeForCausalLM)
+    try:
+        with quiet():
+            policy = as_plain(policy)
+    except InputError:
+        raise InputError(
+            "--model: no sequence classifier exists for a MiniMind 2 with experts; start from a dense one"
+        ) from None
+    if was_minimind:
+        type(policy)(policy.config)  # its random numbers come before the head's, in runs of earlier versions
+    config = type(policy.config).from_dict(policy.config.to_dict())
+    config.num_labels = 1
+    # transformers reads the score at the last token that is not this pad token. Without a pad token in the
+    # config, it could not find that token in a padded batch.
+    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    try:
+        reward = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise InputError(f"--model: no sequence classifier exists for {config.model_type} models") from error
+    if not isinstance(getattr(reward, "score", None), torch.nn.Linear):
+        raise InputError(f"--model: {type(reward).__name__} has no linear score head to train")
+    reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=True)
+    disable_dropout(reward)
+    return reward.eval()
+
+
+def pair_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0
+) -> torch.Tensor:
     """Scores [B] and margins [B] -> sum of -log sigmoid(chosen - rejected - margin). Llama 2, eq. 2."""
     return -F.logsigmoid(chosen - rejected - margin).sum()
-
-
-def first_difference(chosen, rejected):
-    """The first place at which two lists of ids differ; if there is none, the last of the shorter list."""
-    shorter = min(len(chosen), len(rejected))
-    return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
 
 
 # ------------------------------------------------------------------------------------------------- the runs
 
 
 class Outputs(NamedTuple):
-    """The model's outputs for B conversations, packed, of N tokens in all."""
+    """The model's outputs for B conversations, packed one behind the other, of N tokens in all."""
 
     scores: torch.Tensor  # [B] fp32
     states: torch.Tensor  # [N, H] the last hidden states
-    starts: list  # of B + 1 ints: each conversation's first place among the N, and the end
     balance: torch.Tensor  # the balance loss of a mixture of experts
 
 
 class RewardRun(supervised.SupervisedRun):
-    """What runs on pairs and on rated answers share. See ``supervised.SupervisedRun``."""
+    """What runs on pairs and on rated answers share. Items: (ids of each conversation …, margin or score)."""
 
-    script, rate = "train_reward.py", "reward"
-    result_path = None  # the result is written at the end
+    script = "train_reward.py"
+    rate = "reward"
+    result_path = None  # the result is written at the end, because its zero is not known before
+    reference = None  # scores are not centred
+    centre = (0.0, 0.0)
 
-    def __init__(self, args, world, tokenizer, modules, data, held_out, reference):
-        super().__init__(args, flag_parser().flags, world, tokenizer, modules, data, held_out)
-        self.reference, self.balance = reference, BalanceLoss(self.model)
-        self.hf_dir = Path(args.hf_dir or Path(args.out_dir) / f"reward_{self.model.config.hidden_size}")
-        if self.hf_dir.resolve() == Path(args.model).resolve():
-            raise InputError(f"--model {args.model}: the result would be written there; copy it elsewhere")
+    @staticmethod
+    def start_from(policy, tokenizer):
+        """A policy -> {file name: module}, what is trained."""
+        return {"model": reward_from(policy, tokenizer)}
+
+    @property
+    def hf_dir(self):
+        return Path(self.args.hf_dir or f"{self.args.out_dir}/reward_{self.model.config.hidden_size}")
 
     @property
     def result_file(self):
@@ -151,36 +198,55 @@ class RewardRun(supervised.SupervisedRun):
 
     def fingerprints(self):
         found = super().fingerprints()
-        return found | ({"reference": self.reference.fingerprint()} if self.reference else {})
+        if self.reference:
+            found["reference"] = self.reference.fingerprint()
+        return found
 
-    def outputs(self, conversations):
-        """B lists of ids -> ``Outputs``."""
+    def tokens(self, item):
+        return sum(len(ids) for ids in item[:-1])
+
+    def loss_counts(self, items):
+        return [len(items)]
+
+    def outputs(self, conversations: list[list[int]]) -> Outputs:
+        """B lists of ids -> their scores, read at the last token."""
         tokens, lengths = pad_right(conversations, self.world.device)
-        layout = Layout(map(len, conversations))
         with autocast(tokens.device, self.dtype):
+            layout = Layout(map(len, conversations))
             output = packed_states(self.model.base_model, tokens, layout, **self.balance.extra)
         states = output.last_hidden_state
         scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
-        return Outputs(scores, states, layout.starts.tolist(), self.balance(output, lengths))
+        return Outputs(scores, states, self.balance(output, lengths))
 
-    def head(self, states):
+    def head(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
         return fp32_head(self.model.score, states).squeeze(-1)
 
-    def numbers(self, values, dtype=torch.float32):
-        return send(torch.tensor(values, dtype=dtype), self.world.device)
+    def last(self, items: list[tuple]) -> torch.Tensor:
+        """The margins or scores of items, [B] fp32."""
+        return send(torch.tensor([item[-1] for item in items], dtype=torch.float32), self.world.device)
 
     def save_result(self):
-        """Do nothing: the result is written at the end, because its zero is not known before."""
+        """Do nothing: see ``result_path``."""
 
     def complete(self):
-        self.centre = write_centred(self, self.hf_dir, self.reference)
+        if self.reference:
+            self.centre = centre(self)
+        self.write(self.hf_dir, reward_offset=self.centre[0])
         self.result_path = self.hf_dir
+
+    def write(self, folder: Path, **fields) -> None:
+        """Write the classifier as a directory; fields: more entries for its config.json."""
+        with self.world.all_or_none():
+            if self.world.is_main:
+                with writing(folder):
+                    save_directory(self.model, self.tokenizer, folder, **fields)
 
     def results(self):
         line = f"model    {self.hf_dir}\nuse      {self.use()}"
         if self.reference:
-            (mean, spread), count = self.centre, len(self.reference.prompts)
+            mean, spread = self.centre
+            count = len(self.reference.prompts)
             line += f"\ncentred  {mean:.3f} subtracted, the mean of {count} answers of the reference"
             line += f" (spread {spread:.3f})"
         return line
@@ -210,59 +276,24 @@ class PairRun(RewardRun):
 
     display = displays.PAIRS
 
-    def tokens(self, item):
-        return len(item[0]) + len(item[1])
-
-    def loss_counts(self, items):
-        """[pairs, tokens of the chosen answers from where they differ from the rejected ones]."""
-        return [len(items), sum(len(chosen) - start for chosen, start in self.from_first_difference(items))]
-
-    def from_first_difference(self, items):
-        """[(chosen ids, the place from which the next-token loss counts)]; at least 1: nothing predicts 0."""
-        if not self.args.lm_coef:
-            return []
-        return [(chosen, max(first_difference(chosen, rejected), 1)) for chosen, rejected, _ in items]
-
     def score_items(self, items, prefix):
         """-> (summed pair loss, ``Outputs`` of all chosen and then all rejected answers, Metrics)."""
-        outputs, metrics = self.outputs([x[0] for x in items] + [x[1] for x in items]), Metrics()
+        outputs = self.outputs([item[0] for item in items] + [item[1] for item in items])
         chosen, rejected = outputs.scores.chunk(2)
-        loss = pair_loss(chosen, rejected, self.numbers([x[2] for x in items]))
-        parts = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
-        metrics.add_all({f"{prefix}/{name}": x for name, x in parts.items()}, len(items))
+        loss = pair_loss(chosen, rejected, self.last(items))
+        sums = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
+        metrics = Metrics()
+        metrics.add_all({f"{prefix}/{name}": total for name, total in sums.items()}, len(items))
         return loss, outputs, metrics
 
     def loss(self, items, totals):
-        args, (pairs, language_tokens) = self.args, totals
         loss, outputs, metrics = self.score_items(items, "train")
         if self.balance.weight:
             metrics.add("train/balance_loss", outputs.balance, 2 * len(items))
-        total = (loss + args.score_penalty * outputs.scores.square().sum() + outputs.balance / 2) / pairs
-        if args.parting_coef:  # points at the first difference; the score at the end would have to find it
-            places = [a + first_difference(*x[:2]) for a, x in zip(outputs.starts, items * 2, strict=False)]
-            part = pair_loss(*self.head(outputs.states[self.numbers(places, torch.int64)]).chunk(2), 0.0)
-            metrics.add("train/parting_loss", part, len(items))
-            total = total + args.parting_coef * part / pairs
-        if args.lm_coef and language_tokens:
-            nll = self.language_nll(items, outputs)
-            metrics.add("train/lm_loss", nll.sum(), len(nll))
-            total = total + args.lm_coef * nll.sum() / language_tokens
-        return total, metrics
-
-    def language_nll(self, items, outputs):
-        """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
-        places, targets = [], []
-        for (chosen, start), first in zip(self.from_first_difference(items), outputs.starts, strict=False):
-            places += range(first + start - 1, first + len(chosen) - 1)
-            targets += chosen[start:]
-        places, targets = (self.numbers(x, torch.int64) for x in (places, targets))
-        with autocast(places.device, self.dtype):
-            states, head = take_rows(outputs.states, places), self.modules["lm_head"]
-            return -token_logprobs(head, states, targets, 1.0)[0]
+        return (loss + outputs.balance / 2) / totals[0], metrics
 
     def measure(self, items):
-        *_, metrics = self.score_items(items, "eval")
-        return metrics
+        return self.score_items(items, "eval")[-1]
 
 
 class RatingRun(RewardRun):
@@ -270,75 +301,136 @@ class RatingRun(RewardRun):
 
     display = displays.RATINGS
 
-    def tokens(self, item):
-        return len(item[0])
-
-    def loss_counts(self, items):
-        return [len(items)]
-
-    def score_items(self, items):
-        """-> (scores [B], given scores [B], balance loss)."""
-        outputs = self.outputs([ids for ids, _ in items])
-        return outputs.scores, self.numbers([score for _, score in items]), outputs.balance
-
     def loss(self, items, totals):
-        (total,), metrics, (scores, given, balance) = totals, Metrics(), self.score_items(items)
-        error = (scores - given).square().sum()
+        outputs = self.outputs([ids for ids, _ in items])
+        error = (outputs.scores - self.last(items)).square().sum()
+        metrics = Metrics()
         metrics.add("train/loss", error, len(items))
-        return (error + balance) / total, metrics
+        return (error + outputs.balance) / totals[0], metrics
 
     def measure(self, items):
-        metrics, (x, y, _) = Metrics(), self.score_items(items)
-        x, y = x.double(), y.double()
+        x = self.outputs([ids for ids, _ in items]).scores.double()
+        y = self.last(items).double()
         sums = {"loss": (x - y).square(), "x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
-        metrics.add_all({f"eval/{name}": values.sum() for name, values in sums.items()}, len(items))
+        metrics = Metrics()
+        metrics.add_all({name: values.sum() for name, values in sums.items()}, len(items))
         return metrics
 
     def summarise(self, means):
         """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
-        loss, x, y, xx, yy, xy = (means[f"eval/{name}"] for name in ("loss", "x", "y", "xx", "yy", "xy"))
+        loss, x, y, xx, yy, xy = means.values()
         spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
         correlation = (xy - x * y) / spread**0.5 if spread > 1e-24 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
 
-def build(args, world):
-    """Flags -> the run, with all inputs checked. Raises InputError."""
+# ------------------------------------------------------- centring: the mean score of the reference becomes 0
+#
+# The loss of pairs fixes only differences between scores, not their level. (Ziegler et al. 2019,
+# arXiv:1909.08593, section 2.1, set the variance to 1 as well; here the scores keep their unit.) A linear
+# head without a bias cannot hold the shift, so it is written to config.json as ``reward_offset``, and
+# ``ClassifierRewardModel`` (rewards/reward_models.py) subtracts it from every score.
+
+
+class Reference:
+    """The policy whose answers define the zero. It stays on the CPU until it samples once, after training.
+
+    It gets those of the first ``count`` prompts of ``records`` (a Subset of a reward dataset) that leave room
+    for ``max_gen_len`` tokens. Raises InputError if there are none, or if the policy cannot be sampled from.
+    """
+
+    def __init__(self, model, tokenizer, records, count, max_gen_len):
+        check_tokenizer(tokenizer, model)
+        check_sampling(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.eos = eos_ids(tokenizer, model)
+        self.max_gen_len = max_gen_len
+        limit = most_positions(model.config) - max_gen_len
+        self.prompts = []  # (messages or text, token ids)
+        for place in records.indices[:count]:
+            prompt = records.dataset.prompt(place)
+            ids = encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
+            if 0 < len(ids) <= limit:
+                self.prompts.append((prompt, ids))
+        if not self.prompts:
+            raise InputError(
+                f"--max_gen_len {max_gen_len}: the reference has no room for any prompt; lower it"
+            )
+
+    def fingerprint(self):
+        return short_hash([weights_hash(self.model), self.eos, self.prompts])
+
+    def answers(self, world, dtype, seed):
+        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)],
+        without the thoughts that PPO does not show to a reward model."""
+        places = share_of(range(len(self.prompts)), world)
+        asked = [self.prompts[i][1] for i in places]
+        sampler = Sampler(self.model.to(world.device), dtype)
+        keys = noise_keys(seed, EVAL_STEP, places)
+        rollout = sampler.sample(asked, keys, self.eos, self.max_gen_len, temperature=1.0)
+        self.model.to("cpu")
+        texts = response_texts(rollout, self.tokenizer)
+        said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
+        return [(self.prompts[i][0], text) for i, text in zip(places, said, strict=True)]
+
+
+def load_reference(args):
+    """--reference -> its policy and tokenizer, with the template of the flags. Raises InputError."""
+    beside = args.tokenizer and args.reference.endswith(".pth")
+    source = args.tokenizer if beside else tokenizer_source(args.reference)
+    policy = load_policy(args.reference, args.trust_remote_code)
+    tokenizer = load_tokenizer(source, args.trust_remote_code)
+    set_template(tokenizer, args.prompt_template)
+    return policy, tokenizer
+
+
+def centre(run: RewardRun) -> tuple[float, float]:
+    """-> the mean and the standard deviation of the scores of the reference's answers.
+
+    They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will compute.
+    """
+    world = run.world
+    draft = run.hf_dir.with_name(f".{run.hf_dir.name}.draft")
+    try:
+        run.write(draft)
+        with world.all_or_none():
+            reward_model = load_reward_model(str(draft), world.device, dtype=run.dtype)
+            scores = reward_model(run.reference.answers(world, run.dtype, run.args.seed)).double()
+        sums = Metrics()
+        sums.add_all({"score": scores.sum(), "score_mean_square": scores.square().sum()}, len(scores))
+        return tuple(sums.means(world).values())
+    finally:
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def build(args, world, pair_run=PairRun):
+    """Flags -> the run, with all inputs checked. Raises InputError. pair_run: the class of a run on pairs."""
+    tokenizer = load_trained_tokenizer(args)
     policy = load_policy(args.model, args.trust_remote_code)
-    tokenizer = load_trained_tokenizer(args, args.tokenizer or tokenizer_source(args.model))
     check_policy(args, policy, tokenizer)
-    check_positions(args, policy)
     keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-    data, held_out = supervised.split_records(
-        args, lambda path: reward_dataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
-    )
+    data, held_out = supervised.split_records(args, reward_dataset, tokenizer, keys)
     kinds = {len(part[0]) for part in (data, held_out) if part}  # 3 for a pair, 2 for a rated answer
     if len(kinds) > 1:
         raise InputError(
             f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same kind"
         )
-    pairs = kinds == {3}
-    if not pairs and (args.parting_coef or args.lm_coef or args.score_penalty):
-        raise InputError("--parting_coef, --lm_coef, --score_penalty: are only for pairs; leave them out")
+    kind = pair_run if kinds == {3} else RatingRun
     torch.manual_seed(args.seed)
-    modules = {"model": reward_from(policy, tokenizer, args.extra_layers)}
-    if args.lm_coef:
-        modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
-        if policy.config.tie_word_embeddings:
-            head.weight = modules["model"].get_input_embeddings().weight
+    modules = kind.start_from(policy, tokenizer)
     reference = None
     if args.reference_samples:
         speaker = load_reference(args) if args.reference else (policy, tokenizer)
-        reference = make_reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
-    kind = PairRun if pairs else RatingRun
-    run = kind(args, world, tokenizer, modules, data, held_out, reference)
-    run.model_type = policy.config.model_type  # a MiniMind, of which the classifier is a Llama or Qwen3
+        reference = Reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
+    run = kind(args, world, tokenizer, modules, data, held_out)
+    run.reference = reference
     return run
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    supervised.run_stage(build, args, sys.argv[1:] if argv is None else argv)
+def main(argv=None, pair_run=PairRun):
+    supervised.run_stage(partial(build, pair_run=pair_run), parse_args(argv), argv)
 
 
 if __name__ == "__main__":

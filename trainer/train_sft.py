@@ -25,25 +25,26 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import MANY, FlagParser, add_stage_flags, complete_output_flags, path
+from trainer.flags import FlagParser, add_stage_flags, complete_output_flags, path
 
-HIDDEN_SIZE, LAYERS = 128, 4  # the default sizes of a new model
+HIDDEN_SIZE = 128  # of a new model, by default
+LAYERS = 4
 
 
 def flag_parser():
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
-    add = p.add_argument
+    add = p.add
     p.group("model (without --model: random weights of these sizes)")
-    add("--model", default="", type=path, may_change=True, help="a .pth, a directory or a hub name")
-    add("--tokenizer", default="", type=path, may_change=True, help="directory or hub name; default: model's")
-    add("--hidden_size", default=0, at_least=0, at_most=MANY, help=f"of a NEW model; 0: {HIDDEN_SIZE}")
-    add("--num_hidden_layers", default=0, at_least=0, at_most=MANY, help=f"of a new model; 0: {LAYERS}")
-    add("--use_moe", default=0, choices=[0, 1], may_change=True, help="1: insist on a mixture of experts")
-    add("--trust_remote_code", action="store_true", may_change=True, help="run code that a model brings")
+    add("--model", path, "a .pth, a directory or a hub name")
+    add("--tokenizer", path, "directory or hub name; default: model's")
+    add("--hidden_size", 0, f"of a NEW model; 0: {HIDDEN_SIZE}")
+    add("--num_hidden_layers", 0, f"of a new model; 0: {LAYERS}")
+    add("--use_moe", 0, "1: insist on a mixture of experts", choices=[0, 1], may_change=True)
+    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
     p.group("data")
-    add("--data_path", default="", type=path, may_change=True, help="demonstrations: a file or a hub name")
-    add("--eval_data_path", default="", type=path, may_change=True, help="held-out demonstrations")
+    add("--data_path", path, "demonstrations: a file or a hub name")
+    add("--eval_data_path", path, "held-out demonstrations")
     add_stage_flags(p)
     return p
 
@@ -53,72 +54,74 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(flag_parser().parse_args)
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from atomic_files import writing
-from dataset.keys import Keys
+from dataset.formats import Keys
 from dataset.lm_dataset import SFTDataset
-from model.compatibility import check_ends, is_moe
-from model.loading import load_policy, tokenizer_source
+from model.loading import check_ends, is_moe, load_policy
+from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.scoring import PolicyScorer, score_learned
-from trainer.inputs import check_positions, load_trained_tokenizer
-from trainer.policy_checks import check_policy
+from trainer.inputs import check_policy, load_trained_tokenizer
 from trainer.runs import displays
 from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
-
-DEMO_DATA, DEMO_TOKENIZER = ROOT / "dataset/demo/sft.jsonl", ROOT / "dataset/demo/tokenizer"
 
 
 def parse_args(argv=None):
     args = flag_parser().parse_args(argv)
     complete_output_flags(args)
-    if not args.data_path and args.model:
+    if not args.model:
+        args.tokenizer = args.tokenizer or f"{ROOT}/dataset/demo/tokenizer"
+        args.data_path = args.data_path or f"{ROOT}/dataset/demo/sft.jsonl"
+    if not args.data_path:
         raise InputError("--data_path: name the file with the demonstrations")
-    args.data_path = args.data_path or str(DEMO_DATA)
     return args
 
 
-def new_model(hidden_size, num_hidden_layers, tokenizer):
+def new_model(args, tokenizer) -> LlamaForCausalLM:
     """A Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied embeddings.
 
-    Raises InputError if ``hidden_size`` is not a multiple of 16.
+    Raises InputError if --hidden_size is not a multiple of 16.
     """
-    if hidden_size % 16:
-        raise InputError(f"--hidden_size {hidden_size}: must be a multiple of 16, for 8 heads of even size")
-    config = LlamaConfig(
+    torch.manual_seed(args.seed)
+    hidden_size = args.hidden_size or HIDDEN_SIZE
+    minimind = MiniMindConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=64 * ((int(hidden_size * 8 / 3) + 63) // 64),
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
+        num_hidden_layers=args.num_hidden_layers or LAYERS,
         initializer_range=hidden_size**-0.5,  # keeps activations' size; 0.02 learns slowly at this width
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    config = plain_config(minimind)
+    del config.minimind_version  # it never was one
     return LlamaForCausalLM(config).eval()
 
 
 class SftRun(supervised.SupervisedRun):
     """A run of stage 1. Items: (token ids, mask), the mask 1 on learned tokens; see ``SupervisedRun``."""
 
-    script, display, rate = "train_sft.py", displays.SFT, "sft"
+    script = "train_sft.py"
+    display = displays.SFT
+    rate = "sft"
 
-    def __init__(self, args, world, tokenizer, model, data, held_out):
-        super().__init__(args, flag_parser().flags, world, tokenizer, {"model": model}, data, held_out)
+    def __init__(self, args, world):
+        """Flags -> the run, with all inputs checked. Raises InputError."""
+        tokenizer = load_trained_tokenizer(args)
+        if args.model:
+            model = load_policy(args.model, args.trust_remote_code)
+        else:
+            model = new_model(args, tokenizer)
+        check_policy(args, model, tokenizer)
+        keys = Keys(args.prompt_key, args.answer_key)
+        data, held_out = supervised.split_records(args, SFTDataset, tokenizer, keys)
+        check_ends(data[0], tokenizer, model)
+        super().__init__(args, world, tokenizer, {"model": model}, data, held_out)
         self.scorer = PolicyScorer(model, self.dtype)
-        if args.model and Path(args.model).resolve() in (self.pth_path.resolve(), self.hf_dir.resolve()):
-            raise InputError(
-                f"--model {args.model}: this run would write its result there; copy it elsewhere"
-            )
         if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
             raise InputError(
                 f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.pth_path}; "
@@ -134,7 +137,7 @@ class SftRun(supervised.SupervisedRun):
 
     @property
     def hf_dir(self):
-        return Path(self.args.hf_dir) if self.args.hf_dir else self.pth_path.with_suffix("")
+        return Path(self.args.hf_dir or self.pth_path.with_suffix(""))
 
     def tokens(self, item):
         return len(item[0])
@@ -149,15 +152,17 @@ class SftRun(supervised.SupervisedRun):
         return -logprobs, balance
 
     def loss(self, items, totals):
-        (tokens, conversations), metrics = totals, Metrics()
+        tokens, conversations = totals
         nll, balance = self.nll(items)
+        metrics = Metrics()
         metrics.add("train/loss", nll.sum(), len(nll))
-        if self.scorer.balance.weight:
+        if self.balance.weight:
             metrics.add("train/balance_loss", balance, len(items))
         return nll.sum() / max(tokens, 1) + balance / conversations, metrics
 
     def measure(self, items):
-        metrics, (nll, _) = Metrics(), self.nll(items)
+        nll, _ = self.nll(items)
+        metrics = Metrics()
         metrics.add("eval/loss", nll.sum(), len(nll))
         return metrics
 
@@ -176,27 +181,8 @@ class SftRun(supervised.SupervisedRun):
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 
-def build(args, world):
-    """Flags -> the run, with all inputs checked. Raises InputError."""
-    model = load_policy(args.model, args.trust_remote_code) if args.model else None
-    source = args.tokenizer or (tokenizer_source(args.model) if args.model else str(DEMO_TOKENIZER))
-    tokenizer = load_trained_tokenizer(args, source)
-    if model is None:
-        torch.manual_seed(args.seed)
-        model = new_model(args.hidden_size or HIDDEN_SIZE, args.num_hidden_layers or LAYERS, tokenizer)
-    check_policy(args, model, tokenizer)
-    check_positions(args, model)
-    keys = Keys(args.prompt_key, args.answer_key)
-    data, held_out = supervised.split_records(
-        args, lambda path: SFTDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
-    )
-    check_ends(data[0], tokenizer, model)
-    return SftRun(args, world, tokenizer, model, data, held_out)
-
-
 def main(argv=None):
-    args = parse_args(argv)
-    supervised.run_stage(build, args, sys.argv[1:] if argv is None else argv)
+    supervised.run_stage(SftRun, parse_args(argv), argv)
 
 
 if __name__ == "__main__":

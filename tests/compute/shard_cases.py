@@ -1,16 +1,13 @@
 """Cases of test_sharding.py that need several processes; the test starts this script once in each.
 
-argv: a folder. Each process writes what it found there, as RANK.json. Process 0 has the models that are
-sharded, others have outlines of them.
+argv: a folder, and "train" or "score" for the case in which memory runs out, which ends the processes. Each
+writes what it found there, as RANK.json.
 """
 
 import copy
 import json
 import os
-import pickle
 import sys
-from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,26 +23,18 @@ from transformers import AutoModelForCausalLM
 from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
-from model.shards import is_sharded, local_part, outline, whole
+from model.shards import is_sharded, local_part, whole
 from trainer.compute.batching import pad_right
-from trainer.compute.layout import Layout
-from trainer.compute.packing import pack_sequences
+from trainer.compute.packing import Layout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.distributed import World, init_world, sum_gradients
+from trainer.runs.distributed import init_world, sum_gradients
 from trainer.runs.optimizer_step import clip_gradients
-from trainer.shard_run import load_once
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
-ALONE = World(0, 1, torch.device("cpu"))
 PROMPT, RESPONSES = 3, {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens: of a prompt; of each process' responses
-
-
-def loaded(world, model):
-    """A model as ``load_once`` gives it to this process."""
-    return model if world.is_main else pickle.loads(outline(model))
 
 
 def rows_of(rank):
@@ -117,14 +106,11 @@ def family(name, in_step, dtype):
     models = [model, copy.deepcopy(model)]
     for x in models:
         prepare_training(x.base_model, 0)
-    models[0] = loaded(in_step.world, model)
     return of_scorer(*(PolicyScorer(x, dtype) for x in models), in_step, dtype)
 
 
-def llama(checkpointing=0, lora_r=0, world=ALONE):
+def llama(checkpointing=0, lora_r=0):
     model = tiny_llama(VOCAB, layers=3, spread=2.0).requires_grad_(not lora_r)
-    prepare_training(model.base_model, 0)
-    model = loaded(world, model)
     prepare_training(model.base_model, checkpointing)
     if lora_r:
         add_adapters(model.base_model, lora_r, seed=1)
@@ -134,8 +120,8 @@ def llama(checkpointing=0, lora_r=0, world=ALONE):
     return model
 
 
-def critic(world=ALONE):
-    critic = CriticModel.from_model(llama(world=world), lend=world is not ALONE)
+def critic(lend=False):
+    critic = CriticModel.from_model(llama(), lend=lend)
     torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(3))
     prepare_training(critic.backbone, 0)
     return critic
@@ -157,7 +143,7 @@ def sampler(in_step):
             for name, x in copied.weights.items()
             if x.untyped_storage().nbytes()
         ),
-        "packed": all(layer.weight is not None for layer in copied.packed.values()),
+        "packed": all(layer.weight is not None for layer in copied.joined.values()),
     }
 
 
@@ -220,104 +206,26 @@ def unreached(in_step):
     return furthest([p.grad for p in trained(model)], wanted)
 
 
-class Fault:
-    """Memory runs out in process 1, before collective number ``at`` of the pass, once."""
-
-    def __init__(self, in_step, at):
-        self.armed = in_step.world.rank == 1
-        for comm in (in_step.gather, in_step.scatter):
-            comm.counted = partial(self.counted, comm, in_step, at)
-
-    def counted(self, comm, in_step, at, *args, **options):
-        if self.armed and in_step.done == at:
-            self.armed = False
-            raise torch.OutOfMemoryError("out of memory")
-        return type(comm).counted(comm, *args, **options)
-
-
-def out_of_memory(in_step, checkpointing):
-    """Memory runs out in one process, before each of the gathers and sums of a pass."""
-    world, places, worst = in_step.world, 0, 0.0
-    plain = llama(checkpointing)
-    wanted = [x.clone() for x in gradients(PolicyScorer(plain), trained(plain), world)]
-    model = llama(checkpointing)
-    scorer, ids = PolicyScorer(model), rows_of(world.rank)
+def out_of_memory(in_step, kind):
+    """Memory runs out in process 1, in its second micro-batch -> what each process says as it ends."""
+    scorer, ids = PolicyScorer(llama()), rows_of(0)
     shard(scorer, in_step, torch.float32)
     lengths = [len(x) for x in ids]
-    run_through(scorer, ids[:1]).backward()
-    count, scores = in_step.done, []
-    for at in range(count):
-        Fault(in_step, at)
-        fitted = []
-        for _ in range(2):
-            for p in model.parameters():
-                p.grad = None
-            in_step.train(
-                scorer, lengths, 12, lambda rows: run_through(scorer, [ids[i] for i in rows]).backward()
-            )
-            fitted.append(in_step.all_fitted())
-        places += fitted == [False, True]
-        sum_gradients(model.parameters(), world)
-        worst = max(worst, furthest([p.grad for p in trained(model)], wanted))
-    with torch.no_grad():
-        exact = scores_of(PolicyScorer(plain), ids)
-        for at in range(count // 3):
-            Fault(in_step, at)
-            found = {}
-
-            def score(rows, found=found):
-                found |= zip(rows, scores_of(scorer, [ids[row] for row in rows]), strict=True)
-
-            in_step.score(scorer, lengths, 40, score, lambda: run_through(scorer, ids[:1]), "scoring")
-            scores.append(max(abs(found[row] - exact[row]) for row in range(len(ids))))
-    return {"collectives": count, "retried": places, "gradient": worst, "scores": max(scores)}
-
-
-def too_long(in_step):
-    """Not even a single sequence fits -> the message."""
-    scorer = PolicyScorer(llama())
-    shard(scorer, in_step, torch.float32)
-
-    def work(rows):
-        raise torch.OutOfMemoryError("out of memory")
-
-    try:
-        in_step.train(scorer, [9], 100, work)
-    except SystemExit as error:
-        return str(error.code)
-
-
-def loading(world):
-    """What only the main process loads, and errors on the way."""
     calls = []
 
-    def load(name):
-        calls.append(name)
-        if name == "bad":
-            raise InputError("bad: no such model")
-        return {"model": llama()}
+    def work(rows):
+        calls.append(rows)
+        if in_step.world.rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        run_through(scorer, [ids[row] for row in rows])
 
-    args = Namespace(shard=1)
-    model = load_once(args, world, load, "good")["model"]
-    tokens = torch.arange(6)[None]
-    found = {
-        "calls": list(calls),
-        "outline": all(p.is_meta for p in model.parameters()),
-        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "buffers": torch.equal(model.model.rotary_emb.inv_freq, llama().model.rotary_emb.inv_freq),
-        "methods": all(x.forward.__self__ is x for x in model.modules() if "forward" in vars(x)),
-        "packs": pack_sequences(model.base_model),
-        "copied": SamplerCopy(model, torch.float32, "cpu").model(tokens).logits.shape[-1],
-    }
-    for name in ("bad", "good"):  # the second time process 1 fails before the others load
-        try:
-            with world.all_or_none():
-                if name == "good" and world.rank == 1:
-                    raise InputError("its own mistake")
-                load_once(args, world, load, name)
-        except InputError as error:
-            found[f"after {name}"] = [str(error), error.agreed]
-    return found
+    try:
+        if kind == "train":
+            in_step.train(lengths, 9, work)
+        else:
+            in_step.score(lengths, 9, work, lambda: work([0]), "scoring")
+    except SystemExit as error:
+        return str(error.code)
 
 
 def least(in_step):
@@ -341,32 +249,35 @@ def passes(in_step):
     return [in_step.passes(case[in_step.world.rank % 2]) for case in cases]
 
 
-def main(folder):
+def cases(world):
+    in_step = InStep(world)
+    found = {}
+    for name in FAMILIES if world.size == 2 else FEW:
+        found[name] = family(name, in_step, torch.float32)
+    for name in FEW:
+        found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
+    plain = torch.float32
+    both = PolicyScorer(llama(1)), PolicyScorer(llama(1))
+    found["checkpointing"] = of_scorer(*both, in_step, plain)
+    both = PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))
+    found["adapters"] = of_scorer(*both, in_step, plain)
+    both = ValueScorer(critic(lend=True)), ValueScorer(critic())
+    found["critic"] = of_scorer(*both, in_step, plain)
+    found["sampler"] = sampler(in_step)
+    found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
+    found["passes"] = passes(in_step)
+    found["least"] = least(in_step)
+    found["failed before"] = failed_before(in_step)
+    found["unreached"] = unreached(in_step)
+    return found
+
+
+def main(folder, kind=""):
     torch.set_num_threads(1)
     with init_world("cpu") as world:
-        in_step, found = InStep(world), {}
-        for name in FAMILIES if world.size == 2 else FEW:
-            found[name] = family(name, in_step, torch.float32)
-        for name in FEW:
-            found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
-        plain = torch.float32
-        both = PolicyScorer(llama(1, world=world)), PolicyScorer(llama(1))
-        found["checkpointing"] = of_scorer(*both, in_step, plain)
-        both = PolicyScorer(llama(1, 2, world)), PolicyScorer(llama(1, 2))
-        found["adapters"] = of_scorer(*both, in_step, plain)
-        both = ValueScorer(critic(world)), ValueScorer(critic())
-        found["critic"] = of_scorer(*both, in_step, plain)
-        found["loading"] = loading(world)
-        found["sampler"] = sampler(in_step)
-        found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
-        found["passes"] = passes(in_step)
-        found["least"] = least(in_step)
-        found["failed before"] = failed_before(in_step)
-        found["unreached"] = unreached(in_step)
-        found["out of memory"] = [out_of_memory(InStep(world), kind) for kind in (0, 1)]
-        found["too long"] = too_long(InStep(world))
-    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+        found = out_of_memory(InStep(world), kind) if kind else cases(world)
+        (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

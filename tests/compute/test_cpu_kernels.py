@@ -1,6 +1,7 @@
 """The C kernels: the same values and gradients as torch's operations; machines without a C compiler."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from tiny import PYTHON, ROOT, finish, start_script, tiny_llama
 
 from trainer.compute import attention, fused_layers, logprobs
 from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_for
 from trainer.compute.packing import pack_sequences
 from trainer.generation import sampling
 from trainer.generation.engine import Sampler
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 16, 31, 48, 100]  # less than a vector, whole vectors, vectors and a remainder
@@ -30,7 +32,7 @@ def both_ways(function, inputs, monkeypatch):
     for compiled in (True, False):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(kernels, "ready", lambda *tensors, **more: False)
+                patch.setattr(kernels, "library", lambda: None)
             leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
             out = function(*leaves)
             out = out if isinstance(out, tuple) else (out,)
@@ -53,10 +55,12 @@ def test_norms(dtype, width, monkeypatch):
     x, delta = draw(3, 7, width), draw(3, 7, width, dtype=dtype, seed=2)
 
     def norm(x, weight):
-        return fused_layers._RMSNorm.apply(x, weight, 1e-3, dtype)
+        return add_norm(x, None, weight)[1]
 
     def add_norm(x, delta, weight):
-        return fused_layers._AddNorm.apply(x, delta, weight, 1e-3, dtype)
+        module = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return fused_layers.add_norm(x, delta, module)
 
     assert_close(*both_ways(norm, (x, weight), monkeypatch), TOLERANCE[dtype] * 2)
     assert_close(*both_ways(add_norm, (x, delta, weight), monkeypatch), TOLERANCE[dtype] * 2)
@@ -79,7 +83,7 @@ def test_rotation(dtype, half, monkeypatch):
     cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
 
     def turn(x):
-        return fused_layers._Rotate.apply(x, cos, sin)
+        return fused_layers.rotate(x, cos, sin)
 
     x = draw(2, 5, 3, 2 * half, dtype=dtype)
     assert_close(*both_ways(turn, (x,), monkeypatch), TOLERANCE[dtype] * 2)
@@ -127,7 +131,7 @@ def test_attention(dtype, window, heads, groups, dim):
         return attention._Compiled.apply(query, key, value, *turns, starts, window, 0.4)
 
     def plain(query, key, value):
-        query, key = (fused_layers._Rotate.apply(x, *(c.double() for c in turns)) for x in (query, key))
+        query, key = (fused_layers.rotate(x, *(c.double() for c in turns)) for x in (query, key))
         out = []
         for start, end in zip(starts.tolist(), starts[1:].tolist(), strict=False):
             mask = attention.causal_mask(end - start, window, torch.float64, query.device)
@@ -151,7 +155,7 @@ def test_log_probs(dtype, size, monkeypatch):
     targets = torch.randint(size, (11,), generator=torch.Generator().manual_seed(0))
 
     def logs(states, weight, bias):
-        return logprobs._TokenLogprobs.apply(states, weight, bias, targets, 0.7, dtype)[0]
+        return logprobs._TokenLogprobs.apply(states, weight, bias, targets, 0.7, dtype, None, False)[0]
 
     inputs = draw(11, 8), head, draw(size, seed=4)
     assert_close(*both_ways(logs, inputs, monkeypatch), TOLERANCE[dtype] * 4)
@@ -178,7 +182,7 @@ def test_the_same_noise_picks_the_same_tokens(dtype, temperature, size, monkeypa
     logits = 3 * draw(500, size, dtype=dtype)
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tokens, logs = sampling.sample_tokens(logits, temperature, u)
-    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     plain = sampling.sample_tokens(
         logits.float(), temperature, u
     )  # fp32: torch would round probabilities to bf16
@@ -222,8 +226,7 @@ def test_decoding(dtype, heads, groups, dim, window, normed):
                 for x, w in zip((q, k), norms, strict=True)
             )
         turn = [c[None, : last + 1, None] for c in (cos, sin)]
-        q, k = (fused_layers._rotate(x[None].transpose(1, 2), *turn)
-                for x in (q, k))  # fmt: skip
+        q, k = (fused_layers.rotate(x[None].transpose(1, 2), *turn) for x in (q, k))
         q, k = (x[0].transpose(0, 1) for x in (q, k))
         mask = attention.causal_mask(last + 1, window, torch.float64, q.device)
         expected = attention.matmul_attention(q[None], k[None], v[None], mask, 0.3)[0, -1]
@@ -246,11 +249,11 @@ def test_no_result_depends_on_the_number_of_threads():
 
 def test_tensors_that_the_kernels_cannot_compute_are_left_to_torch():
     x = torch.ones(4, 16)
-    assert kernels.ready(x, None, x.bfloat16())
+    assert kernels_for(x, None, x.bfloat16())
     for other in (x.double(), x.half(), x.T, x[:, ::2], x.to("meta")):
-        assert not kernels.ready(x, other)
-    assert kernels.ready(x, result=torch.bfloat16)
-    assert not kernels.ready(x, result=torch.float16)  # it would be written as if it were fp32
+        assert not kernels_for(x, other)
+    assert kernels_for(x, result=torch.bfloat16)
+    assert not kernels_for(x, result=torch.float16)  # it would be written as if it were fp32
 
 
 def responses(model, dtype):
@@ -262,7 +265,7 @@ def responses(model, dtype):
 def test_without_kernels_the_same_noise_gives_the_same_tokens(monkeypatch):
     model = tiny_llama(12, layers=2, spread=3.0)
     compiled = responses(model, torch.float32)
-    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     plain = tiny_llama(12, layers=2, spread=3.0)
     assert responses(plain, torch.float32) == compiled
     assert plain.model.config._attn_implementation == attention.ATTENTION
@@ -272,6 +275,7 @@ BUILD = """import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from trainer.compute.cpu import kernels
+from trainer.compute.kernels import kernels_for
 kernels.SOURCES = Path(sys.argv[2])
 print(kernels.library() is not None)
 """

@@ -71,7 +71,6 @@ def sampling(k, dtype, size, ends):
     ids, flags, numbers = (torch.zeros(3, dtype=t) for t in (torch.int64, torch.bool, torch.float64))
     kept = torch.zeros(3, 5, dtype=torch.int64), tensor(3, 5), ids, flags
     for temperature in (0, 0.7):
-        k.sample_tokens(tensor(3, size, dtype=dtype), temperature, numbers)
         state = ids, ids, ids, flags
         args = numbers.expand(5, 3).T.contiguous(), torch.zeros(ends, dtype=torch.int64), ids[:1], state, kept
         k.sample_and_store(tensor(3, size), temperature, *args)

@@ -15,7 +15,7 @@ from test_packing import padded_batch, sliding
 from tiny import tiny_llama
 from torch.nn.attention import varlen
 
-from trainer.compute import attention, flash
+from trainer.compute import attention
 from trainer.compute.packing import Packing, pack_sequences, packed_states
 from trainer.compute.scoring import prepare_training
 
@@ -51,15 +51,15 @@ def with_gqa(*args, enable_gqa=False, **more):
 @pytest.fixture(autouse=True)
 def forget():
     """Nothing that was tried before is remembered."""
-    flash._works.cache_clear()
+    attention._flash_works.cache_clear()
     yield
-    flash._works.cache_clear()
+    attention._flash_works.cache_clear()
 
 
 @pytest.fixture
 def here(monkeypatch):
     """Flash attention is tried on the CPU."""
-    monkeypatch.setattr(flash, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
     monkeypatch.setattr(attention, "MAX_COMPILED_SIZE", 0)  # where C functions would compute
 
 
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_groups(heads, window, kernel, her
 
         called.__signature__ = inspect.signature(kernel)
         monkeypatch.setattr(varlen, "varlen_attn", called)
-        monkeypatch.setattr(flash, "DEVICE", "cpu" if there else "cuda")
+        monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu" if there else "cuda")
         copies = [x.clone().requires_grad_(True) for x in rows]
         more = {"scaling": 0.3, "sliding_window": window}
         out, _ = attention.attention(module, *copies, None, packing=packing, **more)
@@ -100,7 +100,7 @@ def test_a_model_in_bf16_computes_the_same_with_it(make, here, monkeypatch):
     tokens, lengths = padded_batch()
     model, states = make(), []
     for device, dtype in (("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.bfloat16)):
-        monkeypatch.setattr(flash, "DEVICE", device)
+        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
         net = copy.deepcopy(model).base_model
         assert pack_sequences(net)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
@@ -108,7 +108,7 @@ def test_a_model_in_bf16_computes_the_same_with_it(make, here, monkeypatch):
         states[-1].float().sin().sum().backward()
     exact, groups, packed = (x.float() for x in states)
     assert 0 < (packed - exact).abs().max() < 2 * (groups - exact).abs().max()
-    assert flash._works.cache_info().currsize == 1
+    assert attention._flash_works.cache_info().currsize == 1
 
 
 def _refuses(*args, **more):
@@ -126,10 +126,10 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(kernel, reason
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     packing, rows = Packing(LENGTHS, CPU), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
     with pytest.warns(UserWarning, match=f"no flash attention of packed rows, .*{reason}"):
-        assert flash.flash_attention(*rows, packing, None, None) is None
+        assert attention.flash_attention(*rows, packing, None, None) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert flash.flash_attention(*rows, packing, None, None) is None
+        assert attention.flash_attention(*rows, packing, None, None) is None
 
 
 def test_memory_that_runs_out_in_the_trial_says_nothing_about_the_kernel(here, monkeypatch):
@@ -139,9 +139,9 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_about_the_kernel(here, m
     packing, rows = Packing(LENGTHS, CPU), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
     monkeypatch.setattr(varlen, "varlen_attn", full)
     with pytest.raises(torch.OutOfMemoryError):
-        flash.flash_attention(*rows, packing, None, None)
+        attention.flash_attention(*rows, packing, None, None)
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
-    assert flash.flash_attention(*rows, packing, None, None) is not None
+    assert attention.flash_attention(*rows, packing, None, None) is not None
 
 
 def test_the_trial_may_be_in_the_first_forward_of_gradient_checkpointing(here, monkeypatch):
@@ -153,10 +153,10 @@ def test_the_trial_may_be_in_the_first_forward_of_gradient_checkpointing(here, m
     for checkpointing in (1, 0):
         model = copy.deepcopy(net)
         prepare_training(model, checkpointing)
-        flash._works.cache_clear()
+        attention._flash_works.cache_clear()
         with torch.autocast("cpu", torch.bfloat16):
             packed_states(model, tokens, lengths).last_hidden_state.float().sin().sum().backward()
-        assert flash._works.cache_info().currsize == 1
+        assert attention._flash_works.cache_info().currsize == 1
         gradients.append([p.grad for p in model.parameters()])
     assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
 
@@ -165,9 +165,9 @@ def test_on_a_cpu_and_in_fp32_it_is_not_tried(monkeypatch):
     packing = Packing(LENGTHS, CPU)
     monkeypatch.setattr(varlen, "varlen_attn", None)
     rows = [torch.randn(sum(LENGTHS), 2, 8) for _ in range(3)]
-    assert flash.flash_attention(*(x.bfloat16() for x in rows), packing, None, None) is None
-    monkeypatch.setattr(flash, "DEVICE", "cpu")
-    assert flash.flash_attention(*rows, packing, None, None) is None
+    assert attention.flash_attention(*(x.bfloat16() for x in rows), packing, None, None) is None
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
+    assert attention.flash_attention(*rows, packing, None, None) is None
 
 
 @pytest.mark.parametrize(

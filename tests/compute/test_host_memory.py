@@ -7,7 +7,7 @@ from tiny import run_files, tiny_llama
 
 from model.lora import frozen_copy
 from trainer import train_ppo
-from trainer.compute.host_memory import HostMemory
+from trainer.compute.memory import HostMemory
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.critic import CriticModel
 from trainer import ppo
-from trainer.compute.balance_loss import load_balance_loss
-from trainer.compute.layout import Layout, ragged
-from trainer.compute.packing import Packing
+from trainer.compute.packing import Layout, Packing, ragged
 from trainer.compute.rollout_data import Rollout, length_mask
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 
@@ -151,7 +149,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
         loss, info = ppo.value_loss(scorers[1](*mb.sequences), mb.values, mb.returns, mb.mask, 0.5, 1.0)
         metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
         loss.backward()
-    assert metrics.total("value/loss") > 0
+    assert metrics.totals(["value/loss"], "cpu").item() > 0
 
 
 def test_the_balance_loss_of_experts_never_waits_for_a_gpu(monkeypatch):
@@ -177,3 +175,19 @@ def test_metrics_are_gathered_in_one_piece():
     assert metrics.totals(["c", "b"], CPU).tolist() == [5.0, 7.0]
     with pytest.raises(KeyError):
         metrics.totals(["d"], CPU)
+
+
+def test_a_gpu_gets_what_the_host_has_of_the_metrics_in_one_copy(monkeypatch):
+    """Copied one by one, each number would be an operation of its own on the device."""
+    sent = []
+    monkeypatch.setattr(
+        "trainer.runs.metrics.send", lambda x, device: sent.append(x.tolist()) or x.to(device)
+    )
+    metrics = Metrics()
+    metrics.add("a", 5.0, 1)
+    metrics.add("b", torch.zeros((), device="meta"), 1)
+    metrics.add("c", torch.tensor(7), 1)
+    metrics.add("d", torch.zeros((), device="meta"), 1)
+    found = metrics.totals(["a", "b", "c", "d"], torch.device("meta"))
+    assert found.shape == (4,) and found.dtype == torch.float64
+    assert sent == [[5.0, 0.0, 7.0, 0.0], [1, 3]]  # the numbers, and the places of those that are there

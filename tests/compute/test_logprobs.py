@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.compute import logprobs
-from trainer.compute.early_ends import EarlyEnds
-from trainer.compute.layout import Layout
 from trainer.compute.logprobs import token_logprobs
+from trainer.compute.packing import Layout
+from trainer.generation.stops import EarlyEnds
 
 
 @pytest.fixture(params=["a CPU's functions", "torch's functions", "a GPU's functions"], autouse=True)

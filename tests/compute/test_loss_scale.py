@@ -12,16 +12,16 @@ from test_invariants import ALONE, filled_rollout, make_run, same, weights
 from tiny import flags, read_jsonl, run_files, same_run, save_reward_dir, tiny_llama, word_tokenizer
 
 from errors import InputError
-from trainer import ppo_models, train_ppo
+from trainer import run as ppo_run
+from trainer import train_ppo
 from trainer.compute import loss_scale
 from trainer.compute.cpu import kernels
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import Sampler
-from trainer.generation.sampling import sample_tokens
-from trainer.generation.sampling_noise import noise_keys
-from trainer.policy_checks import check_sampling
+from trainer.generation.sampling import noise_keys, sample_tokens
+from trainer.inputs import check_sampling
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import step_if_finite
@@ -191,7 +191,7 @@ SIZES |= {"device": "cpu", "log_interval": 1000, "save_interval": 2, "keep_check
 
 def test_resumed_in_fp16_it_ends_bit_for_bit_the_same_with_its_scale(files, tmp_path, monkeypatch):
     """The critic's gradients overflow now and then, because the scale doubles after three good steps."""
-    monkeypatch.setattr(ppo_models, "LossScale", partial(LossScale, interval=3))
+    monkeypatch.setattr(ppo_run, "LossScale", partial(LossScale, interval=3))
     argv = flags(**files, **SIZES, dtype="float16", vf_coef=100, eval_interval=0)
     train_ppo.main([*argv, "--out_dir", str(tmp_path / "whole")])
     half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
@@ -269,7 +269,7 @@ def test_a_policy_that_overflows_while_sampling_is_one_line():
 @pytest.mark.parametrize("size", [10, 64, 65])
 def test_logits_with_a_nan_give_valid_tokens_and_no_log_prob(size, monkeypatch):
     """A GPU that reads behind a table takes the whole process down, before anything can be said."""
-    monkeypatch.setattr(kernels, "ready", lambda *tensors, **more: False)
+    monkeypatch.setattr(kernels, "library", lambda: None)
     for bad in (torch.nan, torch.inf):
         logits = torch.randn(4, size)
         logits[0], logits[1, 0], logits[2, -1] = bad, bad, bad
@@ -298,7 +298,7 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
     model = load_reward_model(path, torch.device("cpu"), dtype=FP16)
     assert model([("a b", "c")]).isfinite().all()
     model.model.model.norm.weight.data.fill_(6e4)
-    model.head.weight.data.fill_(6e4)
+    model.model.score.weight.data.fill_(6e4)
     with pytest.raises(InputError, match=r"in float16 the --reward_model gives .* use --dtype float32"):
         model([("a b", "c")])
 

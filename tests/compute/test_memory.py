@@ -1,10 +1,85 @@
-"""Memory of the host that tensors have freed: who keeps it, and what gives it back to the system."""
+"""Memory of the host: how much is free, in containers and for several processes; who keeps what tensors have
+freed, and what gives it back to the system; how much of a GPU that is shared out is free."""
 
 import subprocess
 import sys
 
+import psutil
 import pytest
+import torch
 from tiny import ROOT
+
+from trainer.compute import memory
+from trainer.compute.memory import free_in_groups
+from trainer.compute.memory import free_memory as free
+
+UNLIMITED = float("inf")
+CPU = torch.device("cpu")
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_a_container_of_version_2(tmp_path):
+    """The tightest of its own group and those above it; pages of files can be taken back."""
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text("0::/a/b\n")
+    assert free_in_groups(groups, own) == UNLIMITED
+    write(groups / "a/b", memory__max="max", memory__current=5)
+    assert free_in_groups(groups, own) == UNLIMITED
+    stat = "anon 7\nactive_file 100\ninactive_file 20"
+    write(groups / "a", memory__max=1000, memory__current=600, memory__stat=stat)
+    assert free_in_groups(groups, own) == 1000 - 600 + 120
+    write(groups / "a/b", memory__max=800, memory__current=500, memory__stat="active_file 0\ninactive_file 0")
+    assert free_in_groups(groups, own) == 300
+    write(groups / "a/b", memory__max=400)
+    assert free_in_groups(groups, own) == 0  # never negative
+
+
+def test_a_container_of_version_1(tmp_path):
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text("9:name=systemd:/\n4:cpuset,memory:/c\n1:cpu:/other\n0::/\n")
+    files = {"memory__usage_in_bytes": 300, "memory__stat": "total_active_file 10\ntotal_inactive_file 20"}
+    write(groups / "memory/c", memory__limit_in_bytes=2**63 - 4096, **files)
+    assert free_in_groups(groups, own) > 1 << 60  # no limit
+    write(groups / "memory/c", memory__limit_in_bytes=1000, **files)
+    assert free_in_groups(groups, own) == 730
+
+
+@pytest.mark.parametrize("content", ["0::\n", "", "what\n"])
+def test_files_that_say_something_else_set_no_limit(tmp_path, content):
+    (tmp_path / "own").write_text(content)
+    write(tmp_path, memory__max="lots", memory__current=1)
+    assert free_in_groups(tmp_path, tmp_path / "own") == UNLIMITED
+    assert free_in_groups(tmp_path / "missing", tmp_path / "missing") == UNLIMITED
+
+
+def test_the_smaller_of_machine_and_container_is_shared_by_processes(monkeypatch):
+    machine = psutil.virtual_memory().available
+    monkeypatch.setattr(memory, "free_in_groups", lambda: UNLIMITED)
+    assert free(CPU) == pytest.approx(machine, rel=0.2)
+    monkeypatch.setattr(memory, "free_in_groups", lambda: 8_000_000)
+    assert free(CPU) == 8_000_000
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free(CPU) == 2_000_000
+
+
+def test_a_gpu_of_which_torch_may_use_a_part(monkeypatch):
+    facts = {"mem_get_info": (60, 100), "memory_allocated": 10, "memory_reserved": 25}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    fraction = [1.0]
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda device: fraction[0], raising=False
+    )
+    gpu = torch.device("cuda", 0)
+    assert free(gpu) == 60 + 15  # what torch holds and does not use is free for it
+    fraction[0] = 0.5
+    assert free(gpu) == 50 - 10
+
 
 FREED = """
 import sys, psutil, torch

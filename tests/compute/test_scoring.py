@@ -7,8 +7,7 @@ import torch
 from tiny import tiny_llama
 
 from model.critic import CriticModel
-from trainer.compute.layout import Layout
-from trainer.compute.packing import pack_sequences
+from trainer.compute.packing import Layout, pack_sequences
 from trainer.compute.scoring import PolicyScorer, ValueScorer
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])

@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+import threading
 import time
+from argparse import Namespace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from tiny import LINUX, ROOT
 
-from trainer.compute.threads import BUSY, QUIET, SpareTeams, cpu_quota, cpu_seconds, cpus_taken, should_sleep
+from trainer.compute import threads
+from trainer.compute.threads import BUSY, QUIET, cpu_quota, cpu_seconds, cpus_taken, hold_spare_teams
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
 
@@ -53,12 +57,22 @@ def test_cpus_taken_by_hand():
     assert cpus_taken(before, now, cpus=3, threads=2) == pytest.approx(-0.25)  # a third CPU is free for it
 
 
-@pytest.mark.parametrize(
-    ("sleeping", "taken", "sleep"),
-    [(False, 0.1, False), (False, 0.2, False), (False, 0.4, True), (True, 0.2, True), (True, 0.1, False)],
-)
-def test_when_threads_sleep(sleeping, taken, sleep):
-    assert should_sleep(sleeping, taken) == sleep
+def test_when_threads_sleep(monkeypatch):
+    """From BUSY on, until it falls below QUIET; at the end no spare team is left."""
+    looks, spare = [0.1, 0.2, 0.4, 0.2, 0.1, 0.2, 0.5], []
+    clock = iter([(0.0, 0.0, 0.0), *((n, 0.0, n + taken) for n, taken in enumerate(looks, 1))])
+    monkeypatch.setattr(threads, "cpu_seconds", lambda cpus: next(clock))
+    monkeypatch.setattr(threads, "cpus_taken", lambda before, now, *_: now[2] - now[0])
+    monkeypatch.setattr(threads, "hold_spare_teams", lambda *_: spare.append(Event()) or spare[-1])
+    asleep = []
+
+    def wait(_):
+        asleep.append(any(not event.is_set() for event in spare))
+        return len(asleep) > len(looks)
+
+    threads._watch(2, Namespace(wait=wait))
+    assert asleep[1:] == [False, False, True, True, False, False, True]
+    assert len(spare) == 2 and all(event.is_set() for event in spare)
 
 
 def test_a_busy_program_is_seen_and_our_own_work_is_not():
@@ -83,7 +97,7 @@ from trainer.compute.threads import set_up_threads
 set_up_threads()
 import os, sys, torch
 from pathlib import Path
-from trainer.compute.threads import SpareTeams
+from trainer.compute.threads import hold_spare_teams
 
 def tasks(wanted):  # how many threads this process has, once there are as many as wanted, or after a while
     for _ in range(200):
@@ -96,15 +110,13 @@ torch.set_num_threads(2)
 x = torch.ones(1 << 20)
 before = (x * 3).sum()
 quiet = len(list(Path("/proc/self/task").iterdir()))
-spare = SpareTeams(2, len(os.sched_getaffinity(0)))
-spare.start()
-spare.start()
-busy = tasks(quiet + 2 * spare.count)
+count = len(os.sched_getaffinity(0)) - 1
+end = hold_spare_teams(2, count + 1)
+busy = tasks(quiet + 2 * count)
 same = bool((x * 3).sum() == before)
-spare.end()
-spare.end()
+end.set()
 after = tasks(quiet)
-print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"], quiet, spare.count, busy, after, same)
+print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"], quiet, count, busy, after, same)
 """
 
 
@@ -161,10 +173,13 @@ def test_what_the_user_has_set_stays():
     assert run_code(OMP_WAIT_POLICY="active", GOMP_SPINCOUNT="7")[:2] == ["active", "7"]
 
 
-def test_enough_teams_to_have_more_threads_than_cpus():
+def test_enough_teams_to_have_more_threads_than_cpus(monkeypatch):
+    started = []
+    monkeypatch.setattr(threading, "Thread", lambda **more: Namespace(start=lambda: started.append(more)))
     for cpus in range(2, 20):
-        for threads in range(2, cpus + 1):
-            count = SpareTeams(threads, cpus).count
-            assert threads + count * (threads - 1) > cpus
-            assert threads + (count - 1) * (threads - 1) <= cpus
+        for count in range(2, cpus + 1):
+            started.clear()
+            hold_spare_teams(count, cpus)
+            assert count + len(started) * (count - 1) > cpus
+            assert count + (len(started) - 1) * (count - 1) <= cpus
     assert torch.get_num_threads() == 1

@@ -8,6 +8,7 @@ import pytest
 from tiny import ROOT
 from transformers import AutoTokenizer
 
+from dataset.chat_template import conversation_ids
 from dataset.data_order import (
     RecordBatches,
     epoch_order,
@@ -18,7 +19,6 @@ from dataset.data_order import (
 from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from dataset.record_files import open_records
-from dataset.tokenization import conversation_ids
 from errors import InputError
 
 SHARED = ROOT.parent / "shared/data"
@@ -100,7 +100,7 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     [
         ('{"prompt": "a"', "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question": "a"}', 'no answer beside "question"'),
+        ('{"question": "a"}', 'no prompt .a "question" needs an "answer" beside it'),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": 3}', "must be a list"),
         ('{"prompt": "a", "answer": 3}', '"answer" must be text'),
@@ -247,7 +247,7 @@ def test_local_positions_and_resuming():
     assert local_positions(3, 2, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
     whole = RecordBatches(10, 0, 0, 6, 4, 2, 1, 2)
     assert list(RecordBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
-    assert len(whole) == 6
+    assert len(list(whole)) == 6
     batch = global_batch(10, 0, 4, 8)
     assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
 

@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.answers import comparable
-from dataset.formats import to_demonstration, to_pair, to_prompt, to_rated
-from dataset.keys import Keys
+from dataset.chat_template import conversation_ids, conversation_text, prompt_text, set_template
+from dataset.formats import Keys, to_demonstration, to_pair, to_prompt, to_rated
 from dataset.lm_dataset import (
     PreferenceDataset,
     RatedDataset,
@@ -20,9 +20,7 @@ from dataset.lm_dataset import (
     SFTDataset,
     reward_dataset,
 )
-from dataset.prompt_template import set_template
 from dataset.special_tokens import unmark
-from dataset.tokenization import conversation_ids, conversation_text, prompt_text
 from dataset.turns import to_messages
 from errors import InputError
 from trainer import train_ppo
@@ -273,7 +271,7 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         (
             to_prompt,
             {"question": "hi"},
-            'no answer beside "question".*keys found: "question": .*--prompt_key question',
+            'no prompt .a "question" needs an "answer" .*keys found: "question": .*--prompt_key question',
         ),
         (to_prompt, {"instruction": "hi", "response": "5"}, 'keys found: "instruction", "response"'),
         (to_prompt, {"question": "hi", "answer": 5}, '"answer" must be text'),

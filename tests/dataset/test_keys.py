@@ -6,8 +6,16 @@ import pytest
 from test_dataset import chat, jsonl  # noqa: F401  (fixtures)
 from tiny import flags, read_jsonl, run_files, save_policy_dir, train, word_tokenizer, write_jsonl
 
-from dataset.formats import is_rated, to_demonstration, to_pair, to_prompt, to_rated
-from dataset.keys import Keys, keys_found, value_at
+from dataset.formats import (
+    Keys,
+    is_rated,
+    keys_found,
+    to_demonstration,
+    to_pair,
+    to_prompt,
+    to_rated,
+    value_at,
+)
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer import train_reward, train_sft

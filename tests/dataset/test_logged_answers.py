@@ -9,8 +9,8 @@ from dataset.logged_answers import LoggedAnswers, LoggedPairs
 from dataset.record_files import LineRecords
 from errors import InputError
 from trainer.generation.engine import sample
-from trainer.generation.results import response_texts
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 
 PAIRS = [
     {"prompt": "a b", "chosen": "c d", "rejected": "e"},

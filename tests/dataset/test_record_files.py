@@ -317,7 +317,7 @@ def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, sm
     names = run_files(tmp_path)
     good = ['{"prompt": "a b"}', '{"prompt": "b c"}'] * 36
     bad = list(good)
-    bad[70] = '{"prompt": 18}         '  # the first 64 prompts are looked at before training (start_facts.py)
+    bad[70] = '{"prompt": 18}         '  # the first 64 prompts are looked at before training (about_run.py)
     path = tmp_path / "large.jsonl"
     common = names | {
         "data_path": path,

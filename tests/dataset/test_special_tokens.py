@@ -17,9 +17,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 import chat
+from dataset.chat_template import conversation_ids, encode, for_tokenizer, render
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from dataset.special_tokens import MARK, mark_special, spellings, unmark
-from dataset.tokenization import conversation_ids, encode, for_tokenizer, render
 from model.loading import load_tokenizer
 
 SENTENCES = ["What is two plus three?", "the user says hello", "naïve 你好 a<b> |x|", "im_end end start"] * 4

@@ -4,8 +4,7 @@ import pytest
 from test_dataset import chat, jsonl  # noqa: F401  (fixtures)
 from tiny import flags, run_files, save_policy_dir, train, word_tokenizer, write_jsonl
 
-from dataset.formats import to_demonstration, to_prompt, tool_turns
-from dataset.keys import Keys
+from dataset.formats import Keys, to_demonstration, to_prompt, tool_turns
 from dataset.lm_dataset import RLAIFDataset
 from dataset.turns import as_messages
 from errors import InputError

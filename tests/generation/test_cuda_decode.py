@@ -13,15 +13,15 @@ import triton_interpreter  # noqa: F401
 
 from trainer.compute import attention, kernels
 from trainer.compute.cuda import kernels as cuda
-from trainer.compute.early_ends import EarlyEnds
 from trainer.compute.packing import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
-from trainer.generation.rotary_table import tabulate_rotary
+from trainer.generation.kv_cache import tabulate_rotary
 from trainer.generation.sampler_copy import JoinedLinear, SamplerCopy
-from trainer.generation.sampling import sample_tokens
-from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.generation.sampling import noise_keys, sample_tokens, uniform
+from trainer.generation.stops import EarlyEnds
 
+LAY_OUT = SamplerCopy._lay_out
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -112,6 +112,18 @@ def by_torch(logits, temperature, u, monkeypatch):
         return sample_tokens(logits, temperature, u)
 
 
+def drawn(logits, temperature, u):
+    """What the kernel draws -> (tokens, their log-probs): one token a row, which no id ends."""
+    n = len(u)
+    tokens, zeros = torch.zeros(n, 1, dtype=torch.int64, device=DEVICE), torch.zeros_like(u).long()
+    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.bool()
+    results = tokens, torch.zeros(n, 1, device=DEVICE), zeros.clone(), zeros.bool()
+    cuda.sample_and_store(
+        logits, temperature, u[:, None].contiguous(), zeros[:1] - 2, zeros[:1] + 1, state, results
+    )
+    return tokens[:, 0], results[1][:, 0]
+
+
 @pytest.mark.parametrize(
     ("dtype", "temperature", "size"),
     [
@@ -126,7 +138,7 @@ def by_torch(logits, temperature, u, monkeypatch):
 def test_the_same_noise_draws_the_same_tokens(dtype, temperature, size, monkeypatch):
     """As the torch form does, except where u is within rounding of the border between two tokens."""
     logits, u = 3 * numbers(40, size, dtype=dtype), draws(40)
-    tokens, logs = cuda.sample_tokens(logits, temperature, u)
+    tokens, logs = drawn(logits, temperature, u)
     plain = by_torch(logits.float(), temperature, u, monkeypatch)[0]
     p = (logits.double() / (temperature or 1)).softmax(1)
     assert (logs - p.gather(1, tokens[:, None]).squeeze(1).log()).abs().max() < 1e-5
@@ -143,7 +155,7 @@ def test_a_whole_vocabulary_is_drawn_in_order():
     wanted = torch.tensor([0, 1, 4095, 4096, 8191, 8192, size - 1], device=DEVICE)
     for shift in (0.001, 0.999):
         u = (wanted.double() + shift) / size
-        assert cuda.sample_tokens(torch.ones(7, size, device=DEVICE), 1.0, u)[0].equal(wanted)
+        assert drawn(torch.ones(7, size, device=DEVICE), 1.0, u)[0].equal(wanted)
 
 
 def test_no_token_of_probability_0_is_drawn():
@@ -152,7 +164,7 @@ def test_no_token_of_probability_0_is_drawn():
         logits = torch.full((4, 13_000), -torch.inf, device=DEVICE)
         logits[:, [5000, 9000]] = low
         u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-53], dtype=torch.float64, device=DEVICE)
-        tokens, logs = cuda.sample_tokens(logits, 1.0, u)
+        tokens, logs = drawn(logits, 1.0, u)
         assert tokens.tolist() == [5000, 5000, 9000, 9000]
         assert logs.tolist() == pytest.approx([-0.6931472] * 4)
 
@@ -162,7 +174,7 @@ def test_the_last_draw_of_many_rows_has_a_probability():
     logits = 8 * numbers(50, 5000)
     logits[:, 4990:] = -torch.inf
     u = torch.full((50,), 1 - 2**-53, dtype=torch.float64, device=DEVICE)
-    tokens, logs = cuda.sample_tokens(logits, 1.0, u)
+    tokens, logs = drawn(logits, 1.0, u)
     assert tokens.max() < 4990
     assert logs.isfinite().all()
 
@@ -174,7 +186,7 @@ def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature,
     logits = numbers(4, size)
     logits[0, 4500], logits[1], logits[2], logits[3, 7] = torch.nan, torch.nan, -torch.inf, torch.inf
     args = logits, temperature, draws(4)
-    for tokens, logs in (cuda.sample_tokens(*args), by_torch(*args, monkeypatch)):
+    for tokens, logs in (drawn(*args), by_torch(*args, monkeypatch)):
         assert ((tokens >= 0) & (tokens < size)).all()
         assert logs.isnan().all()
 
@@ -183,7 +195,7 @@ def test_greedy_takes_the_first_of_equals():
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[0, [700, 701, 8999]] = 1.0
     logits[1, 8999] = 1.0
-    tokens, logs = cuda.sample_tokens(logits, 0, draws(2))
+    tokens, logs = drawn(logits, 0, draws(2))
     assert tokens.tolist() == [700, 8999]
     assert logs.tolist() == pytest.approx(logits.log_softmax(-1).amax(1).tolist(), abs=1e-5)
 
@@ -239,14 +251,14 @@ def test_what_is_kept_of_a_token(monkeypatch):
 @pytest.fixture
 def forced(monkeypatch):
     """-> a function: from its call on, sampling on a CPU takes a GPU's branches and kernels in decoding."""
-    decoding = ("TYPES", "lanes", "decode_attention", "cached_attention", "sample_tokens", "sample_and_store")
+    decoding = ("TYPES", "lanes", "decode_attention", "cached_attention", "sample_and_store")
     mixed = SimpleNamespace(**vars(kernels.cpu) | {name: getattr(cuda, name) for name in decoding})
 
     def force():
         if DEVICE == "cpu":
             for module in (kernels, kv_cache, attention):
                 monkeypatch.setattr(module, "kernels_of", lambda kind: mixed)
-            monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: copy._join(JoinedLinear))
+            monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
 
     return force
 
@@ -323,7 +335,7 @@ def test_rotary_positions_from_a_table(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_weights_keep_their_place(dtype, monkeypatch):
     """Newer weights are copied into the same memory, which holds every weight once."""
-    monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: copy._join(JoinedLinear))
+    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     model, other = (build(FAMILIES["qwen2"][0]()).to(DEVICE) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
@@ -340,5 +352,6 @@ def test_joined_weights_keep_their_place(dtype, monkeypatch):
     assert attention.qkv.weight.equal(torch.cat([getattr(own, x).weight for x in names]).to(dtype))
     assert attention.qkv.bias.equal(torch.cat([getattr(own, x).bias for x in names]).to(dtype))
     stored = [x.untyped_storage() for x in sampler.copy.weights.values()]
+    stored += [x.untyped_storage() for layer in joined for x in (layer.weight, layer.bias) if x is not None]
     stored = {x.data_ptr(): x.nbytes() for x in stored}
     assert sum(stored.values()) == sum(p.numel() for p in model.parameters()) * dtype.itemsize

@@ -16,15 +16,14 @@ from errors import InputError
 from model.model_minimind import MiniMindConfig
 from trainer.compute import precision
 from trainer.compute.packing import pack_sequences
-from trainer.compute.precision import fast_dtype, round_linears
+from trainer.compute.precision import fast_dtype, round_frozen
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.generation import sampling
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache
-from trainer.generation.results import response_texts
-from trainer.generation.sampling import sample_tokens
-from trainer.generation.sampling_noise import noise_keys, uniform
-from trainer.policy_checks import check_sampling
+from trainer.generation.sampling import noise_keys, sample_tokens, uniform
+from trainer.generation.stops import response_texts
+from trainer.inputs import check_sampling
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 VOCABULARY = 12
@@ -219,7 +218,7 @@ def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     sampler = Sampler(model)
     rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
     assert sampler.engine.slots == 5
-    assert sampler.engine.cache.layers[1].values.shape == (5, 1, 16, 16)
+    assert sampler.engine.cache.values[1].shape == (5, 1, 16, 16)
     assert rollout.responses() == draw(model, range(24)).responses()
 
 
@@ -260,7 +259,7 @@ def test_attention_reads_no_more_than_the_longest_live_row():
     assert keys[0, 0, 9].equal(x[0, 0, 0])
     assert keys[1, 0, 4].equal(x[1, 0, 0])
     assert keys[1, 0, :4].equal(x[1, 0, :4])
-    assert keys.data_ptr() == cache.layers[0].keys.data_ptr()  # a view: nothing is copied
+    assert keys.data_ptr() == cache.keys[0].data_ptr()  # a view: nothing is copied
 
 
 def test_a_newer_policy_can_be_loaded(model):
@@ -420,7 +419,7 @@ def test_weights_rounded_once_score_as_those_that_autocast_rounds_at_every_call(
     for _ in range(2):
         with torch.no_grad():
             scored.append(PolicyScorer(model, torch.bfloat16)(*rollout.sequences, 1.0)[0])
-        round_linears(model, torch.bfloat16)
+        round_frozen([model], torch.bfloat16)
     assert scored[0].equal(scored[1])
     assert all(
         x.weight.dtype == torch.bfloat16 for x in model.base_model.modules() if type(x) is torch.nn.Linear

@@ -7,14 +7,14 @@ from tiny import flags, load_weights, read_jsonl, run_files, tiny_llama, train
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.compute.early_ends import early_ends
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation import engine
 from trainer.generation.engine import Sampler, sample
-from trainer.generation.experts import use_all_experts
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.generation.sampling_noise import noise_keys, uniform
+from trainer.generation.sampling import noise_keys, uniform
+from trainer.generation.stops import early_ends
 
+LAY_OUT = SamplerCopy._lay_out
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 ENDS = [0, 7]
 
@@ -69,7 +69,7 @@ def test_neither_slots_nor_captured_steps_change_a_token(model, monkeypatch):
     wanted = {least: draw(model, least).responses() for least in (5, 3)}
     assert draw(model, 5, slots=5).responses() == wanted[5]
     without_kernels(monkeypatch)
-    monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: use_all_experts(copy.model))
+    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
     monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     sampler = Sampler(model, slots=7)

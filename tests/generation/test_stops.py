@@ -19,13 +19,11 @@ from trainer import train_ppo
 from trainer.endings import load_endings
 from trainer.generation import engine
 from trainer.generation.engine import Sampler, sample
-from trainer.generation.experts import use_all_experts
-from trainer.generation.results import response_texts
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.generation.sampling_noise import noise_keys
-from trainer.generation.stop_checks import StopChecks
-from trainer.generation.stops import HALF, StopScan, StopStrings
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import HALF, StopChecks, StopScan, StopStrings, response_texts
 
+LAY_OUT = SamplerCopy._lay_out
 CASES = [
     ["ab"],
     ["\n\n"],
@@ -174,7 +172,7 @@ def sample_with(model, wanted, **how):
 def test_captured_steps_and_late_checks_give_the_same(model, wanted, cut, monkeypatch, slots):
     """The branches of a GPU: four steps between two checks, and tokens that are read a check later."""
     without_kernels(monkeypatch)
-    monkeypatch.setattr(SamplerCopy, "_pack", lambda copy: use_all_experts(copy.model))
+    monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
     monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     sampler = Sampler(model, slots=slots)

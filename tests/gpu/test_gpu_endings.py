@@ -5,11 +5,10 @@ import torch
 from on_gpu import PROMPTS, made, needs_gpu, waits
 from tiny import word_tokenizer
 
-from trainer.compute.early_ends import early_ends
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import Sampler
-from trainer.generation.sampling_noise import noise_keys
-from trainer.generation.stops import StopStrings
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import StopStrings, early_ends
 
 pytestmark = needs_gpu
 

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.generation.engine import Sampler, sample
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 
 pytestmark = needs_gpu
 FAMILIES = [*MODELS, *MOE]

@@ -6,6 +6,7 @@ from on_gpu import needs_gpu
 from tiny import WORDS, flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
 
 import chat
+from dataset.demo import make_reward
 from trainer import train_reward, train_sft
 from trainer.rewards.reward_models import load_reward_model
 
@@ -31,11 +32,11 @@ def files(tmp_path_factory):
     return found | {"policy": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)}
 
 
-AIDS = {"parting_coef": 1, "lm_coef": 1, "score_penalty": 0.1, "extra_layers": 1, "reference_samples": 12}
 CASES = {
     "demonstrations": (train_sft, "talk", {}),
     "demonstrations, checkpointing": (train_sft, "talk", {"gradient_checkpointing": 1}),
-    "pairs": (train_reward, "pairs", {**AIDS, "max_gen_len": 6}),
+    "pairs": (train_reward, "pairs", {"reference_samples": 12, "max_gen_len": 6}),
+    "pairs, the demo's losses": (make_reward, "pairs", {"reference_samples": 12, "max_gen_len": 6}),
     "ratings": (train_reward, "ratings", {"reference_samples": 5}),
 }
 

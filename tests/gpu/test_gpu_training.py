@@ -32,7 +32,7 @@ from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.generation.engine import sample
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 
 pytestmark = needs_gpu
 

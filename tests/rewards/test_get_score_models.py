@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from tiny import LINUX, ROOT, word_tokenizer
 
 from errors import InputError
-from model.pretrained import load_config
-from trainer.rewards import get_score_models
+from model.loading import load_config
+from trainer.rewards import reward_models
 from trainer.rewards.reward_models import load_reward_model
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_a_batch_that_does_not_fit_is_halved(judge):
 def test_long_conversations_are_cut_into_batches(judge, monkeypatch):
     model = load(judge())
     expected = model(PAIRS)
-    monkeypatch.setattr(get_score_models, "tokens_per_pass", lambda device: 64)
+    monkeypatch.setattr(reward_models, "tokens_per_pass", lambda device: 64)
     model.model.calls.clear()
     assert model(PAIRS).allclose(expected, atol=1e-5)
     assert len(model.model.calls) > 3

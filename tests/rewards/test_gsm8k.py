@@ -1,7 +1,7 @@
 """The example of a reward function: GSM8K's exact answer, on records of its shape."""
 
 import pytest
-from tiny import ROOT, read_jsonl, run_files, train, write_jsonl
+from tiny import ROOT, read_jsonl, request_of, run_files, train, write_jsonl
 
 from dataset.formats import to_prompt
 from errors import InputError
@@ -71,7 +71,7 @@ def test_final_numbers(response, answer, right):
 def test_a_reference_without_a_number_ends_the_run(answer):
     reward = Reward(function=load_reward_function(f"{FILE}:exact_answer"), reasoning=False)
     with pytest.raises(InputError, match=r"ValueError: no number in the answer .* at .*gsm8k\.py"):
-        reward(["q", "q"], ["1", "2"], ["#### 1", answer], [True, True])
+        reward(request_of(["q", "q"], ["1", "2"], ["#### 1", answer]))
 
 
 def test_the_page_shows_the_function_as_it_is():

@@ -3,15 +3,24 @@
 import pytest
 import torch
 from test_invariants import ALONE
-from tiny import flags, load_weights, read_jsonl, run_files, save_reward_dir, without_time, word_tokenizer
+from tiny import (
+    flags,
+    load_weights,
+    read_jsonl,
+    request_of,
+    run_files,
+    save_reward_dir,
+    without_time,
+    word_tokenizer,
+)
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.build_run import build_run
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import load_inputs
-from trainer.rewards.judge import Judge
+from trainer.rewards.reward import Judge
 from trainer.rewards.reward_models import load_reward_model
+from trainer.run import PpoRun
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "run_name": "r"}
@@ -86,14 +95,14 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 def evaluated_run(files, more, **values):
     """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return build_run(args, train_ppo.flag_parser().flags, ALONE, *load_inputs(args, ALONE))
+    return PpoRun(args, ALONE, *load_inputs(args, ALONE))
 
 
 def test_one_part_alone_has_no_second_name():
     one = Judge(function=lambda p, r, a: [1.0] * len(r))
-    assert one.names == list(one.combine(one.raw_scores(["p"], ["r"], [None], [True]))) == ["judge"]
+    assert one.names == list(one.combine(one.raw_scores(request_of(["p"], ["r"])))) == ["judge"]
     two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, lambda p, r, a: [1.0] * len(r))
-    scores = two.combine(two.raw_scores(["p"], ["r"], [None], [True]))
+    scores = two.combine(two.raw_scores(request_of(["p"], ["r"])))
     assert {name: x.tolist() for name, x in scores.items()} == {
         "judge": [1.5],
         "judge_model": [0.5],
@@ -101,7 +110,7 @@ def test_one_part_alone_has_no_second_name():
     }
     assert two.names == list(scores)
     assert Judge().names == []
-    assert Judge().combine(Judge().raw_scores(["p"], ["r"], [None], [True])) == {}
+    assert Judge().combine(Judge().raw_scores(request_of(["p"], ["r"]))) == {}
 
 
 def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
@@ -120,7 +129,7 @@ def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora
     run.prepare()
     assert len(run.judges) == 2  # that of the reward and that of the judge
     for model in run.judges:
-        pairs = run.host.waiting[id(model)]
+        pairs = run.host.waiting[model]
         assert len(pairs) == len(list(model.parameters())) or lora_r
         for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
             p.data = torch.full_like(numbers, torch.nan)

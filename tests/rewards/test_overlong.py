@@ -1,7 +1,7 @@
 """The penalty of the last tokens before --max_gen_len (DAPO's soft overlong punishment)."""
 
 import pytest
-from tiny import flags, read_jsonl, run_files, train
+from tiny import flags, read_jsonl, request_of, run_files, train
 
 from errors import InputError
 from trainer import train_ppo
@@ -26,8 +26,7 @@ def test_it_is_added_to_the_penalty_of_a_missing_eos():
         length_reward=0.25,
         overlong=(8, 4, 0.5),
     )
-    texts, ended, lengths = ["r"] * 3, [True, True, False], [3, 7, 8]
-    parts = reward(["p"] * 3, texts, [None] * 3, ended, lengths=lengths)
+    parts = reward(request_of(["p"] * 3, ["r"] * 3, finished=[True, True, False], lengths=[3, 7, 8]))
     assert parts["overlong"].tolist() == [0.0, -0.375, -0.5]
     assert parts["score"].tolist() == [0.75, 0.375, -1.75]
     assert reward.names == ["function", "length_reward", "missing_eos", "overlong", "score"]
@@ -54,7 +53,7 @@ def test_a_buffer_longer_than_the_response_is_refused():
 
 
 def test_a_penalty_without_a_buffer_is_refused():
-    with pytest.raises(InputError, match=r"--overlong_penalty 2: is of use with --overlong_buffer only"):
+    with pytest.raises(InputError, match=r"--overlong_penalty 2: is of use only with --overlong_buffer"):
         train_ppo.parse_args(flags(overlong_penalty=2))
 
 

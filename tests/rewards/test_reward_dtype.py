@@ -10,15 +10,15 @@ from tiny import read_jsonl, run_files, save_reward_dir, train, word_tokenizer
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from dataset.tokenization import conversation_ids
+from dataset.chat_template import conversation_ids
 from errors import InputError
 from model.critic import CriticModel
 from model.half_precision import HalfEmbedding, HalfLinear, ScoreHead
-from model.loading import load_tokenizer
+from model.loading import load_policy, load_tokenizer
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import critic_start, load_reward_model
-from trainer.runs.fingerprints import weights_hash
+from trainer.runs.resume import weights_hash
 
 CPU = torch.device("cpu")
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
@@ -105,7 +105,8 @@ def test_the_critic_starts_with_weight_and_sign_on_the_demo():
     folder, tokenizer = str(DEMO["reward_model"]), load_tokenizer(DEMO["model"])
     reward = load_reward_model(folder, CPU)
     small = load_reward_model(folder, CPU)
-    start, weight = critic_start("auto", {"a": (small, 0.5), "b": (reward, -0.7)}, tokenizer)
+    policy = load_policy(DEMO["model"])
+    start, weight = critic_start("auto", {"a": (small, 0.5), "b": (reward, -0.7)}, policy, tokenizer)
     assert (start, weight) == (reward.model, -0.7)
     critic = CriticModel.from_model(start, weight=weight)
     pair = ("What is two plus two?", "<answer>\nfour\n</answer>")
@@ -114,7 +115,7 @@ def test_the_critic_starts_with_weight_and_sign_on_the_demo():
     with torch.no_grad():
         value = critic(torch.tensor([ids]))[0, place].item()
     assert value == pytest.approx(-0.7 * reward([pair]).item(), abs=1e-4)
-    assert critic_start("actor", {"b": (reward, -0.7)}, tokenizer) is None
+    assert critic_start("actor", {"b": (reward, -0.7)}, policy, tokenizer) is None
 
 
 def test_a_run_says_how_long_judging_took_and_refuses_another_reward_dtype(tmp_path):

@@ -6,7 +6,7 @@ import json
 import numpy
 import pytest
 import torch
-from tiny import run_files, train, write_jsonl
+from tiny import request_of, run_files, train, write_jsonl
 
 from errors import InputError
 from trainer.rewards.reward import Reward
@@ -20,7 +20,9 @@ RECORDS = [
 
 def called(function):
     """Call a reward function on ``RECORDS`` -> the scores."""
-    return call_reward_function(function, ["p", "q"], ["r", "s"], [None, "a"], RECORDS, 0)[0]
+    return call_reward_function(
+        function, request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS), 0
+    )[0]
 
 
 def seen(function):
@@ -133,20 +135,23 @@ def test_a_field_that_no_record_has():
 
 
 MISTAKES = [  # (what is returned, what is said)
-    (None, "returned nothing; end it with return: return a list of 2 numbers, one for each response"),
+    (None, r"returned None \(NoneType\); return a list of 2 numbers, one for each response"),
     (3, r"returned 3 \(int\); return a list of 2 numbers"),
     ("12", r"returned '12' \(str\); return a list"),
     ({1: 2, 3: 4}, r"returned .* \(dict\); return a list"),
-    (torch.ones(2, 1), r"returned the shape \[2, 1\] and not \[2\]; return a list of 2 numbers"),
-    (numpy.ones((2, 1)), r"returned the shape \[2, 1\] and not \[2\]; return a list of 2 numbers"),
-    (torch.tensor(1.0), r"returned the shape \[\] and not \[2\]"),
-    ([1.0], "returned 1 scores for 2 responses; return one each"),
+    (torch.ones(2, 1), r"returned the shape \[2, 1\]; return a list of 2 numbers"),
+    (numpy.ones((2, 1)), r"returned the shape \[2, 1\]; return a list of 2 numbers"),
+    (torch.tensor(1.0), r"returned the shape \[\]; return a list of 2"),
+    ([1.0], "returned 1 scores for 2 responses; return a list of 2 numbers"),
     ([1, "x"], r"score 2 is 'x' \(str\) and no number"),
     ([None, 1], r"score 1 is None \(NoneType\) and no number"),
     ([[1.0], [2.0]], r"score 1, entry 1 is 1\.0 \(float\); a list must hold pairs"),
     ([1, [(0, 1, 2)]], r"score 2, entry 1 is \(0, 1, 2\) \(tuple\); a list must hold pairs"),
-    ([[(0, 1), (2, 1)], 1], "score 1, entry 2: the offset 2 is outside of the response, which has 1 char"),
-    ([[(-1, 1)], 1], "score 1, entry 1: the offset -1 is outside of the response"),
+    (
+        [[(0, 1), (2, 1)], 1],
+        r"score 1, entry 2: the offset 2 \(int\) is no whole number from 0 to 1, the number of char",
+    ),
+    ([[(-1, 1)], 1], r"score 1, entry 1: the offset -1 \(int\) is no whole number from 0 to 1"),
     ([[(0.5, 1)], 1], r"score 1, entry 1: the offset 0\.5 \(float\) is no whole number"),
     ([[(0, "x")], 1], r"score 1, entry 1: its score is 'x' \(str\) and no number"),
     ([1, 10**400], "score 2 is 10+ .*and no number"),
@@ -185,7 +190,7 @@ def test_a_mistake_inside_the_function_has_its_place(tmp_path):
 
 def test_a_reward_without_records():
     reward = Reward(function=lambda p, r, a, records: [len(x) for x in records], reasoning=False)
-    assert reward(["p", "q"], ["r", "s"], [None, None], [True, True])["function"].tolist() == [0, 0]
+    assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [0, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny import finish, flags, launch, read_jsonl, run_files, train
+from tiny import finish, flags, launch, read_jsonl, request_of, run_files, train
 
 from errors import InputError
 from trainer import train_ppo
 from trainer.rewards import reward_server
-from trainer.rewards.reward_server import RewardServer
+from trainer.rewards.reward_server import PAUSES, RewardServer
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "critic_warmup_steps": 0}
 
@@ -78,15 +78,15 @@ def trickle(handler, request):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(reward_server, "PAUSE", 0.01)
+    monkeypatch.setattr(reward_server, "PAUSES", (0.01, 0.02, 0.04, 0.08))
 
 
 def ask(url, count=3, timeout=1.0):
     """The server's scores of ``count`` responses: a, a a, a a a, …"""
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
     texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them
-    answers = ["c"] + [None] * (count - 1)
-    return RewardServer(url, timeout)(["b"] * count, texts, responses, answers).tolist()
+    asked = request_of(["b"] * count, responses, ["c"] + [None] * (count - 1), texts=texts)
+    return RewardServer(url, timeout)(asked).tolist()
 
 
 def test_what_is_sent_is_what_openrlhf_sends():
@@ -136,6 +136,7 @@ def test_where_no_alarm_can_end_the_wait_the_sockets_limit_does(monkeypatch, cap
 
 
 def test_pauses_grow(monkeypatch):
+    assert PAUSES == (1.0, 2.0, 4.0, 8.0)
     pauses = []
     monkeypatch.setattr(reward_server.time, "sleep", pauses.append)
     with pytest.raises(InputError, match="5 times; is the server running"):

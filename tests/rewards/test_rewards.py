@@ -1,11 +1,21 @@
 """Rewards: MiniMind's reasoning reward by hand, reward models of both kinds, the user's reward function."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import flags, read_jsonl, run_files, save_policy_dir, save_reward_dir, word_tokenizer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from tiny import (
+    flags,
+    llama_config,
+    read_jsonl,
+    request_of,
+    run_files,
+    save_policy_dir,
+    save_reward_dir,
+    word_tokenizer,
+)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from errors import InputError
 from trainer import train_ppo
@@ -120,7 +130,7 @@ def test_the_answer_block_is_scored_on_its_own():
         asked.extend(conversations)
         return torch.tensor([table[response] for _, response in conversations])
 
-    parts = Reward({"model": (model, 1.0)})(["p", "q"], [GOOD, "no block"], [None, None], [True, True])
+    parts = Reward({"model": (model, 1.0)})(request_of(["p", "q"], [GOOD, "no block"]))
     assert asked == [("p", GOOD), ("q", "no block"), ("p", "2")]
     assert parts["model"].tolist() == pytest.approx([0.4 * 1 + 0.6 * 3, -3.0])
     assert parts["score"].tolist() == pytest.approx([0.5 + 1.0 + 2.2, -3.0])
@@ -132,43 +142,54 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
     model = (lambda c: torch.tensor([table[response] for _, response in c]), -0.5)
     other = (lambda c: torch.tensor([float(response == "c") * 4 for _, response in c]), 1.0)
     for models, wanted in (({"m": model}, [1, 1, 0, 0]), ({"m": model, "o": other}, [1, 1, 1, 0])):
-        reward, responses = Reward(models), ["a", "b", "c", GOOD]
-        raw = reward.raw_scores(["p"] * 4, responses, [None] * 4, [True] * 4)
+        reward = Reward(models)
+        raw = reward.raw_scores(request_of(["p"] * 4, ["a", "b", "c", GOOD]))
         assert reward.at_limit(raw).tolist() == [bool(x) for x in wanted]
 
 
 def test_some_raw_scores_are_replaced_by_hand():
     """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
     first and the second had."""
-    one, more = torch.tensor([10.0, 20]), torch.tensor([60.0])
-    steps = [[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]]
-    old = RawScores({"model": torch.tensor([1.0, 2, 3, 4])}, [0, 1], {"model": one}, steps, 0.5)
-    new = RawScores({"model": torch.tensor([5.0, 6])}, [1], {"model": more}, [[(5, 5.0)], []], 0.25)
+    old = RawScores(
+        parts={"model": torch.tensor([1.0, 2, 3, 4])},
+        blocks={"model": torch.tensor([10.0, 20, 3, 4])},
+        has_block=torch.tensor([True, True, False, False]),
+        steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]],
+        judging_seconds=0.5,
+    )
+    new = RawScores(
+        parts={"model": torch.tensor([5.0, 6])},
+        blocks={"model": torch.tensor([5.0, 60])},
+        has_block=torch.tensor([False, True]),
+        steps=[[(5, 5.0)], []],
+        judging_seconds=0.25,
+    )
     found = old.replaced([1, 3], new)
     assert found.parts["model"].tolist() == [1, 5, 3, 6]
-    assert found.with_answer == [0, 3]
-    assert found.answer_only["model"].tolist() == [10, 60]
+    assert found.has_block.tolist() == [True, False, False, True]
+    assert found.blocks["model"].tolist() == [10, 5, 3, 60]
     assert found.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
     assert found.judging_seconds == 0.75  # of all calls of the reward models
-    none = RawScores({"model": torch.tensor([5.0, 6])}, [], {"model": torch.tensor([])})
-    assert old.replaced([0, 1], none).answer_only["model"].tolist() == []
+    assert old.steps[1] == [(1, 2.0)] and old.parts["model"].tolist() == [1, 2, 3, 4]
+    no_model = RawScores({"function": torch.tensor([5.0, 6])}, steps=[[], []])
+    found = no_model.replaced([1], RawScores({"function": torch.tensor([7.0])}, steps=[[]]))
+    assert found.parts["function"].tolist() == [5, 7]
 
 
 def test_without_reasoning_only_the_whole_is_scored():
-    parts = Reward({"model": (lambda c: torch.ones(len(c)), 1.0)}, reasoning=False)(
-        ["p"], [GOOD], [None], [True]
-    )
+    reward = Reward({"model": (lambda c: torch.ones(len(c)), 1.0)}, reasoning=False)
+    parts = reward(request_of(["p"], [GOOD]))
     assert set(parts) == {"model", "score"}
     assert parts["score"].tolist() == [1.0]
     asked = []
     reward = Reward({"model": (lambda c: asked.extend(c) or torch.ones(len(c)), 1.0)}, reasoning=False)
-    reward(["p"], ["<answer>2</answer>"], [None], [True])
+    reward(request_of(["p"], ["<answer>2</answer>"]))
     assert asked == [("p", "<answer>2</answer>")]  # and not the answer block
 
 
 def test_a_cut_response_pays_the_missing_eos_penalty():
     reward = Reward(function=lambda *_: [1.0, 1.0], reasoning=False, missing_eos_penalty=0.75)
-    assert reward(["p", "p"], ["a", "b"], [None, None], [True, False])["score"].tolist() == [1.0, 0.25]
+    assert reward(request_of(["p", "p"], ["a", "b"], finished=[True, False]))["score"].tolist() == [1.0, 0.25]
 
 
 def test_classifier_scores_are_the_models_own_whatever_the_batch(classifier):
@@ -206,8 +227,20 @@ def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path
 
 def test_the_critic_starts_from_the_model_of_the_largest_weight_whatever_its_sign(classifier):
     one, two = (load_reward_model(classifier, torch.device("cpu")) for _ in range(2))
-    found = critic_start("auto", {"one": (one, 0.5), "two": (two, -2.0)}, one.tokenizer)
+    found = critic_start("auto", {"one": (one, 0.5), "two": (two, -2.0)}, one.model, one.tokenizer)
     assert found[0] is two.model and found[1] == -2.0
+
+
+def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(classifier):
+    """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
+    reward = load_reward_model(classifier, torch.device("cpu"))
+    rows = len(reward.tokenizer)
+    for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
+        policy = LlamaForCausalLM(llama_config(rows + more))
+        start = critic_start("auto", {"model": (reward, 1.0)}, policy, reward.tokenizer)
+        assert start == (found and (found, 1.0))
+    with pytest.raises(InputError, match=f"--critic_init reward: .*at least its {rows + 1} embeddings"):
+        critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
 
 
 def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
@@ -239,7 +272,7 @@ def test_reward_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def score(prompts, responses, answers):\n    return [len(r) for r in responses]\n")
     parts = Reward(function=load_reward_function(f"{path}:score"), reasoning=False)
-    assert parts(["p", "q"], ["a", "abc"], [None, "x"], [True, True])["function"].tolist() == [1, 3]
+    assert parts(request_of(["p", "q"], ["a", "abc"], [None, "x"]))["function"].tolist() == [1, 3]
     for spec in (f"{path}:other", f"{path}", f"{tmp_path}/none.py:score"):
         with pytest.raises(InputError, match="--reward_fn"):
             load_reward_function(spec)
@@ -251,7 +284,7 @@ def test_reward_function(tmp_path):
 @pytest.mark.parametrize("returned", [[1.0], [1.0, float("nan")], ["x", "y"], None, 3])
 def test_a_reward_function_that_returns_nonsense_is_named(returned):
     with pytest.raises(InputError, match="--reward_fn"):
-        Reward(function=lambda *_: returned, reasoning=False)(["p", "q"], ["a", "b"], [None] * 2, [True] * 2)
+        Reward(function=lambda *_: returned, reasoning=False)(request_of(["p", "q"], ["a", "b"]))
 
 
 # --------------------------------------------------------------------------------- several reward models
@@ -261,12 +294,12 @@ def test_several_reward_models_are_weighted_and_logged_on_their_own(tmp_path):
     tokenizer = word_tokenizer(WORDS, chat=True)
     helpful = save_reward_dir(tmp_path / "helpful", tokenizer, seed=1)
     harmless = save_reward_dir(tmp_path / "harmless", tokenizer, seed=2)
-    models = load_reward_models(
-        [f"{helpful}=2.0", f"{harmless}=-0.5"], torch.device("cpu"), False, torch.float32, "auto"
-    )
+    args = SimpleNamespace(trust_remote_code=False, reward_dtype="auto")
+    specs = [f"{helpful}=2.0", f"{harmless}=-0.5"]
+    models = load_reward_models(specs, args, torch.device("cpu"), torch.float32)
     reward = Reward(models, reasoning=False)
     prompts, responses = ["one", "two three"], ["four", "five five"]
-    parts = reward(prompts, responses, [None] * 2, [True] * 2)
+    parts = reward(request_of(prompts, responses))
     assert set(parts) == {"model_helpful", "model_harmless", "score"}
     for name, path, weight in (("model_helpful", helpful, 2.0), ("model_harmless", harmless, -0.5)):
         alone = load_reward_model(path, torch.device("cpu"))(list(zip(prompts, responses, strict=True)))
@@ -332,7 +365,7 @@ def test_length_reward_by_hand():
     assert length_reward("\n " + "x" * 19, 0.5) == -0.5  # spaces around it do not count
     assert length_reward("x" * 800 + "\n", 0.5) == 0.5
     reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
-    parts = reward(["p"], ["x " * 30], [None], [True])
+    parts = reward(request_of(["p"], ["x " * 30]))
     assert {name: x.item() for name, x in parts.items()} == {
         "function": 0.0,
         "repetition": -0.5,

@@ -37,7 +37,7 @@ from model.loading import load_policy
 from trainer import train_ppo
 from trainer.runs import checkpoints, displays
 from trainer.runs.distributed import World
-from trainer.runs.run_folder import RunFolder
+from trainer.runs.resume import RunFolder
 
 SIZES = {
     "batch_size": 8,

@@ -28,7 +28,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.generation import engine
-from trainer.generation.sampling_noise import noise_keys
+from trainer.generation.sampling import noise_keys
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 SIZES = {

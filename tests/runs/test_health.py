@@ -8,12 +8,13 @@ import time
 import pytest
 from tiny import PYTHON, ROOT, finish, flags, launch, read_jsonl, run_files, save_reward_dir, word_tokenizer
 
+from errors import InputError
 from trainer import train_ppo
-from trainer.runs.garbage import collected_between_steps
-from trainer.runs.health import ROWS, Health, as_markdown, findings, main, one_line
-from trainer.runs.health_past import TOP, WINDOW, Past, spread_of_steps
-from trainer.runs.health_start import ROWS as START_ROWS
-from trainer.start_facts import turns_of
+from trainer.about_run import turns_of
+from trainer.runs.health import Health, as_markdown, findings, main, one_line, read_run
+from trainer.runs.health_past import WINDOW, Past, spread_of_steps
+from trainer.runs.health_rules import RULES, TOP
+from trainer.runs.log_and_save import collected_between_steps
 
 PICTURES = True  # see pictures.py
 
@@ -70,6 +71,7 @@ FLAGS = {
     "epochs": 1,
     "total_steps": 46,
 }
+JUDGE = {"weight": 1.0, "template": True, "sees_answer": True}
 FACTS = {
     "prompts": 5888,
     "read": 5888,
@@ -82,7 +84,7 @@ FACTS = {
     "unknown_tokens": 0.0,
     "fewer_ids": None,
     "suited": {"learning_rate": 5e-4, "critic_learning_rate": 5e-4},
-    "reward_models": {"model": {"weight": 1.0, "template": True, "sees_answer": True}},
+    "reward_models": {"model": JUDGE},
 }
 
 
@@ -193,8 +195,8 @@ def test_missing_and_infinite_numbers_are_silent():
     assert found_in([nothing] * 30) == {}
     assert found_in([{name: float("nan") for name in USUAL}] * 30) == {}
     assert findings([{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}], {}) == []
-    for row in (*START_ROWS, *ROWS):
-        assert row(Past({})) is None, row.__name__
+    for rule in RULES:
+        assert not rule.when(Past({})), rule.name
 
 
 def test_long_answers_may_be_further_from_the_start():
@@ -428,13 +430,20 @@ def test_the_format_alone_rises():
     late = {"reward/format": 0.5, "reward/marks": 1.0, "reward/model": 0.3}
     steps = [{**(early if n < 10 else late), "reward/score": 1.1 + 0.7 * (n >= 10)} for n in range(20)]
     assert found_in(steps)["form_gains_judge_loses"] == ("wrong", 20)
-    facts = {**FACTS, "reward_models": {"model": {"weight": 0.5, "template": True, "sees_answer": True}}}
+    facts = {**FACTS, "reward_models": {"model": {**JUDGE, "weight": 0.5}}}
     for given, weight in (("a/DIR=0.5", facts), ("a/DIR", FACTS)):
         found = findings(steps_of(*steps), {**FLAGS, "reward_model": [given], "facts": weight})
         (remedy,) = [f.remedy for f in found if f.name == "form_gains_judge_loses"]
         assert remedy == f"--reward_model a/DIR={'1' if '=' in given else '2'}, or --reasoning 0"
     (remedy,) = [f.remedy for f in findings(steps_of(*steps), {}) if f.name == "form_gains_judge_loses"]
     assert remedy == "larger scores in the rest of the reward, or --reasoning 0"  # of an older version
+    two = [{("reward/model_a" if n == "reward/model" else n): x for n, x in s.items()} for s in steps]
+    two = [{**s, "reward/model_b": 0.2, "reward/score": s["reward/score"] + 0.2} for s in two]
+    judges = {"model_a": JUDGE, "model_b": {**JUDGE, "weight": -0.5}}
+    flags = {"reward_model": ["x/a", "y/b=-0.5"], "facts": {**FACTS, "reward_models": judges}}
+    form = the("form_gains_judge_loses", two, **flags)
+    assert form.remedy == "--reward_model x/a=2 y/b=-1, or --reasoning 0"
+    assert form.numbers == "format +0.40, marks +0.50, model_a -0.20, model_b +0.00"
     stands = [{**s, "reward/model": 0.5, "reward/score": 1.1 + 0.9 * (n >= 10)} for n, s in enumerate(steps)]
     assert found_in(stands)["form_gains_judge_loses"] == ("look", 20)
     assert "form_gains_judge_loses" not in found_in(evaluated([dict(s) for s in steps], 0.6, 0.9))
@@ -569,7 +578,7 @@ def test_flags_and_facts_that_are_usual():
 
 def test_reward_models_that_cannot_be_right():
     def judge(**change):
-        return {"model": {"weight": 1.0, "template": True, "sees_answer": True, **change}}
+        return {"model": {**JUDGE, **change}}
 
     assert start_of(reward_models=judge(sees_answer=False)).keys() == {"judge_is_blind"}
     assert start_of(reward_models=judge(template=False)).keys() == {"judge_without_template"}
@@ -578,7 +587,7 @@ def test_reward_models_that_cannot_be_right():
     weak = start_of(reward_models=judge(weight=0.02), reward_model=["DIR=0.02"])
     assert weak.keys() == {"form_outweighs_judge"}
     assert weak["form_outweighs_judge"].remedy == "--reward_model DIR=0.5, or --reasoning 0"
-    two = judge() | {"other": {"weight": -0.5, "template": True, "sees_answer": True}}
+    two = judge() | {"other": {**JUDGE, "weight": -0.5}}
     against = start_of(reward_models=two, reward_model=["a=b/DIR", "OTHER=-0.5"])
     assert against["judge_against"].remedy == "--reward_model a=b/DIR OTHER=0.5"
     assert start_of(reward_models=two, reward_model=[])["judge_against"].remedy == (
@@ -592,6 +601,8 @@ def test_stages_1_and_2_have_no_findings():
     record = {"train/loss": 9.0, "train/grad_norm": 1e6, "eval/accuracy": 0.1}
     steps = [{"step": n, **record} for n in range(30)]
     assert findings(steps, {"script": "train_sft.py", "batch_size": 1, "learning_rate": 1.0}) == []
+    falls = [{"step": n, "eval/accuracy": 0.9 - 0.2 * (n > 20)} for n in range(30)]
+    assert findings(falls, {"script": "train_reward.py"}) == []
 
 
 def test_a_longer_size_is_named_as_far_as_the_positions_of_the_model_go():
@@ -773,13 +784,37 @@ def test_for_a_folder_of_runs_the_command_judges_the_one_that_was_logged_last(tm
     for name, when in (("run_1", 100), ("run_3", 300), ("run_2", 200)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "policy/ratio": when / 100}))
+        (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 1, "policy/ratio": {when / 100}}}\n')
         os.utime(tmp_path / name / "metrics.jsonl", (when, when))
     assert main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert said.startswith(f"{tmp_path / 'run_3'}, the newest run in {tmp_path}: 1 step\n")
     assert "policy/ratio 3" in said
     assert main([str(tmp_path / "run_1")]) == 0
+
+
+def test_what_cannot_be_read_is_named_in_one_line_and_half_a_line_at_the_end_is_left_out(tmp_path):
+    config, metrics = tmp_path / "config.json", tmp_path / "metrics.jsonl"
+    config.write_text('{"critic_warmup_steps": "auto"}')
+    metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "kl')
+    assert read_run(tmp_path) == ([{"step": 0}, {"step": 1}], {"critic_warmup_steps": "auto"})
+    metrics.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: is no line of metrics \(.*\); restore it"):
+        read_run(tmp_path)
+    config.write_text("{")
+    with pytest.raises(InputError, match=r"is no run folder .*; name one such as out/run_1"):
+        read_run(tmp_path)
+
+
+def test_the_command_ends_without_a_word_where_its_reader_has_ended(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy/ratio": 9.0}\n')
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [PYTHON, "-m", "trainer.runs.health", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 # ------------------------------------------------------------------------------------------- how it is said
@@ -908,7 +943,7 @@ def test_no_report_moves_a_flag_both_ways():
     assert useless.remedy.startswith("--critic_learning_rate 0.00017 --lam 1")
     assert biased.remedy == "(--critic_learning_rate: do first what critic_useless says) --lam 1"
     useless, biased = findings(steps_of(*[critic] * 5), {})  # of an old version: the rate is not known
-    assert useless.remedy.startswith("--critic_learning_rate at a third --lam 1")
+    assert useless.remedy.startswith("a smaller --critic_learning_rate --lam 1")
     assert biased.remedy == "(--critic_learning_rate: do first what critic_useless says) --lam 1"
     broken = [{"value/bias": 2.0}] * 5 + [{"value/bias": 2.0, "value/explained_variance": -3.0}] * 5
     useless, biased = findings(steps_of(*broken), {**FLAGS, "facts": FACTS})  # the wrong one begins later

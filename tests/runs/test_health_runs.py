@@ -6,8 +6,8 @@ import re
 import pytest
 from tiny import ROOT
 
-from trainer.runs.health import ROWS, findings
-from trainer.runs.health_start import ROWS as START_ROWS
+from trainer.runs.health import findings
+from trainer.runs.health_rules import RULES
 
 RESULTS = ROOT / "benchmarks" / "results" / "health.json"
 RUNS = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
@@ -107,4 +107,4 @@ def test_a_rate_far_too_high_is_the_first_finding_and_wrong(health):
 def test_each_check_is_seen_in_a_broken_run(health):
     runs = [run for run in RUNS.values() if run["kind"] == "broken"]
     seen = {f.name for run in runs for f in findings(*health.records_of(run))}
-    assert {row.__name__ for row in (*ROWS, *START_ROWS)} <= seen
+    assert {rule.name for rule in RULES} <= seen

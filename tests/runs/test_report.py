@@ -19,9 +19,9 @@ from trainer import train_ppo, train_sft
 from trainer.compute.rollout_data import Rollout
 from trainer.runs import displays, report
 from trainer.runs.distributed import World
-from trainer.runs.health_past import Finding
-from trainer.runs.report import Report, cards, changes, evenly, standing_out, unbroken
-from trainer.runs.report_plots import Drawing, _common_edges, _counted, _median
+from trainer.runs.health import Finding
+from trainer.runs.plots import counted, draw_distribution, draw_report
+from trainer.runs.report import Report, changes, evenly, unbroken
 from trainer.runs.run_logger import read_metrics
 from trainer.runs.samples import histogram, rows_of_evaluation, rows_of_step
 
@@ -48,7 +48,16 @@ def finding(level, step, name="kl_far"):
     """A finding as health.py gives it."""
     symptom = "the <b>policy</b> is far from its start"
     causes = ("a high --learning_rate", "a small --kl_coef")
-    return Finding(level, step, symptom, "kl/k1 2.0", causes, "--kl_coef 0.06", "a paper", name)
+    return Finding(
+        name=name,
+        level=level,
+        step=step,
+        symptom=symptom,
+        numbers="kl/k1 2.0",
+        causes=causes,
+        remedy="--kl_coef 0.06",
+        source="a paper",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +116,10 @@ def written(folder, times=1, findings=(), long_text=""):
     run = SimpleNamespace(
         args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, flags=parser.flags, **known
     )
-    drawn = Report(run, SimpleNamespace(path=folder, config=config))
-    assert drawn.write(read_metrics(folder), list(findings), "ended") == ""
+    said = []
+    drawn = Report(run, SimpleNamespace(path=folder, config=config), said.append)
+    drawn.write(read_metrics(folder), list(findings), "ended")
+    assert said == []
     return folder / "report.html"
 
 
@@ -206,9 +217,8 @@ def test_of_a_step_the_first_two_and_those_that_stand_out_are_kept(older):
 
 def test_what_stands_out_is_taken_from_all_processes_and_nothing_is_at_a_limit_that_is_not():
     run, batch, rollout = step_of([1.0, 2.0, 3.0], [1, 2, 3], [[0.0] * 3] * 3, model=[1.4, 1.4, -1.4])
-    theirs = {"score": [9.0], "length": [1], "kl": [5.0]}
-    row = {"prompt": "q", "response": "far", "parts": {"score": 9.0}, "length": 1, "limit": 0.0}
-    run.world = SimpleNamespace(gather=lambda mine: [mine, ([row], dict.fromkeys(mine[1], row), theirs)])
+    row = {"prompt": "q", "response": "far", "parts": {"score": 9.0, "model": 0.0}, "length": 1, "kl": 5.0}
+    run.world = SimpleNamespace(gather=lambda mine: [mine, [row]])
     kept = rows_of_step(run, batch, rollout)
     found = [(row["kind"], row["response"]) for row in kept["samples.jsonl"]]
     assert found == [("first", "r0"), ("first", "r1"), ("best", "far"), ("worst", "r0"), ("longest", "r2")]
@@ -227,10 +237,9 @@ def test_a_histogram_by_hand():
 
 
 def test_the_first_held_out_prompts_are_kept_by_number_over_processes():
-    mine = {2: {"prompt": SimpleNamespace(prompt="p", answer=None), "": {"response": "s"}, "_greedy": {}}}
     world = SimpleNamespace(gather=lambda rows: [rows, {0: {"place": 0}, 2: rows[2]}])
-    rows = rows_of_evaluation(mine, world)["eval_samples.jsonl"]
-    assert rows == [{"place": 0}, {"place": 2, "prompt": "p", "answer": None, "response": "s", "greedy": {}}]
+    rows = rows_of_evaluation({2: {"place": 2}}, world)["eval_samples.jsonl"]
+    assert rows == [{"place": 0}, {"place": 2}]
 
 
 def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluation(run_folder):
@@ -248,19 +257,18 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
 
 
 def test_changed_words_are_marked_and_counted():
-    assert changes(None, "a b") == ([("a b", False)], 0, 0)
-    assert changes("a b", "a b") == ([("a b", False)], 0, 0)
-    assert changes("a b c", "a x c d") == (
-        [("a ", False), ("x", True), (" ", False), ("c ", False), ("d", True)],
-        2,
-        1,
-    )
-    assert changes("a b", "a") == ([("a", False)], 0, 1)
-    assert changes("b", "\n a  b") == ([("\n ", False), ("a", True), ("  ", False), ("b", False)], 1, 0)
-    assert changes("a b", "a\nb")[1:] == (0, 0)
-    assert changes("好的吗", "好了吗") == ([("好", False), ("了", True), ("吗", False)], 1, 1)
-    answers = [{"step": s, "response": r, "parts": {"score": 1.0}} for s, r in ((0, "a"), (3, "a b"))]
-    assert [(card["first"], card["new"]) for card in cards(answers)] == [(True, 0), (False, 1)]
+
+    def found(before, after):
+        change = changes(after, before)
+        shown = "".join(f"[{piece}]" if is_new else piece for piece, is_new in change["pieces"])
+        return shown, change["new"], change["gone"]
+
+    assert found("a b", "a b") == ("a b", 0, 0)
+    assert found("a b c", "a x c d") == ("a [x] c [d]", 2, 1)
+    assert found("a b", "a") == ("a", 0, 1)
+    assert found("b", "\n a  b") == ("\n [a]  b", 1, 0)
+    assert found("a b", "a\nb") == ("a\nb", 0, 0)
+    assert found("好的吗", "好了吗") == ("好[了]吗", 1, 1)
 
 
 def test_changes_of_texts_that_repeat_themselves_are_found_quickly():
@@ -270,8 +278,8 @@ def test_changes_of_texts_that_repeat_themselves_are_found_quickly():
         ("word " * 400, "word " * 300 + "end"),
         ("x" * 2000, "y x"),
     ):
-        pieces, _, _ = changes(before, after)
-        assert "".join(piece for piece, _ in pieces) == after
+        pieces = changes(after, before)["pieces"]
+        assert "".join(piece for piece, _ in pieces) == after.rstrip()
     assert time.process_time() - start < 0.5
 
 
@@ -280,19 +288,19 @@ def test_of_many_evaluations_the_first_the_last_and_some_between_are_shown():
     assert evenly(list(range(100)), 4) == [0, 33, 66, 99]
 
 
-def test_of_each_kind_the_most_outstanding_are_shown_once():
+def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
+    row = {"prompt": "p", "finished": True, "kl": None}
     rows = [
-        {"step": n, "kind": kind, "prompt": "p", "response": f"r{n % 7}", "parts": {"score": -n}, "length": n}
+        {**row, "step": n, "kind": kind, "response": f"r{n % 7}", "parts": {"score": -n}, "length": n}
         for n in range(20)
         for kind in ("best", "worst", "longest")
     ]
-    found = {title: [row["step"] for row in chosen] for title, chosen in standing_out(rows)}
-    assert found["The best scores of all steps"] == [0, 1, 2, 3, 4]
-    assert found["The worst scores"] == found["The longest"] == [19, 18, 17, 16, 15]
-    assert list(found) == ["The best scores of all steps", "The worst scores", "The longest"]
-    assert (
-        standing_out([{"step": 1, "prompt": "", "response": "", "parts": {"score": 1}}]) == []
-    )  # of old runs
+    without_kinds = {"step": 1, "prompt": "", "response": "", "parts": {"score": 1}}  # an old version's
+    write_jsonl(copied / "samples.jsonl", [without_kinds, *rows])
+    text = written(copied).read_text()
+    section = text[text.index('id="samples"') : text.index('id="configuration"')]
+    shown = [re.findall(r"step (\d+): score", part) for part in section.split("<h3>")[1:]]
+    assert shown == [["0", "1", "2", "3", "4"], *2 * [["19", "18", "17", "16", "15"]]]
 
 
 def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
@@ -305,7 +313,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
         assert all(word in page.text for word in row["response"].split())
     assert HTML[0] in page.text
     assert "<b>&" in page.text
-    for word in ("The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model"):
+    for word in ("The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model", "The longest"):
         assert word in page.text
     head = [a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     assert head[0]["content"].startswith("default-src 'none'")
@@ -356,38 +364,68 @@ def test_a_flag_and_its_value_stay_together_and_texts_stay_escaped():
 
 def test_curves_of_long_runs_are_means_with_a_band_from_least_to_most():
     records = [{"step": n, "reward/score": float(n % 2)} for n in range(1, 2001)]
-    panel = displays.PPO.panels[0]
-    plot = Drawing(records, []).curves(panel)
+
+    def drawn(records, display=displays.PPO):
+        return draw_report(records, [], display.panels[:1], [])[0]
+
+    (plot,) = drawn(records)
     assert plot.per_point == 4
-    assert plot.labels == [("training", 1)]
+    assert plot.labels == ["training"]
     assert len(plot.svg) < 60_000
-    assert Drawing(records[:500], []).curves(panel).per_point == 1
-    assert Drawing(records, []).curves(displays.SFT.panels[0]) is None
+    assert drawn(records[:500])[0].per_point == 1
+    assert drawn(records, displays.SFT) == []
+    nothing = [{"step": r["step"], "reward/score": float("nan")} for r in records]
+    assert drawn(nothing)[0].per_point == 4
     assert "PolyCollection" in plot.svg or "fill-opacity: 0.2" in plot.svg or "opacity: 0.2" in plot.svg
 
 
-def test_a_distribution_is_counted_again_in_rows_that_all_steps_share():
-    """By hand: rows of one token from 0.5 to 4.5; the bin of 3 and 4 is spread over both. The second step has
-    twice as many responses, and its longest, far outside, lies in the upper row. Its median is 1, the most
-    frequent value of the first is 3 or 4 and its median 2."""
-    first = {"low": 0.5, "high": 4.5, "counts": [3, 4]}
+def test_a_histogram_is_counted_again_between_other_edges():
+    """By hand: the bin of 3 and 4 is spread over both; the longest, far outside, lies in the upper row."""
     edges = np.array([0.5, 1.5, 2.5, 3.5, 4.5])
-    assert _counted(first, edges).tolist() == [1.5, 1.5, 2.0, 2.0]
+    assert counted({"low": 0.5, "high": 4.5, "counts": [3, 4]}, edges).tolist() == [1.5, 1.5, 2.0, 2.0]
     far = {"low": 0.5, "high": 10.5, "counts": [6, 0, 0, 0, 0, 0, 0, 0, 0, 2]}
-    assert _counted(far, edges).tolist() == [6.0, 0.0, 0.0, 2.0]
-    assert _counted({"low": 2.0, "high": 2.0, "counts": [5]}, edges).tolist() == [0.0, 5.0, 0.0, 0.0]
-    assert _median(np.array([1.5, 1.0, 2.0, 0.0]), edges) == 2.0
-    assert _median(np.array([6.0, 0.0, 0.0, 2.0]), edges) == 1.0
-    assert _common_edges(99 * [first] + [far], whole=True).tolist() == edges.tolist()
-    assert len(_common_edges([{"low": 0.0, "high": 0.0, "counts": [1]}], whole=False)) == 49
-    picture, columns = Drawing([{"step": 1}, {"step": 2}], []), []
-    picture._axis.imshow = lambda shown, **how: columns.append(shown)
-    rows = [{"step": 1, "length": first}, {"step": 2, "length": {**first, "counts": [6, 8]}}, {"step": 3}]
-    assert picture.distribution("length", "", rows, "length").per_point == 1
-    assert columns[0].shape == (4, 2, 4)
-    assert columns[0][:, 0, 3].tolist() == columns[0][:, 1, 3].tolist()  # a share, whatever the number
-    assert columns[0][:, 0, 3].max() == 1.0
-    assert picture.distribution("kl", "", rows, "kl") is None
+    assert counted(far, edges).tolist() == [6.0, 0.0, 0.0, 2.0]
+    assert counted({"low": 2.0, "high": 2.0, "counts": [5]}, edges).tolist() == [0.0, 5.0, 0.0, 0.0]
+    for edge, rows in ((0.5, [5, 0, 0, 0]), (1.5, [0, 5, 0, 0]), (4.5, [0, 0, 0, 5])):
+        assert counted({"low": edge, "high": edge, "counts": [5]}, edges).tolist() == rows
+
+
+def test_a_distribution_has_rows_that_all_steps_share_and_shares_of_responses():
+    """By hand: the values lie between 0.5 and 4.5 but for one step's, which do not stretch the rows. Of the
+    second step are twice as many, and it looks the same. Medians: 1/3 of the way from 2.5 to 4.5, and 1."""
+    first = {"low": 0.5, "high": 4.5, "counts": [2, 3]}
+    lengths = displays.Panel("", {"length": ""}, "")
+    found = [{"step": step, "length": first} for step in range(1, 100)]
+    found[1]["length"] = {**first, "counts": [4, 6]}
+    found[2]["length"] = {"low": 0.5, "high": 90.5, "counts": [*[50] * 1, *[0] * 89]}
+    seen = {}
+    axis = SimpleNamespace(
+        imshow=lambda picture, extent, **how: seen.update(picture=picture, extent=extent),
+        plot=lambda steps, medians, **how: seen.update(steps=steps, medians=medians),
+    )
+    assert draw_distribution(axis, lengths, found) == 1
+    opacity = seen["picture"][..., 3]
+    assert opacity.shape == (48, 99)
+    assert opacity[:, 0].tolist() == opacity[:, 1].tolist()  # a share, whatever the number
+    assert opacity.max() == 1.0
+    low, high = seen["extent"][2:]
+    assert low == 0.5
+    assert high < 10
+    row = (high - low) / 48
+    assert abs(seen["medians"][0] - (2.5 + 2 / 6)) <= row
+    assert abs(seen["medians"][2] - 1.0) <= row
+    many = [{"step": step, "length": first} for step in range(1000)]
+    assert draw_distribution(axis, lengths, many) == 4
+    assert seen["picture"].shape[1] == len(seen["steps"]) == 250
+    same = [{"step": 1, "length": {"low": 0.0, "high": 0.0, "counts": [1]}}]
+    assert draw_distribution(axis, lengths, same) == 1
+    assert seen["extent"] == (0.5, 1.5, -0.5, 0.5)
+
+
+def test_only_distributions_that_a_run_has_are_drawn():
+    rows = [{"step": 1, "length": {"low": 0.5, "high": 2.5, "counts": [1, 1]}, "kl": None}, {"step": 2}]
+    (plot,) = draw_report([{"step": 1}, {"step": 2}], [], (), rows)[1]
+    assert (plot.panel.title, plot.per_point) == ("length (tokens)", 1)
 
 
 # ----------------------------------------------------------------------------------- when it is written
@@ -408,7 +446,7 @@ def test_it_is_written_as_the_run_goes_and_at_the_end(files, tmp_path, monkeypat
 
 def test_writing_it_takes_at_most_a_hundredth_of_the_time(copied):
     run = SimpleNamespace()
-    due = Report(run, None)
+    due = Report(run, None, print)
     assert not due.is_due()
     due._written -= 101
     assert due.is_due()  # the first one is assumed to take a second

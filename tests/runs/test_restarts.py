@@ -13,7 +13,7 @@ from tiny import DIE, finish, flags, launch_torchrun, load_weights, read_jsonl, 
 from errors import InputError
 from trainer import train_ppo
 from trainer.runs.distributed import store_of_attempt
-from trainer.runs.run_folder import RunFolder
+from trainer.runs.resume import RunFolder
 
 RUN = {"max_gen_len": 4, "max_steps": 8, "epochs": 99, "ppo_epochs": 1, "seed": 1, "dtype": "float32"}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "device": "cpu"}

@@ -20,8 +20,8 @@ from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.filter_groups import rows_of_equal_groups, scores_to_compare
-from trainer.generation.results import response_texts
+from trainer.collect import rows_of_equal_groups, scores_to_compare
+from trainer.generation.stops import response_texts
 from trainer.rewards.reward import RawScores, Reward
 from trainer.runs.health import findings
 
@@ -185,8 +185,9 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
-        assert fresh.with_answer == batch.raw.with_answer
-        assert all(x.equal(batch.raw.answer_only[name]) for name, x in fresh.answer_only.items())
+        assert not model or fresh.has_block.equal(batch.raw.has_block)
+        assert fresh.blocks.keys() == batch.raw.blocks.keys()
+        assert all(x.equal(batch.raw.blocks[name]) for name, x in fresh.blocks.items())
     again = rows_of_equal_groups(batches[0].scores["score"], 4)
     assert 0 < len(again) < 32
     assert batches[1].again == len(again)

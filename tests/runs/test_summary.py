@@ -10,16 +10,31 @@ from tiny import ROOT, flags, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
-from trainer.runs import commands, displays, plots
+from trainer.runs import commands, displays, plots, summary
 from trainer.runs.commands import command_line
-from trainer.runs.run_folder import RunFolder
-from trainer.runs.run_logger import RunLogger, describe
-from trainer.runs.summary import evaluation_table, step_table, verdict
+from trainer.runs.resume import RunFolder
+from trainer.runs.run_logger import DRAWN, RunLogger
+from trainer.runs.summary import verdict
 
 PICTURES = True  # see pictures.py
 
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "device": "cpu"}
+
+
+def markdown(table):
+    """The lines of a table as they are in summary.md."""
+    return summary.filled("table.md.jinja2", table=table)
+
+
+def step_table(records, display):
+    return markdown(summary.step_table(records, display))
+
+
+def evaluation_table(records):
+    return markdown(summary.evaluation_table(records))
+
+
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
 
 
@@ -42,12 +57,23 @@ def records_of(rise, before=None, after=None, name="reward/score"):
     return records
 
 
+def test_the_line_of_a_step_and_the_shorter_one_of_the_bar():
+    metrics = dict.fromkeys(("reward/score", "kl/k1", "rollout/length", "rollout/finished"), 0.5)
+    metrics |= dict.fromkeys(("policy/entropy", "value/explained_variance", "perf/samples_per_second"), 0.25)
+    line = "score 0.500 | kl 0.5000 | len 0.5 | ended 0.50 | entropy 0.250 | ev 0.25 | 0.2 samples/s"
+    assert displays.PPO.step_line(metrics) == line
+    assert displays.PPO.step_line(metrics, in_bar=True) == "score 0.500 | kl 0.5000 | len 0.5 | 0.2 samples/s"
+    stage = {"train/loss": 1, "train/learning_rate": 1e-3, "train/grad_norm": 2, "train/accuracy": 0.5}
+    assert displays.SFT.step_line(stage) == "loss 1.0000 | lr 1.0e-03 | norm 2.00"
+    assert displays.PAIRS.step_line(stage, in_bar=True) == "loss 1.0000 | accuracy 0.500"
+
+
 def test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash():
     nan = float("nan")
-    assert describe({"value/explained_variance": nan}, displays.PPO.line) == "ev -"
-    assert describe({"value/explained_variance": 0.314}, displays.PPO.line) == "ev 0.31"
-    assert describe({"reward/score": nan}, displays.PPO.line) == "score nan"
-    assert describe({"train/loss": nan}, displays.SFT.line) == "loss nan"
+    assert displays.PPO.step_line({"value/explained_variance": nan}) == "ev -"
+    assert displays.PPO.step_line({"value/explained_variance": 0.314}) == "ev 0.31"
+    assert displays.PPO.step_line({"reward/score": nan}) == "score nan"
+    assert displays.SFT.step_line({"train/loss": nan}) == "loss nan"
 
 
 # ------------------------------------------------------------------------------------------------ the verdict
@@ -146,7 +172,7 @@ def test_a_judge_that_falls_while_the_score_rises_is_said():
     records[0]["eval/judge"], records[-1]["eval/judge"] = 0.5, -1.5
     text = "The judge, which is never rewarded: 0.500 before, -1.500 after."
     assert text in verdict(records, displays.PPO, 8, 32)
-    assert displays.describe_ppo(records[-1]) == "judge -1.500 | score 2.000"
+    assert displays.PPO.evaluation_line(records[-1]) == "judge -1.500 | score 2.000"
 
 
 def test_the_verdict_of_losses_and_of_accuracies():
@@ -273,7 +299,7 @@ def drawn(records, display, tmp_path, monkeypatch):
         "set_title",
         lambda axis, text, **k: (titles.append((text, labels[:])), labels.clear(), title(axis, text, **k))[2],
     )
-    plots.plot_curves(records, display.panels, tmp_path / "curves.png")
+    plots.draw_png(records, display.panels[:DRAWN], tmp_path / "curves.png")
     monkeypatch.undo()
     return dict(titles)
 

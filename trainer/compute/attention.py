@@ -5,13 +5,17 @@ the model's attention implementation. Ours handles two layouts that plain attent
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
   (packing.py). On a CPU ``rotated_attention``, which is compiled, computes them as they lie, on a GPU
-  ``flash_attention`` (flash.py) does. Where these cannot run, sequences of similar length are padded to a
-  batch, for attention alone;
+  ``flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
+  attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 
 On a CPU, attention that is not compiled (other families, long sequences, no compiler) runs torch's fused
 kernel. For short sequences, and in bf16, it runs two batched products and a softmax, which take less time.
 """
+
+import inspect
+import warnings
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +24,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.compute.cpu import kernels
-from trainer.compute.flash import flash_attention
-from trainer.compute.kernels import kernels_of
+from trainer.compute.kernels import difference, kernels_for, kernels_of
 from trainer.compute.precision import compute_dtype
 
 ATTENTION = "small_lm"
-MAX_COMPILED_SIZE = (
-    1 << 16
-)  # largest length times head_dim of compiled attention: its arrays lie on a thread's stack
+# Largest length times head_dim of compiled attention: its arrays lie on a thread's stack
+MAX_COMPILED_SIZE = 1 << 16
 LANES = 16  # the size of the largest vector; compiled attention fills head_dim up to whole vectors
 SDPA_LENGTH = 128  # from this length on, torch's fused kernel is faster in fp32 on a CPU; below, it is not
+FLASH_DEVICE = "cuda"
+TRIED_LENGTHS = [9, 1, 6]  # of the sequences with which flash attention is tried
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
@@ -39,9 +43,9 @@ def attention(module, query, key, value, attention_mask, packing=None, **kwargs)
     if packing is not None:
         return _packed(module, query, key, value, packing, **kwargs), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:  # KVCache gives positions instead
-        args = query[:, :, 0], attention_mask.flatten(), key, value, kwargs.get("sliding_window")
-        scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-        return kernels_of(query.device.type).cached_attention(*args, scale)[:, None], None
+        window, scale = kwargs.get("sliding_window"), kwargs.get("scaling") or query.shape[3] ** -0.5
+        attend = kernels_of(query.device.type).cached_attention
+        return attend(query[:, :, 0], attention_mask.flatten(), key, value, window, scale)[:, None], None
     if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
         out = matmul_attention(query.to(key.dtype), key, value, attention_mask, kwargs["scaling"])
         return out.to(query.dtype), None
@@ -94,6 +98,9 @@ def matmul_attention(query, key, value, mask, scaling):
     return out.view(batch, heads, width, -1).transpose(1, 2)
 
 
+# ------------------------------------------------------------------------------------------------ packed rows
+
+
 class _Compiled(torch.autograd.Function):
     """``kernels.attention`` with its gradient; tensors [1, tokens, heads, dim]"""
 
@@ -106,8 +113,8 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        more = ctx.window, ctx.scaling, grad.contiguous()
-        return *kernels.attention_backward(*ctx.saved_tensors, *more), None, None, None, None, None
+        grads = kernels.attention_backward(*ctx.saved_tensors, ctx.window, ctx.scaling, grad.contiguous())
+        return *grads, None, None, None, None, None
 
 
 def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
@@ -117,7 +124,7 @@ def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
     keys are rotated here.
     """
     fits = packing is not None and packing.longest * max(LANES, query.shape[3]) <= MAX_COMPILED_SIZE
-    if not fits or not kernels.ready(query, key, value, cos, sin):
+    if not (fits and query.is_cpu) or kernels_for(query, key, value, cos, sin) is None:
         return None
     return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)
 
@@ -128,10 +135,69 @@ def _packed(module, query, key, value, packing, **kwargs):
     out = flash_attention(*rows, packing, kwargs.get("sliding_window"), kwargs.get("scaling"))
     if out is not None:
         return out[None]
-    parts = [packing.pad(x) for x in rows]
-    out = [_causal(module, *qkv, **kwargs).transpose(1, 2) for qkv in zip(*parts, strict=True)]
-    return packing.unpad(out)[None]
+    groups = zip(*map(packing.pad, rows), strict=True)
+    return packing.unpad([_causal(module, *group, **kwargs).transpose(1, 2) for group in groups])[None]
 
+
+def flash_attention(query, key, value, packing, window, scaling):
+    """torch's flash attention for sequences of different lengths, causal in each sequence of a packed row
+    -> [N, heads, dim]; None where it cannot run.
+
+    It computes the whole row in one call, without padding, grouped heads and sliding windows included. It
+    takes fp16 and bf16 on GPUs from Ampere (sm80) on. Whether it works here is tried once for each kind of
+    layer; where it does not, a warning says why.
+    query [N, heads, dim], key and value [N, their own number of heads, dim]; packing: ``Packing``; window: of
+    sliding attention, in tokens, or None; scaling: of the scores, None for dim ** -0.5.
+    """
+    dtype = compute_dtype(query)
+    if query.device.type != FLASH_DEVICE or dtype == torch.float32:
+        return None
+    window = window if window and window < packing.longest else None
+    (_, heads, dim), (_, groups, value_dim) = query.shape, value.shape
+    if not _flash_works(query.device, dtype, heads, groups, dim, value_dim, windowed=window is not None):
+        return None
+    rows = [x.to(dtype) for x in (query, key, value)]
+    return _flash(*rows, packing.starts_int32, packing.longest, window, scaling)
+
+
+def _flash(query, key, value, starts, longest, window, scaling):
+    from torch.nn.attention import varlen
+
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
+    size = (window - 1 if window else -1, 0)  # how far a token sees back and ahead; -1: to the end
+    more = {"scale": scaling, "window_size": size, **_grouped(varlen.varlen_attn)}
+    return varlen.varlen_attn(*rows, starts, starts, longest, longest, **more)
+
+
+@cache
+def _grouped(kernel):
+    """The argument that grouped heads need: torch 2.11 takes them as they are."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+@cache
+def _flash_works(device, dtype, heads, groups, dim, value_dim, windowed):
+    """Whether flash attention gives the values and gradients of products in fp32 for such heads."""
+    window, scaling, count = 3 if windowed else None, dim**-0.5, sum(TRIED_LENGTHS)
+    starts = torch.tensor([0, *TRIED_LENGTHS]).cumsum(0).to(device, torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(count, heads, dim), (count, groups, dim), (count, groups, value_dim)]
+    rows = [torch.randn(x, generator=generator).to(device, dtype).requires_grad_() for x in shapes]
+
+    def products():
+        parts = [x.float().transpose(0, 1)[None].split(TRIED_LENGTHS, 2) for x in rows]
+        masks = [causal_mask(length, window, torch.float32, device) for length in TRIED_LENGTHS]
+        return torch.cat([matmul_attention(*x, scaling) for x in zip(*parts, masks, strict=True)], 1)[0]
+
+    def flash():
+        return _flash(*rows, starts, max(TRIED_LENGTHS), window, scaling)
+
+    if reason := difference(products, flash, device, rows, tolerance=0.03):  # bf16 has eight bits
+        warnings.warn(f"no flash attention of packed rows, which is faster: {reason}", stacklevel=2)
+    return not reason
+
+
+# ------------------------------------------------------------------------------------------------ masks
 
 _MASKS = {}  # the largest mask of each kind so far; smaller ones are cut from it
 

@@ -1,10 +1,10 @@
 """Fused layers: the layers of Llama and its relatives in fewer operations, for training and sampling.
 
 transformers writes norms, rotary positions, gates and attention as dozens of small operations, each of which
-reads and writes every activation. Here the same is computed with gradients of our own, by compiled kernels
-(kernels.py) where there are any, elsewhere by fewer torch operations. A module keeps its class, parameters
-and names. Only its ``forward`` is replaced, and only where ``fuse_layers`` finds the same values and
-gradients. Models of other families do not change.
+reads and writes every activation. Here compiled kernels (kernels.py) compute the same, with gradients of
+their own; where there are none, torch's operations do. A module keeps its class, parameters and names. Only
+its ``forward`` is replaced, and only where ``fuse_layers`` finds the same values and gradients. Models of
+other families do not change.
 
 Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, Su et al. 2021
 (arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).
@@ -12,141 +12,98 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 
 import warnings
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from trainer.compute.attention import attention, rotated_attention
-from trainer.compute.kernels import kernels_for
+from trainer.compute.kernels import difference, kernels_for
 from trainer.compute.precision import compute_dtype
 
 
-class _RMSNorm(torch.autograd.Function):
-    """RMS norm: y = x r w with r = (mean(x^2) + eps)^-1/2, computed in fp32 and returned in ``dtype``."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps, dtype):
-        y, _, r = _normed(x, None, weight, eps, dtype)
-        ctx.save_for_backward(x, weight, r)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        grad_x, _, grad_weight = _norm_backward(*ctx.saved_tensors, grad)
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None
+def _apply(function, *inputs):
+    """An autograd function; without gradients its forward alone, because decoding calls many in a step."""
+    if torch.is_grad_enabled():
+        return function.apply(*inputs)
+    return function.forward(SimpleNamespace(save_for_backward=lambda *tensors: None), *inputs)
 
 
 class _AddNorm(torch.autograd.Function):
-    """(s, RMS norm of s) with s = x + delta: the step between attention and feed-forward."""
+    """``add_norm`` by compiled kernels; s is None where delta is."""
 
     @staticmethod
-    def forward(ctx, x, delta, weight, eps, dtype):
-        y, total, r = _normed(x, delta, weight, eps, dtype)
-        ctx.save_for_backward(total, weight, r)
-        ctx.delta_dtype = delta.dtype
+    def forward(ctx, kernels, x, delta, weight, eps, dtype):
+        y, total, r = kernels.rms_norm(x, weight, eps, dtype, delta)
+        ctx.save_for_backward(x if delta is None else total, weight, r)
+        ctx.kernels, ctx.delta_dtype = kernels, None if delta is None else delta.dtype
         return total, y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_total, grad):
-        grad_x, grad_delta, grad_weight = _norm_backward(
-            *ctx.saved_tensors, grad, grad_total, ctx.delta_dtype
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        found = ctx.kernels.rms_norm_backward(
+            *ctx.saved_tensors, grad.contiguous(), grad_total, ctx.delta_dtype
         )
-        return grad_x, grad_delta, grad_weight if ctx.needs_input_grad[2] else None, None, None
+        return None, *found, None, None
 
 
-def _normed(x, delta, weight, eps, dtype):
-    """-> (y in ``dtype``, x + delta or None, r [rows] in fp32)"""
+def add_norm(x, delta, norm):
+    """-> (s, RMS norm y of s), s = x + delta: the step between attention and feed-forward. delta may be None.
+
+    y = s r w with r = (mean(s^2) + eps)^-1/2, computed in fp32 and returned in the dtype of matrix products.
+    """
+    eps, dtype, weight = norm.variance_epsilon, compute_dtype(x), norm.weight
     if (kernels := kernels_for(x, delta, weight, result=dtype)) is not None:
-        return kernels.rms_norm(x, weight, eps, dtype, delta)
-    total = None if delta is None else x + delta
-    wide = (x if delta is None else total).float()
-    # vector_norm passes over a row once; the mean of squares would take three passes.
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    r = r.add_(eps).rsqrt_()
-    return (wide * r).to(weight.dtype).mul_(weight).to(dtype), total, r.flatten()
-
-
-def _norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
-    """-> gradients of x, of delta in its dtype, and of the weight. grad_x: a further gradient of x, added."""
-    grad = grad.contiguous()
-    grad_x = None if grad_x is None else grad_x.contiguous()
-    if (kernels := kernels_for(x, weight, grad, grad_x)) is not None:
-        return kernels.rms_norm_backward(x, weight, r, grad, grad_x, delta_dtype)
-    grad, width, r = grad.float(), x.shape[-1], r.view(*x.shape[:-1], 1)
-    # LayerNorm's gradient with mean 0 and 1/std = r is ours minus a mean, which is added again below.
-    layer_norm = torch.ops.aten.native_layer_norm_backward
-    known = [x.float(), [width], torch.zeros_like(r), r, weight, None, [True, True, False]]
-    out, grad_weight, _ = layer_norm(grad, *known)
-    out += torch.matmul(grad, weight.float())[..., None].mul_(r / width)
-    if grad_x is not None:
-        out += grad_x
-    return out.to(x.dtype), None if delta_dtype is None else out.to(delta_dtype), grad_weight
+        return _apply(_AddNorm, kernels, x, delta, weight, eps, dtype)
+    total = x if delta is None else x + delta
+    return total, F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(dtype)
 
 
 def rms_norm_forward(norm, x):
     """``forward`` of an RMSNorm module: x [..., width] -> the same shape, in the dtype of matrix products."""
-    eps, dtype = norm.variance_epsilon, compute_dtype(x)
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, norm.weight, eps, dtype)
-    return _normed(x, None, norm.weight, eps, dtype)[0]
-
-
-def add_norm(x, delta, norm):
-    """-> (s, RMS norm of s) with s = x + delta"""
-    eps, dtype = norm.variance_epsilon, compute_dtype(x)
-    if torch.is_grad_enabled():
-        return _AddNorm.apply(x, delta, norm.weight, eps, dtype)
-    y, total, _ = _normed(x, delta, norm.weight, eps, dtype)
-    return total, y
+    return add_norm(x, None, norm)[1]
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary positions: x [B, T, heads, dim], cos and sin [B, T, 1, dim]. The gradient rotates back."""
+    """``rotate`` by compiled kernels. The gradient rotates back."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, kernels, x, cos, sin):
+        ctx.kernels = kernels
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return kernels.rotate(x, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return _rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
+        return None, ctx.kernels.rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
 
 
 def rotate(x, cos, sin):
-    """Rotary positions, with a gradient: x [B, T, heads, dim], cos and sin [B, T, 1, dim] -> x's shape."""
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin)
-
-
-def _rotate(x, cos, sin, back=False):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are the halves of a head."""
+    """Rotary positions: x [B, T, heads, dim], cos and sin [B, T, 1, dim] -> x's shape. (x1, x2), the halves
+    of a head, become (x1 cos - x2 sin, x2 cos + x1 sin)."""
     kernels = kernels_for(x, cos, sin) if cos.shape == (*x.shape[:2], 1, x.shape[3]) else None
     if kernels is not None:
-        return kernels.rotate(x, cos, sin, back)
-    half, cos, sin = x.shape[-1] // 2, cos.to(x.dtype), sin[..., : x.shape[-1] // 2].to(x.dtype)
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=1 if back else -1)
-    out[..., half:].addcmul_(x[..., :half], sin, value=-1 if back else 1)
-    return out
+        return _apply(_Rotate, kernels, x, cos, sin)
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up, with its gradient"""
+    """silu(gate) * up by compiled kernels, with its gradient"""
 
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, kernels, gate, up):
+        ctx.kernels = kernels
         ctx.save_for_backward(gate, up)
-        return kernels_for(gate, up).silu_mul(gate, up)
+        return kernels.silu_mul(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        return kernels_for(gate, up).silu_mul_backward(gate, up, grad.contiguous())
+        return None, *ctx.kernels.silu_mul_backward(*ctx.saved_tensors, grad.contiguous())
 
 
 def mlp_forward(mlp, x):
@@ -155,9 +112,10 @@ def mlp_forward(mlp, x):
         joint = mlp.gate_up(x)
         gate, up = joint.chunk(2, -1)
         kernels = kernels_for(joint)
-        return mlp.down_proj(F.silu(gate) * up if kernels is None else kernels.silu_mul(gate, up))
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    return mlp.down_proj(F.silu(gate) * up if kernels_for(gate, up) is None else _SiluMul.apply(gate, up))
+    else:
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        kernels = kernels_for(gate, up)
+    return mlp.down_proj(F.silu(gate) * up if kernels is None else _apply(_SiluMul, kernels, gate, up))
 
 
 def attention_forward(
@@ -174,8 +132,8 @@ def attention_forward(
     query, key, value = _heads(layer, hidden_states)
     out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
     if out is None:
-        query, key, value = rotate(query, cos, sin), rotate(key, cos, sin), value
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        turned = rotate(query, cos, sin), rotate(key, cos, sin), value
+        query, key, value = (x.transpose(1, 2) for x in turned)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer.layer_idx)
         kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, window
@@ -227,7 +185,7 @@ def fuse_layers(backbone):
         forward = KNOWN.get(type(module).__name__)
         if forward is None or "forward" in vars(module):
             continue
-        if _gives_same_results(module, MethodType(forward, module), *_test_inputs(module, forward, backbone)):
+        if _gives_same_results(module, forward, backbone):
             module.forward = MethodType(forward, module)
         else:
             kept.add(type(module).__name__)
@@ -240,31 +198,20 @@ def is_fused(module, forward):
     return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
-def _test_inputs(module, forward, backbone):
-    """Inputs on which the two forwards of a module are compared -> (x, further arguments)"""
-    device, width = backbone.device, backbone.config.hidden_size
+def _gives_same_results(module, forward, backbone):
+    """Whether a module and this ``forward`` give the same values and gradients."""
+    device, width, others = backbone.device, backbone.config.hidden_size, {}
     if forward is rms_norm_forward:  # norms of heads are narrower than hidden_size
         width = module.weight.numel()
-    x = torch.linspace(-2, 3, 10 * width, device=device).view(2, 5, width).sin()
-    if forward not in (attention_forward, layer_forward):
-        return x, {}
-    places = torch.arange(5, device=device).expand(2, 5)
-    return x, {"position_embeddings": backbone.rotary_emb(x, places), "attention_mask": None}
+    x = torch.linspace(-2, 3, 10 * width, device=device).view(2, 5, width).sin().requires_grad_()
+    if forward in (attention_forward, layer_forward):
+        places = torch.arange(5, device=device).expand(2, 5)
+        others = {"position_embeddings": backbone.rotary_emb(x, places), "attention_mask": None}
 
+    def first(function):
+        y = function(x, **others)
+        return y if torch.is_tensor(y) else y[0]
 
-@torch.enable_grad()
-def _gives_same_results(module, forward, x, others):
-    """Whether the module and ``forward`` give the same values and gradients."""
-    results, trained = [], [p for p in module.parameters() if p.requires_grad]
-    try:
-        for function in (module, forward):
-            y = function(x.requires_grad_(True), **others)
-            y = y if torch.is_tensor(y) else y[0]
-            results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *trained])])
-    except RuntimeError:  # sizes do not fit, or this device lacks an operation
-        return False
-    return all(_all_close(a, b) for a, b in zip(*results, strict=True))
-
-
-def _all_close(a, b):
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
+    inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
+    fused = MethodType(forward, module)
+    return not difference(lambda: first(module), lambda: first(fused), device, inputs, tolerance=3e-5)

@@ -1,17 +1,23 @@
-"""Compiled kernels: what a model computes besides matrix products, in few passes over memory.
+"""Faster paths: compiled kernels, and how any faster path is tried against its reference.
 
-A CPU's are C functions (cpu/kernels.py), a GPU's are written in Triton (cuda/kernels.py). Both offer the same
-functions; only those of token log-probs differ in what they take (logprobs.py). A caller asks ``kernels_for``
-with its tensors, and computes with torch's operations where the answer is None.
+A CPU's kernels are C functions (cpu/kernels.py), a GPU's are written in Triton (cuda/kernels.py). Both offer
+the same functions; only those of token log-probs differ in what they take (logprobs.py). A caller asks
+``kernels_for`` with its tensors, and computes with torch's operations where the answer is None.
+
+``difference`` tries what is fast against what is known to be right, before it is used: packed rows
+(packing.py), fused layers (fused_layers.py), flash attention (attention.py), a GPU's kernels
+(cuda/kernels.py) and experts that compute all tokens (generation/sampler_copy.py).
 """
 
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from errors import first_line
 from trainer.compute.cpu import kernels as cpu
+from trainer.compute.precision import exact_products
 
 
 def kernels_of(device_type):
@@ -27,6 +33,8 @@ def _cuda():
         from trainer.compute.cuda import kernels as cuda
 
         cuda.check()
+    except torch.OutOfMemoryError:  # says nothing about the kernels
+        raise
     except Exception as error:  # no Triton, a GPU too old for it, no compiler: whatever it raises
         reason = first_line(error)[:120]
         warnings.warn(f"no Triton kernels, plain torch is slower: {reason}", stacklevel=3)
@@ -36,6 +44,48 @@ def _cuda():
 
 def kernels_for(*tensors, result=torch.float32):
     """The kernels that can compute with these tensors (None stands for one that is left out) and write a
-    result in this dtype, where it is not that of the tensors; or None."""
-    kernels = kernels_of(tensors[0].device.type)
-    return kernels if kernels is not None and kernels.ready(*tensors, result=result) else None
+    result in this dtype, where it is not that of the tensors; or None: in types that they do not have (a
+    CPU's have no fp16), and where tensors are not contiguous."""
+    device = tensors[0].device
+    kernels = kernels_of(device.type)
+    if kernels is None or result not in kernels.TYPES:
+        return None
+    for x in tensors:
+        if x is not None and not (x.device == device and x.dtype in kernels.TYPES and x.is_contiguous()):
+            return None
+    return kernels
+
+
+def difference(
+    reference: Callable[[], torch.Tensor],
+    faster: Callable[[], torch.Tensor],
+    device: torch.device,
+    inputs: Sequence[torch.Tensor] = (),
+    tolerance: float = 1e-4,
+) -> str:
+    """Try a faster path against its reference -> "" where it gives the same, else why it cannot be used.
+
+    Compared are the results of the two, and their gradients with respect to ``inputs``, with exact products.
+    tolerance: of differences, relative to the number itself and to the largest one. Only a
+    torch.OutOfMemoryError, which says nothing about a path, is raised.
+    """
+
+    def results(path):
+        out = path()
+        if not inputs:
+            return [out]
+        return [out, *torch.autograd.grad(out.float().sin().sum(), inputs)]
+
+    # Hooks of our own: those of gradient checkpointing would count what the trial keeps as the layer's.
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    try:
+        with hooks, exact_products(device), torch.set_grad_enabled(bool(inputs)):
+            for wanted, found in zip(results(reference), results(faster), strict=True):
+                error = tolerance * wanted.abs().max().item()
+                if not torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=error):
+                    return "its results differ"
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return first_line(error)[:120]
+    return ""

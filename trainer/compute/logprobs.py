@@ -6,7 +6,7 @@ logprob / d logits = (onehot - p) / temperature, and for ``--entropy_coef`` d en
 entropy) / temperature. At most ``MAX_KEPT`` of them are kept; if there are more, all
 are computed again, chunk by chunk.
 
-A GPU's kernels (cuda/tokens.py) never write p. They read the logits once in the forward and once in the
+A GPU's kernels (cuda/logits.py) never write p. They read the logits once in the forward and once in the
 backward pass, where p follows from the logits and their log sum e^logits. Logits of a single chunk are kept.
 """
 
@@ -22,7 +22,6 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 MAX_KEPT = 1 << 24  # at most this many probabilities (64 MiB) are kept from forward to backward
-NOT_TRAINED = (None,) * 5  # gradients of targets, temperature, dtype, forbid_, learn_entropy
 
 
 def token_logprobs(head, states, targets, temperature, forbid_=None, learn_entropy=False):
@@ -32,12 +31,12 @@ def token_logprobs(head, states, targets, temperature, forbid_=None, learn_entro
     gradient only with ``learn_entropy``). Under autocast the products run in its dtype. forbid_: None, or
     what changes the logits first (``EarlyEnds.of``); a target must not be forbidden.
     """
-    dtype, count, more = compute_dtype(head.weight), len(states), rows_to_add(len(states), head.weight)
-    if more:
+    dtype, count = compute_dtype(head.weight), len(states)
+    if more := rows_to_add(count, head.weight):
         states, targets = F.pad(states, (0, 0, 0, more)), F.pad(targets, (0, more))
-    function = _TokenLogprobs if _gpu_kernels(states.device) is None else _GpuTokenLogprobs
-    inputs = states, head.weight, head.bias, targets, temperature, dtype, forbid_, learn_entropy
-    logprobs, entropy = function.apply(*inputs)
+    logprobs, entropy = _TokenLogprobs.apply(
+        states, head.weight, head.bias, targets, temperature, dtype, forbid_, learn_entropy
+    )
     return logprobs[:count], entropy[:count]
 
 
@@ -47,88 +46,60 @@ def _gpu_kernels(device):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_=None, learn_entropy=False):
-        ctx.temperature, ctx.dtype, ctx.forbid_ = temperature, dtype, forbid_
-        logprobs = torch.empty(len(states), device=states.device)
-        entropy = torch.empty_like(logprobs)
-        keep = any(ctx.needs_input_grad) and len(states) * len(weight) <= MAX_KEPT
-        ctx.kept = torch.empty(len(states), len(weight), device=states.device) if keep else None
-        for c, logits in _chunks_of_logits(states, weight, bias, dtype, forbid_):
-            p = ctx.kept[c] if keep else None
-            logprobs[c], entropy[c] = _logprobs(logits, targets[c], temperature, p)
-        _keep(ctx, entropy, learn_entropy, states, weight, bias, targets)
-        return logprobs, entropy
+    """kept: with a GPU's kernels the logits, if they are one chunk, elsewhere the probabilities, if they are
+    few; None if there is no gradient, and if the logits are computed again"""
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, grad_entropy):
-        states, weight, bias, targets, *learned = ctx.saved_tensors
-        grad = grad / ctx.temperature
-        if learned:
-            learned.append(grad_entropy / ctx.temperature)
-        gradients = (
-            (c, _grad_logits(p, targets[c], grad[c], ctx.dtype, *(x[c] for x in learned)))
-            for c, p in _chunks_of_probabilities(ctx, states, weight, bias, targets)
-        )
-        return *_grads_of_head(ctx, states, weight, bias, gradients), *NOT_TRAINED
-
-
-class _GpuTokenLogprobs(torch.autograd.Function):
-    """The same with a GPU's kernels. kept: the logits, if they are one chunk and have a gradient"""
-
-    @staticmethod
-    def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_=None, learn_entropy=False):
+    def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_, learn_entropy):
         ctx.temperature, ctx.dtype, ctx.forbid_, ctx.kept = temperature, dtype, forbid_, None
-        kernels, targets = _gpu_kernels(states.device), targets.contiguous()
-        results = [torch.empty(len(states), device=states.device) for _ in range(3)]
+        ctx.gpu = _gpu_kernels(states.device)
+        targets = targets.contiguous()
+        trained = any(ctx.needs_input_grad)
+        logprobs, entropy, log_sum = (torch.empty(len(states), device=states.device) for _ in range(3))
+        if trained and not ctx.gpu and len(states) * len(weight) <= MAX_KEPT:
+            ctx.kept = torch.empty(len(states), len(weight), device=states.device)
         for c, logits in _chunks_of_logits(states, weight, bias, dtype, forbid_):
-            kernels.token_logprobs(logits, targets[c], temperature, *(x[c] for x in results))
-            if len(logits) == len(states) and any(ctx.needs_input_grad):
-                ctx.kept = logits
-        logprobs, entropy, total = results
-        _keep(ctx, entropy, learn_entropy, states, weight, bias, targets, total)
+            if ctx.gpu:
+                ctx.gpu.token_logprobs(logits, targets[c], temperature, logprobs[c], entropy[c], log_sum[c])
+                ctx.kept = logits if trained and len(logits) == len(states) else None
+            else:
+                p = None if ctx.kept is None else ctx.kept[c]
+                logprobs[c], entropy[c] = _logprobs(logits, targets[c], temperature, p)
+        ctx.save_for_backward(states, weight, bias, targets, log_sum, entropy if learn_entropy else None)
+        if not learn_entropy:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_entropy):
-        states, weight, bias, targets, total, *learned = ctx.saved_tensors
-        kernels, grad = _gpu_kernels(states.device), grad.contiguous()
-        if learned:
-            learned.append(grad_entropy.contiguous())
-
-        def grad_logits(c, logits):
-            rows = (x[c] for x in (targets, total, grad))
-            return kernels.token_logprobs_backward(
-                logits, *rows, ctx.temperature, ctx.dtype, *(x[c] for x in learned)
-            )
-
-        kept = [(slice(len(states)), ctx.kept)]
-        chunks = _chunks_of_logits(states, weight, bias, ctx.dtype, ctx.forbid_) if ctx.kept is None else kept
-        gradients = ((c, grad_logits(c, x)) for c, x in chunks)
-        return *_grads_of_head(ctx, states, weight, bias, gradients), *NOT_TRAINED
-
-
-def _keep(ctx, entropy, learn_entropy, *tensors):
-    """Keep these tensors for the backward pass, and the entropy where it has a gradient"""
-    ctx.save_for_backward(*tensors, *([entropy] if learn_entropy else []))
-    if not learn_entropy:
-        ctx.mark_non_differentiable(entropy)
-
-
-def _grads_of_head(ctx, states, weight, bias, gradients):
-    """gradients: of the logits, by chunks: (slice, [n, V] in ctx.dtype) -> those of states, weight, bias"""
-    grad_states, table, grad_weight = torch.empty_like(states), weight.to(ctx.dtype), None
-    grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # none if frozen
-    for c, grad_logits in gradients:
-        if grad_bias is not None:
-            grad_bias += grad_logits.sum(0)
-        grad_states[c] = _product(grad_logits, table)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _add_product(grad_weight, grad_logits.T, states[c].to(ctx.dtype), weight.dtype)
-    ctx.kept = None
-    return grad_states, grad_weight, grad_bias
+        states, weight, bias, targets, log_sum, entropy = ctx.saved_tensors
+        temperature = 1.0 if ctx.gpu else ctx.temperature  # a GPU's kernels divide by it themselves
+        grad, grad_entropy = grad / temperature, grad_entropy / temperature
+        grad_states, table, grad_weight = torch.empty_like(states), weight.to(ctx.dtype), None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # none if frozen
+        chunks = [(slice(len(states)), ctx.kept)]
+        if ctx.kept is None:
+            chunks = _chunks_of_logits(states, weight, bias, ctx.dtype, ctx.forbid_)
+        for c, x in chunks:
+            learned = () if entropy is None else (entropy[c], grad_entropy[c])
+            if ctx.gpu:
+                d = ctx.gpu.token_logprobs_backward(
+                    x, targets[c], log_sum[c], grad[c], ctx.temperature, ctx.dtype, *learned
+                )
+            else:
+                p = x
+                if ctx.kept is None:
+                    p = torch.empty_like(x, dtype=torch.float32)
+                    _logprobs(x, targets[c], ctx.temperature, p)
+                d = _grad_logits(p, targets[c], grad[c], ctx.dtype, *learned)
+            if grad_bias is not None:
+                grad_bias += d.sum(0)
+            grad_states[c] = _product(d, table)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _add_product(grad_weight, d.T, states[c].to(ctx.dtype), weight.dtype)
+        ctx.kept = None
+        return grad_states, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _logprobs(logits, targets, temperature, p=None):
@@ -189,34 +160,16 @@ def _add_product(total, a, b, dtype):
     return total.add_(a @ b)
 
 
-def _chunks(states, weight):
-    """-> slices over the tokens, of at most CHUNK logits each, or of MIN_CHUNK_TOKENS tokens if that is
-    more."""
-    size = MIN_CHUNK_TOKENS * max(1, CHUNK[states.device.type] // (MIN_CHUNK_TOKENS * len(weight)))
-    return [slice(start, min(start + size, len(states))) for start in range(0, len(states), size)]
-
-
 def _chunks_of_logits(states, weight, bias, dtype, forbid_=None):
-    """Yield (slice, its logits [n, V]). Use them before the next: fp32 logits may all share one memory."""
-    chunks, table = _chunks(states, weight), weight.to(dtype)
+    """Yield (slice of the tokens, its logits [n, V]): at most CHUNK of them, or those of MIN_CHUNK_TOKENS
+    tokens if that is more. Use them before the next: fp32 logits may all share one memory."""
+    count, table = len(states), weight.to(dtype)
+    size = MIN_CHUNK_TOKENS * max(1, CHUNK[states.device.type] // (MIN_CHUNK_TOKENS * len(weight)))
     shared = states.is_cuda or (dtype == torch.float32 and bias is None)
-    memory = torch.empty(chunks[0].stop, len(weight), device=states.device) if shared and chunks else None
-    for c in chunks:
+    memory = torch.empty(min(size, count), len(weight), device=states.device) if shared else None
+    for start in range(0, count, size):
+        c = slice(start, min(start + size, count))
         logits = head_logits(states[c], table, bias, dtype, memory)
         if forbid_:
             forbid_(logits, c)
         yield c, logits
-
-
-def _chunks_of_probabilities(ctx, states, weight, bias, targets):
-    """Yield (slice, its probabilities [n, V] in fp32): all at once if kept, else computed again by chunks."""
-    if ctx.kept is not None:
-        yield slice(len(states)), ctx.kept
-        return
-    memory = None
-    for c, logits in _chunks_of_logits(states, weight, bias, ctx.dtype, ctx.forbid_):
-        if memory is None:
-            memory = torch.empty(logits.shape, device=logits.device)
-        p = memory[: len(logits)]
-        _logprobs(logits, targets[c], ctx.temperature, p)
-        yield c, p

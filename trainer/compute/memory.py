@@ -1,18 +1,22 @@
-"""Out of memory: the work is done again in smaller pieces. No result depends on how a batch is cut.
+"""Memory: how much is free, what is done where it runs out, and frozen models that wait outside the GPU.
+
+Where memory runs out, the work is done again in smaller pieces. No result depends on how a batch is cut.
 
 Training keeps the smaller micro-batches for the rest of the run (runs/optimizer_step.py), scoring halves the
 micro-batch that did not fit (``each_micro_batch``), and sampling starts again with half the slots
 (generation/engine.py). To need less from the start: ``--accumulation_steps``, ``--gradient_checkpointing 1``,
 ``--moments_dtype bfloat16``, ``--offload_frozen 1``, ``--lora_r``. What fills it: docs/performance.md.
 
-``keep_freed_memory`` is about speed: it makes the C library reuse what tensors free. ``peak_memory`` is for
-the summary of a run.
+``HostMemory`` is ``--offload_frozen 1``. ``keep_freed_memory`` is about speed: it makes the C library reuse
+what tensors free. ``peak_memory`` is for the summary of a run.
 """
 
 import ctypes
 import gc
 import os
 import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -20,6 +24,7 @@ import torch
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
+from trainer.compute.threads import CGROUPS, OWN, own_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -53,25 +58,6 @@ def free_unused_memory():
         libc.malloc_trim(0)
 
 
-def halve_until_it_fits(work, token_budget, longest, undo, in_step=None):
-    """Call ``work(token_budget)``. Where memory runs out, call ``undo()`` and try again with half the budget.
-
-    longest: tokens of the longest sequence; in_step: of a sharded run, whose processes do so together, from
-    the same numbers. -> (the result, the budget that fitted). Raises InputError where not even a single
-    sequence fits.
-    """
-    while True:
-        fits, result = attempt(work, token_budget)
-        if in_step:
-            fits = in_step.all_fitted(fits)
-        if fits:
-            return result, token_budget
-        undo()
-        if token_budget <= longest:  # no micro-batch had more tokens than the longest sequence
-            raise out_of_memory_error(longest)
-        token_budget //= 2
-
-
 def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, dummy=None):
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
@@ -79,7 +65,7 @@ def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, du
     name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
     must call this function, and ``dummy()`` makes a pass of a single sequence (``InStep`` in sharding.py)."""
     if in_step := getattr(model, "in_step", None):
-        in_step.score(model, lengths, token_budget, work, dummy, name)
+        in_step.score(lengths, token_budget, work, dummy, name)
         return
     waiting = micro_batches(lengths, token_budget)[::-1]
     with phase(name, len(lengths), "sequences") as bar:
@@ -131,3 +117,68 @@ def peak_memory():
         now = psutil.Process().memory_info()
         return getattr(now, "peak_wset", now.rss)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still get: of the GPU, or its share of the machine's main memory, in a
+    container of that."""
+    if device.type == "cpu":
+        free = min(psutil.virtual_memory().available, free_in_groups())
+        return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, total = torch.cuda.mem_get_info(device)
+    used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allowed = total * torch.cuda.get_per_process_memory_fraction(device)  # of the user, for this process
+    return min(free + held - used, int(allowed) - used)
+
+
+def free_in_groups(groups: Path = CGROUPS, own: str | Path = OWN) -> float:
+    """Bytes that the control groups of this process leave it, infinity if they have no limit: psutil does not
+    know them. Pages of files count as free: the system takes them back where it needs memory."""
+    free = [float("inf")]
+    version_2 = ["memory.max", "memory.current"]
+    version_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes"]
+    for group, words in own_groups("memory", version_2, version_1, groups, own):
+        with suppress(OSError, ValueError, KeyError):  # "max"
+            limit, used = map(int, words)
+            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            names = ("active_file", "inactive_file")
+            files = sum(int(facts.get(f"total_{name}") or facts[name]) for name in names)  # version 1, 2
+            free.append(max(0, limit - used + files))
+    return min(free)
+
+
+class HostMemory:
+    """Frozen models that wait in the host's memory while the GPU does not need them (``--offload_frozen 1``).
+
+    Reference, reward models and, if it is not the actor, the old actor are needed for one phase of a step
+    each. In between their weights lie in pinned host memory, which a GPU reads at the full speed of its bus.
+    They do not change on the GPU, so nothing is copied back. ``take`` gets the models, ``on_device`` fetches
+    them.
+    """
+
+    def __init__(self, device):
+        self.device = device
+        self.waiting = {}  # {model: [(parameter, its numbers on the host)]}
+
+    def take(self, models, trained):
+        """Move the models' weights to the host, but those that a model in ``trained`` has as well."""
+        stay = {p for model in trained for p in model.parameters()}
+        for model in models:
+            self.waiting[model] = pairs = []
+            for p in model.parameters():
+                if p not in stay:
+                    numbers = p.data.cpu()
+                    p.data = numbers = numbers.pin_memory() if self.device.type == "cuda" else numbers
+                    pairs.append((p, numbers))
+
+    @contextmanager
+    def on_device(self, *models):
+        """In this block the models are on the device. Those that were not taken are there all the time."""
+        pairs = [pair for model in models for pair in self.waiting.get(model, [])]
+        try:
+            for p, numbers in pairs:
+                p.data = numbers.to(self.device, copy=True, non_blocking=True)
+            yield
+        finally:
+            for p, numbers in pairs:
+                p.data = numbers

@@ -2,8 +2,13 @@
 
 A micro-batch is one row of N tokens, each with its position in its own sequence. Only attention
 (attention.py) has to know where a sequence ends.
+
+The lengths of sequences are known on the host. So the tables that say where the tokens lie are made there,
+from lists, once for all forwards of a micro-batch (``Layout``), and copied to the device in one piece. A GPU
+never has to be asked for a length, which would mean to wait until it is idle.
 """
 
+import math
 import warnings
 from functools import cached_property
 
@@ -13,29 +18,83 @@ import torch.nn.functional as F
 
 from model.loading import quiet
 from trainer.compute.attention import ATTENTION
+from trainer.compute.batching import send
 from trainer.compute.fused_layers import fuse_layers
-from trainer.compute.layout import Layout, send_arrays
-from trainer.compute.precision import exact_products, rows_to_add
+from trainer.compute.kernels import difference
+from trainer.compute.precision import rows_to_add
 
 WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
 
 
-class _Pad(torch.autograd.Function):
-    """Rows x [n, ...] -> [size, ...] with row i at place[i] (all different). source [size]: the row at each
-    place. The places left over are padding: they hold copies of rows, and their results are never read."""
+class Layout:
+    """The places of B sequences: of all their N tokens, and of the M tokens whose predictions are wanted.
 
-    @staticmethod
-    def forward(ctx, x, place, source):
-        ctx.save_for_backward(place)
-        return x.index_select(0, source)
+    lengths: B ints. wanted: two arrays of M ints, the row and the position of each wanted token, row by row,
+    all different and none at position 0 (nothing predicts it); without it none is wanted.
+    """
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+    def __init__(self, lengths, wanted=None):
+        none = np.zeros(0, np.int64)
+        self.lengths = [int(x) for x in lengths]
+        self.wanted = (none, none) if wanted is None else wanted
+        self.starts = np.cumsum([0, *self.lengths])  # [B + 1], among the N tokens
+        self.shape = None  # (B, R), R the longest response, of ``of_responses``
+        self.response = none
+        self.tables = {}  # on each device
+        self.packings = {}  # what ``packed_states`` keeps here
+
+    @classmethod
+    def of_responses(cls, prompt_len, response_len):
+        """The layout of prompts with their responses (two lists of B ints, the responses not empty): the
+        response tokens are wanted."""
+        prompt, count = np.array(prompt_len, np.int64), np.array(response_len, np.int64)
+        row, column = ragged(count)
+        layout = cls(prompt + count, (row, prompt[row] + column))
+        layout.shape = len(prompt), int(count.max())
+        layout.response = row * layout.shape[1] + column
+        return layout
+
+    def on(self, device):
+        """-> {name: int64 table on this device}"""
+        if device not in self.tables:
+            row, position = ragged(self.lengths)
+            wanted_row, wanted_position = self.wanted
+            arrays = {
+                "length": self.lengths,  # [B]
+                "row": row,  # [N] of each token in the right-padded rows, row by row
+                "position": position,  # [N]
+                "wanted_row": wanted_row,  # [M] of each wanted token
+                "wanted_position": wanted_position,  # [M]
+                # [M] the place among the N tokens of the state that predicts it
+                "predicted_by": self.starts[wanted_row] + wanted_position - 1,
+                "response": self.response,  # [M] the place of each response token in [B, R], flat
+            }
+            tables = send_arrays(arrays.values(), device)
+            self.tables[device] = dict(zip(arrays, tables, strict=True))
+        return self.tables[device]
+
+    def spread(self, flat):
+        """flat [M], a number for each response token -> [B, R], 0 elsewhere. Keeps gradients."""
+        places = self.on(flat.device)["response"]
+        return flat.new_zeros(math.prod(self.shape)).index_copy_(0, places, flat).view(self.shape)
+
+
+def ragged(lengths):
+    """Lengths (B ints) -> (row [N], column [N]): the places of all elements of B rows, row by row."""
+    lengths = np.asarray(lengths, np.int64)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def send_arrays(arrays, device):
+    """Arrays of ints -> int64 tensors on this device, in one copy."""
+    arrays = [np.asarray(x, np.int64) for x in arrays]
+    whole = send(torch.from_numpy(np.concatenate(arrays)), device)
+    return whole.split([len(x) for x in arrays])
 
 
 class _Take(torch.autograd.Function):
-    """The reverse of ``_Pad``: [size, ...] -> the rows at place."""
+    """[size, …] -> the rows at place. torch's own gradient adds rows up, one after the other."""
 
     @staticmethod
     def forward(ctx, x, place):
@@ -62,8 +121,11 @@ class Packing:
     """
 
     def __init__(self, lengths, device):
-        self.groups, self.lengths, self.device = [], lengths, device
-        self.longest, total = max(lengths), 0
+        self.lengths, self.device = lengths, device
+        self.longest = max(lengths)
+        (self.starts,) = send_arrays([np.cumsum([0, *lengths])], device)
+        self.places = {}  # {number of heads: see ``place``}
+        self.groups, total = [], 0
         for length in lengths:
             count, longest = self.groups[-1] if self.groups else (0, 0)
             count, longest, total = count + 1, max(longest, length), total + length
@@ -72,8 +134,6 @@ class Packing:
             else:
                 self.groups.append((1, length))
                 total = length
-        self.indices = {}  # {number of heads: its index}
-        (self.starts,) = send_arrays([np.cumsum([0, *lengths])], device)
 
     @cached_property
     def starts_int32(self):
@@ -85,77 +145,62 @@ class Packing:
         """Tokens of each group, padding included."""
         return [count * longest for count, longest in self.groups]
 
-    def index(self, heads):
-        """Indices for rows of [tokens * heads, dim] -> (padded place of a row, row at each padded place)."""
-        if heads not in self.indices:
-            places, sources, first, start, base = [], [], 0, 0, 0
-            head = np.arange(heads)
-            for count, longest in self.groups:
-                lengths = np.array(self.lengths[first : first + count])
-                column = np.arange(longest)
-                token = start + (np.cumsum(lengths) - lengths)[:, None]
-                token = token + np.minimum(column, lengths[:, None] - 1)  # [count, longest]
-                sources.append((token[:, None] * heads + head[:, None]).ravel())  # [count, heads, longest]
-                row = np.arange(count)[:, None, None] * heads + head  # [count, 1, heads]
-                row = base + row * longest + column[:, None]  # [count, longest, heads]
-                places.append(row[column < lengths[:, None]].ravel())
-                first, start, base = first + count, start + int(lengths.sum()), base + len(sources[-1])
-            both = [np.concatenate(x) for x in (places, sources)]
-            self.indices[heads] = send_arrays(both, self.device)
-        return self.indices[heads]
+    def place(self, heads):
+        """Where each row of [tokens * heads, dim] lies in the groups, which are [sequences, heads, longest,
+        dim] one behind the other."""
+        if heads not in self.places:
+            row, column = ragged(self.lengths)
+            longest = np.concatenate([[longest] * count for count, longest in self.groups])  # [B]
+            first = (np.cumsum(longest) - longest)[row]  # the padded tokens before a token's sequence
+            place = (first * heads)[:, None] + longest[row][:, None] * np.arange(heads) + column[:, None]
+            (self.places[heads],) = send_arrays([place.ravel()], self.device)
+        return self.places[heads]
 
     def pad(self, x):
         """[tokens, heads, dim] -> list of [sequences, heads, longest, dim], one for each group"""
-        heads = x.shape[1]
-        x = _Pad.apply(x.reshape(-1, x.shape[2]), *self.index(heads))
-        parts = x.split([size * heads for size in self.sizes])
-        shapes = [(count, heads, longest, -1) for count, longest in self.groups]
+        _, heads, dim = x.shape
+        padded = x.new_zeros(sum(self.sizes) * heads, dim)
+        padded.index_copy_(0, self.place(heads), x.reshape(-1, dim))
+        parts = padded.split([size * heads for size in self.sizes])
+        shapes = [(count, heads, longest, dim) for count, longest in self.groups]
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def unpad(self, parts):
         """List of [sequences, heads, longest, dim], one for each group -> [tokens, heads, dim]"""
         heads, dim = parts[0].shape[1], parts[0].shape[3]
         x = torch.cat([part.reshape(-1, dim) for part in parts])
-        return _Take.apply(x, self.index(heads)[0]).view(-1, heads, dim)
+        return take_rows(x, self.place(heads)).view(-1, heads, dim)
 
 
 @torch.no_grad()
 def pack_sequences(backbone):
     """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
 
-    Packed and padded states are compared first, in fp32 without TF32. Where they differ, and where a model
-    does not use the attention interface of transformers, the backbone stays as it was, and a warning says so.
+    Packed and padded states are compared first. Where they differ, and where a model does not use the
+    attention interface of transformers, the backbone stays as it was, and a warning says so.
     """
-    if backbone.config._attn_implementation == ATTENTION:
+    config, device = backbone.config, backbone.device
+    if config._attn_implementation == ATTENTION:
         return True
-    if backbone.device.type == "meta":  # an outline: the process that has the weights has tried
-        return False
-    with exact_products(backbone.device):
-        packs = _packs(backbone)
-        if packs:
-            fuse_layers(backbone)
-    if not packs:
-        warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)
-    return packs
-
-
-def _packs(backbone):
-    """Give the backbone the attention of packed rows, if that gives the same states -> whether it has it."""
-    before, device = backbone.config._attn_implementation, backbone.device
+    before = config._attn_implementation
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.get_input_embeddings().num_embeddings, (3, 9), generator=generator)
-    arguments = tokens.to(device), [9, 8, 4]
-    padded = packed_states(backbone, *arguments).last_hidden_state
-    try:
+
+    def states():
+        return packed_states(backbone, tokens.to(device), [9, 8, 4]).last_hidden_state
+
+    def packed():
         with quiet():
             backbone.set_attn_implementation(ATTENTION)
-        packed = packed_states(backbone, *arguments).last_hidden_state
-        fits = torch.allclose(packed, padded, rtol=1e-4, atol=1e-4 * padded.abs().max().item())
-    except (ValueError, TypeError, RuntimeError):
-        fits = False
-    if not fits:
+        return states()
+
+    if difference(states, packed, device):
         backbone.set_attn_implementation(before)
-    return backbone.config._attn_implementation == ATTENTION  # some keep their own and raise no error
+    if config._attn_implementation != ATTENTION:  # some keep their own and raise no error
+        warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)
+        return False
+    fuse_layers(backbone)
+    return True
 
 
 def packed_states(backbone, tokens, layout, **extra):
@@ -165,28 +210,28 @@ def packed_states(backbone, tokens, layout, **extra):
     layout = layout if isinstance(layout, Layout) else Layout(layout)
     tables = layout.on(tokens.device)
     row, position = tables["row"], tables["position"]
-    if backbone.config._attn_implementation != ATTENTION:  # not packed: run on padded rows
+    if backbone.config._attn_implementation == ATTENTION:
+        count = len(row)
+        filler = rows_to_add(count, backbone.get_input_embeddings().weight)
+        kind = (tokens.device, filler)
+        if kind not in layout.packings:
+            lengths = [*layout.lengths, filler] if filler else layout.lengths
+            layout.packings[kind] = Packing(lengths, tokens.device)
+        output = backbone(
+            input_ids=F.pad(tokens[row, position], (0, filler))[None],
+            position_ids=F.pad(position, (0, filler))[None],
+            # Of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
+            attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+            packing=layout.packings[kind],
+            use_cache=False,
+            **extra,
+        )
+        output.last_hidden_state = output.last_hidden_state[0, :count]
+        place = slice(count)
+    else:
         output = backbone(input_ids=tokens, use_cache=False, **extra)
         output.last_hidden_state = output.last_hidden_state[row, position]
-        if extra.get("output_router_logits"):
-            place = row * tokens.shape[1] + position
-            output.router_logits = tuple(x[place] for x in output.router_logits)
-        return output
-    count = len(row)
-    filler = rows_to_add(count, backbone.get_input_embeddings().weight)
-    if (kind := (tokens.device, filler)) not in layout.packings:
-        lengths = [*layout.lengths, filler] if filler else layout.lengths
-        layout.packings[kind] = Packing(lengths, tokens.device)
-    output = backbone(
-        input_ids=F.pad(tokens[row, position], (0, filler))[None],
-        position_ids=F.pad(position, (0, filler))[None],
-        # A mask of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
-        attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
-        packing=layout.packings[kind],
-        use_cache=False,
-        **extra,
-    )
-    output.last_hidden_state = output.last_hidden_state[0, :count]
+        place = row * tokens.shape[1] + position
     if extra.get("output_router_logits"):
-        output.router_logits = tuple(x[:count] for x in output.router_logits)
+        output.router_logits = tuple(x[place] for x in output.router_logits)
     return output

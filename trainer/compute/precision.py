@@ -95,7 +95,7 @@ def check_range(model, dtype, what):
     begins, before the name of the weight."""
     limit = torch.finfo(torch.float16).max
     for name, p in model.named_parameters() if dtype == torch.float16 else ():
-        if not p.is_meta and (p.abs() > limit).any():
+        if (p.abs() > limit).any():
             raise InputError(
                 f"{what}{name} has numbers beyond {limit:.0f}, the limit of fp16; use --dtype float32"
             )
@@ -115,60 +115,48 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def round_linears(model, dtype):
-    """Convert the weights of a frozen model's linear layers to ``dtype``, in place. ``autocast`` would do so
-    at every call, so results stay the same. Embeddings, a head tied to them, and heads of reward models stay
-    as they are; with fp32 everything does."""
-    if dtype == torch.float32:
-        return
-    elsewhere = {
-        id(p)
-        for module in model.modules()
-        if type(module) not in LINEAR
-        for p in module.parameters(recurse=False)
-    }
-    for module in model.modules():
-        for p in module.parameters(recurse=False) if type(module) in LINEAR else ():
-            if id(p) not in elsewhere:
-                p.data = p.data.to(dtype)
-
-
 def round_frozen(models, dtype):
-    """``round_linears`` for models that do not train. Fingerprints must be taken before this, because they
-    must not depend on the machine."""
+    """Convert the weights of the linear layers of models that do not train to ``dtype``, in place.
+    ``autocast`` would do so at every call, so results stay the same. Embeddings, a head tied to them, and
+    heads of reward models stay as they are; with fp32 everything does. Fingerprints must be taken before
+    this, because they must not depend on the machine."""
+    if dtype != torch.float32:
+        for p in _weights_of(LINEAR, models):
+            p.data = p.data.to(dtype)
+
+
+def _weights_of(kinds, models):
+    """The parameters of the models that only modules of these kinds have, and no adapter."""
+    found, elsewhere = {}, set()
     for model in models:
-        round_linears(model, dtype)
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                found[id(p)] = p
+                if type(module) not in kinds or "lora_" in name:
+                    elsewhere.add(id(p))
+    return [p for key, p in found.items() if key not in elsewhere]
 
 
-def keep_exact(models, dtype, agree=lambda found: found):
+def keep_exact(models, dtype):
     """Keep frozen weights of linear layers and embeddings in ``dtype``, in place, where they are the same
     numbers in it. A model that was saved in 16 bits has such weights. Results stay the same.
 
     models: all that share these weights. Weights of theirs that train, and adapters, stay as they are.
-    agree: what was found here -> what the process found that has the weights.
     """
     if dtype == torch.float32:
         return
-    kinds, stay, weights = (*LINEAR, nn.Embedding, HalfEmbedding), set(), {}
-    for model in models:
-        for name, module in model.named_modules():
-            for p in module.parameters(recurse=False):
-                weights[id(p)] = p
-                if p.requires_grad or "lora_" in name or type(module) not in kinds:
-                    stay.add(id(p))
-    exact = agree([key not in stay and holds(p, dtype) for key, p in weights.items()])
-    stay = {key for key, kept in zip(weights, exact, strict=True) if not kept}
-    for model in models:
-        for module in model.modules():
-            for p in module.parameters(recurse=False):
-                if id(p) not in stay:
-                    p.data = p.data.to(dtype)
-                    if type(module) is nn.Embedding:
-                        module.__class__ = HalfEmbedding  # it returns fp32
+    weights = _weights_of((*LINEAR, nn.Embedding, HalfEmbedding), models)
+    kept = {id(p): p for p in weights if not p.requires_grad and holds(p, dtype)}
+    for p in kept.values():
+        p.data = p.data.to(dtype)
+    for module in (module for model in models for module in model.modules()):
+        if type(module) is nn.Embedding and id(module.weight) in kept:
+            module.__class__ = HalfEmbedding  # it returns fp32
 
 
 def holds(p, dtype):
-    """Whether every number of this tensor is the same in ``dtype``. One without memory counts as if."""
+    """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
+    that is only planned, counts as if."""
     return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
 
 

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from trainer.compute.batching import send
-from trainer.compute.layout import Layout
+from trainer.compute.batching import pad_right, send
+from trainer.compute.packing import Layout
 
 
 def length_mask(lengths, width):
@@ -114,3 +114,25 @@ def join_rollouts(parts):
                 tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
             joined[field.name] = torch.cat(tensors)
     return Rollout(**joined)
+
+
+def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
+    """-> ``Rollout`` with its first five fields: each response directly behind its prompt. A GPU is waited
+    for.
+
+    prompt_ids: B lists of ids; tokens and logprobs [B, columns]: of the responses, column t is their token t,
+    what lies behind a response is not used; response_len and finished [B].
+    """
+    counts = response_len.tolist()
+    rows = zip(prompt_ids, tokens[:, : max(counts)].tolist(), counts, strict=True)
+    sequences = [[*prompt, *response[:count]] for prompt, response, count in rows]
+    lengths = [len(prompt) for prompt in prompt_ids]
+    real = length_mask(response_len, max(counts))  # [B, R]
+    return Rollout(
+        tokens=pad_right(sequences, tokens.device)[0],
+        prompt_len=send(torch.tensor(lengths), tokens.device),
+        response_len=response_len.clone(),  # the engine's own tensors change in its next call
+        finished=finished.clone(),
+        sampler_logprobs=torch.where(real, logprobs[:, : max(counts)], 0.0),
+        host_lengths=(lengths, counts),
+    )

@@ -15,19 +15,20 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 - generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
   sequences, in few shapes; the size of the KV cache (``cache_room``); logits in fp32 (``_logits``); the
   kernel that samples and stores (``_sample_and_store``);
-- generation/done_flags.py: which sequences have finished, copied without waiting; generation/stop_checks.py:
-  tokens that are searched for stop strings, copied in the same way;
-- generation/experts.py: a mixture of experts without shapes that depend on data;
-- generation/rotary_table.py, sampler_copy.py (``JoinedLinear``), kv_cache.py (``by_position``);
-- compute/cuda: the Triton kernels; compute/flash.py: attention of packed rows;
-- compute/attention.py: torch's fused attention (``_fused``), positions in the place of a mask;
+- generation/stops.py (``HostCopy``): which sequences have finished, and the tokens that are searched for stop
+  strings, copied without waiting;
+- generation/sampler_copy.py (``use_all_experts``): a mixture of experts without shapes that depend on data;
+- generation/kv_cache.py (``tabulate_rotary``, ``by_position``);
+- compute/cuda: the Triton kernels;
+- compute/attention.py: torch's flash attention of packed rows (``flash_attention``) and its fused attention
+  (``_fused``), positions in the place of a mask;
 - compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
-- compute/logprobs.py: logits in fp32 and larger chunks of them (``_GpuTokenLogprobs``, ``CHUNK``);
+- compute/logprobs.py: logits in fp32 and larger chunks of them (``_gpu_kernels``, ``CHUNK``);
 - compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32, no cuDNN attention
   (``set_precision``), heads without TF32 (``fp32_head``);
 - compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``);
-  compute/free_memory.py: free memory is counted; compute/host_memory.py: frozen models that wait outside it;
-- trainer/memory_check.py: micro-batches as large as the memory allows;
+  compute/memory.py: free memory is counted, and frozen models wait outside it;
+- trainer/memory_plan.py: micro-batches as large as the memory allows;
 - runs/distributed.py, ``init_world``: which GPU a process uses, and nccl as the backend;
 - runs/run_logger.py, ``summary``: the peak of GPU memory;
 - errors.py, ``run_script``: an out-of-memory error of the GPU is printed as one line.
@@ -71,26 +72,19 @@ class CudaGraphs:
         and all steps run without graphs from then on.
         """
         if self.possible and key not in self.captured:
-            self._try_to_capture(key, step, state)
+            saved = [x.clone() for x in state]
+            try:
+                self.warm_up(step)
+                self.captured[key] = self.record(step)
+            except RuntimeError as error:
+                if is_out_of_memory(error):  # the sampler starts again with fewer slots, and with graphs
+                    raise
+                self.possible = False
+                self.forget()
+                warnings.warn(f"no CUDA graphs, decoding is slower: {first_line(error)}", stacklevel=3)
+            for x, before in zip(state, saved, strict=True):
+                x.copy_(before)
         self.captured.get(key, step)()
-
-    def _try_to_capture(self, key, step, state):
-        saved = [x.clone() for x in state]
-        try:
-            self.captured[key] = self.capture(step)
-        except RuntimeError as error:
-            if is_out_of_memory(error):  # the sampler starts again with fewer slots, and with graphs
-                raise
-            self.possible = False
-            self.forget()
-            warnings.warn(f"no CUDA graphs, decoding is slower: {first_line(error)}", stacklevel=4)
-        for x, before in zip(state, saved, strict=True):
-            x.copy_(before)
-
-    def capture(self, step):
-        """Capture ``step`` -> a function that replays it. RuntimeError where it cannot be captured."""
-        self.warm_up(step)
-        return self.record(step)
 
     def warm_up(self, step):
         """Run ``step`` twice on the stream of captures. In the first run, kernels are compiled and libraries

@@ -5,34 +5,26 @@
 A fixed number of slots each hold one sequence, at its own position. A decoding step gives every live sequence
 one token. Finished sequences leave, the last live ones move into their slots, and waiting prompts are
 prefilled into the slots behind. The sampled tokens do not depend on any of this, up to rounding: see
-sampling_noise.py.
-
-Where a response ends (``Engine._sample_and_store``): at its first EOS, which is any of ``eos_ids``
-(model/compatibility.py). The EOS is a response token, and ``finished`` is True. A response without an EOS is
-cut at ``max_gen_len`` tokens, and ``finished`` is False; it is trained on like every other response.
-With ``--stop`` the token that completes a stop string ends it as well (stops.py), and ``finished`` is True.
-With ``--min_gen_len`` no EOS can be drawn before (compute/early_ends.py).
+sampling.py. What ends a response: stops.py.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
-from trainer.compute.early_ends import early_ends
-from trainer.compute.free_memory import free_memory
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
-from trainer.compute.memory import attempt, out_of_memory_error
+from trainer.compute.memory import attempt, free_memory, out_of_memory_error
 from trainer.compute.precision import check_finite
+from trainer.compute.rollout_data import as_rollout
 from trainer.generation.cuda_graphs import CudaGraphs
-from trainer.generation.done_flags import DoneFlags
 from trainer.generation.kv_cache import KVCache, sequence_bytes
-from trainer.generation.results import as_rollout
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.generation.sampling import sample_tokens
-from trainer.generation.sampling_noise import uniform
-from trainer.generation.stop_checks import StopChecks
+from trainer.generation.sampling import sample_tokens, uniform
+from trainer.generation.stops import HostCopy, StopChecks, early_ends
 
 SLOTS, NONE = 256, (0, 0, 0)  # at most so many sequences decode together; sizes of calls to come: none known
 # At most this much memory for their keys and values, on a GPU a share of what is free (``cache_room``)
@@ -80,35 +72,37 @@ class Sampler:
         None. When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
         InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
-        call = prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops
+
+        def run():
+            self._make_room(len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
+            engine = self.engine
+            engine.start(prompt_ids, keys, eos_ids, max_gen_len, temperature, min_gen_len, stops)
+            with phase("sampling", len(prompt_ids), "responses") as bar:
+                while engine.waiting or engine.live:
+                    engine.admit()
+                    engine.advance()
+                    engine.compact()
+                    bar.done = len(prompt_ids) - len(engine.waiting) - engine.live
+
         with torch.inference_mode():
-            while not attempt(self._run, *call)[0]:
+            while not attempt(run)[0]:
                 slots, width = self.tried
                 self.release()  # before anything is built again, so that no two caches fill the memory
                 if slots == 1:
                     raise out_of_memory_error(width)
                 self.cache_bytes = slots // 2 * sequence_bytes(self.copy.model, width)
-        rollout = self.engine.rollout()
+        rollout = self.engine.rollout()  # its tensors may take part in training
         check_finite(rollout.sampler_logprobs, self.copy.model.dtype, "the policy")
         return rollout
 
-    def _run(self, prompt_ids, keys, eos_ids, max_gen_len, *how):
-        needs = (len(prompt_ids), max(map(len, prompt_ids)) + max_gen_len, max_gen_len)
+    def _make_room(self, *needs):
+        """See to an engine for a call of these sizes, with as many slots as there is room for."""
         has = self.engine.sizes if self.engine else self.sizes
-        if self.engine is None or any(a < b for a, b in zip(has, needs, strict=True)):
-            self._build(*map(max, has, needs))
-        self.engine.start(prompt_ids, keys, eos_ids, max_gen_len, *how)
-        with phase("sampling", len(prompt_ids), "responses") as bar:
-            while self.engine.waiting or self.engine.live:
-                self.engine.admit()
-                self.engine.advance()
-                self.engine.compact()
-                bar.done = len(prompt_ids) - len(self.engine.waiting) - self.engine.live
-
-    def _build(self, rows, width, limit):
-        """A new engine for these sizes, with as many slots as there is room for."""
+        if self.engine and all(a >= b for a, b in zip(has, needs, strict=True)):
+            return
         if self.engine:  # it goes before the new one allocates, and before free memory is counted
             self.release()
+        rows, width, limit = map(max, has, needs)
         model = self.copy.model
         room = cache_room(model.device) if self.cache_bytes is None else self.cache_bytes
         most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE
@@ -156,7 +150,7 @@ class Engine:
         self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
         self.response_len, self.finished = zeros(rows + 1), zeros(rows + 1, dtype=torch.bool)
         self.limit, self.ends = zeros(1), {}
-        self.flags = DoneFlags(self.done, graphs.asynchronous)
+        self.flags = HostCopy(self.done, graphs.asynchronous)
         self.state = [self.row, self.token, self.position, self.count, self.done]
         self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
 
@@ -176,7 +170,7 @@ class Engine:
         self.lengths = []
         self.stops = StopChecks(stops, min_gen_len, self, STEPS_PER_CHECK + 1) if stops else None
         self._clear_slots(0)
-        self.flags.send(0)
+        self.flags.send(self.done[:0])
 
     def _clear_slots(self, live):
         """Mark the slots from ``live`` on as empty: what they write goes to the last row and column."""
@@ -206,24 +200,22 @@ class Engine:
 
     def _prefill(self, groups):
         """Compute the prompts of these groups of rows, and sample the first token of each row."""
-        rows = [row for group in groups for row in group[:1]]
-        more = [(place, row) for place, group in enumerate(groups) for row in group[1:]]
-        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows], self.device)
-        first, behind = self.live, self.live + len(rows)
-        self.cache.prefill(first)
-        places = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        states = self._hidden_states(tokens, places, None)
-        states = states[torch.arange(len(rows), device=self.device), lengths - 1]
-        if more:  # the slots behind get copies of keys and values
-            rows += [row for _, row in more]
-            place = send(torch.tensor([place for place, _ in more]), self.device)
-            slots = torch.arange(behind, first + len(rows), device=self.device)
-            self.cache.move(first + place, slots, tokens.shape[1])
-            states, lengths = (torch.cat([x, x[place]]) for x in (states, lengths))
-        new = slice(first, first + len(rows))
+        own = range(len(groups))  # the first row of each group is computed, the others get copies
+        rows = [group[0] for group in groups] + [row for group in groups for row in group[1:]]
+        place = send(torch.tensor([*own, *(i for i in own for _ in groups[i][1:])]), self.device)
+        tokens, lengths = pad_right([self.prompt_ids[row] for row in rows[: len(own)]], self.device)
+        new = slice(self.live, self.live + len(rows))
+        self.cache.prefill(self.live)
+        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        states = self._hidden_states(tokens, positions, None)
+        if len(rows) > len(own):
+            slots = torch.arange(new.start, new.stop, device=self.device)
+            copied = slice(len(own), None)
+            self.cache.move(slots[place[copied]], slots[copied], tokens.shape[1])
+        lengths = lengths[place]
         self.row[new] = send(torch.tensor(rows), self.device)
         self.position[new], self.count[new], self.done[new] = lengths, 0, False
-        self._sample_and_store(new, states)
+        self._sample_and_store(new, states[place, lengths - 1])
         self.lengths += [len(self.prompt_ids[row]) for row in rows]
         self.live += len(rows)
 
@@ -238,8 +230,8 @@ class Engine:
             self.longest = columns = min(self.longest + 1, self.cache.width)
             if self.graphs.asynchronous:
                 columns = _bucket(columns, least, self.cache.width)
-            step = (rows, columns)
-            self.graphs.run((*step, *self.key), lambda s=step: self._decode(*s), self.state + self.results)
+            step = partial(self._decode, rows, columns)
+            self.graphs.run((rows, columns, *self.key), step, self.state + self.results)
         self.lengths = [min(length + steps, self.cache.width) for length in self.lengths]
 
     def _decode(self, rows, columns):
@@ -287,11 +279,12 @@ class Engine:
         """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
         if self.stops:
             self.stops.check()
-        done = self.flags.receive(self.live)
+        done = self.flags.receive(self.done[: self.live]).tolist()
+        done += [False] * (self.live - len(done))  # slots that have been filled since the flags were sent
         stay = [slot for slot, ended in enumerate(done) if not ended]
         if (self.live - len(stay)) * COMPACT_AT >= self.live:
             self._remove(done, stay)
-        self.flags.send(self.live)
+        self.flags.send(self.done[: self.live])
 
     def _remove(self, done, stay):
         """Keep the sequences in slots ``stay``. done: whether each live slot has finished."""
@@ -310,8 +303,10 @@ class Engine:
 
     def rollout(self):
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        results = [x[: len(self.prompt_ids)] for x in self.results]
-        return as_rollout(self.prompt_ids, *(self.stops.finish(*results) if self.stops else results))
+        tokens, logprobs, response_len, finished = (x[: len(self.prompt_ids)] for x in self.results)
+        if self.stops:
+            response_len, finished = self.stops.finish(tokens, response_len, finished)
+        return as_rollout(self.prompt_ids, tokens, logprobs, response_len, finished)
 
 
 def _bucket(n, least, most):

@@ -6,17 +6,17 @@ can therefore be read through slices: a step copies no row, and attention reads 
 live row.
 """
 
-import weakref
-
 import torch
 import torch.nn.functional as F
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from trainer.compute.attention import ATTENTION, hidden_places
 from trainer.compute.fused_layers import attention_forward, is_fused
 from trainer.compute.kernels import kernels_of
-from trainer.generation.rotary_table import tabulate_rotary
+
+# Kinds of rotary positions whose angles depend on a token's own position alone. Those of "dynamic" and
+# "longrope" depend on the length of the sequence too.
+ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def bytes_per_token(config, bytes_each):
@@ -54,71 +54,29 @@ def cache_dtype(model):
     return torch.float32 if ours and not decodes_fused(model) else model.dtype
 
 
-class KVCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [slots, heads, width, head_dim]. ``cache`` has the slots and positions of
-    the current forward. Where it has a ``block``, keys lie as in ``_in_blocks``."""
-
-    is_sliding = False  # every token is kept; the mask applies a sliding window
-
-    def __init__(self, cache):
-        super().__init__()
-        # Weak: with a reference to each other, cache and layers would stay in memory until Python's collector
-        # finds them, beside the cache of the next engine.
-        self.cache = weakref.proxy(cache)
-
-    def lazy_initialization(self, key_states, value_states):
-        # Zeros: columns that a row has not reached are masked, but 0 times a stray NaN would still be NaN.
-        slots, width, dtype = self.cache.slots, self.cache.width, self.cache.dtype
-        self.keys, self.values = (
-            x.new_zeros(slots, x.shape[1], width, x.shape[3], dtype=dtype) for x in (key_states, value_states)
-        )
-        if self.cache.block:  # compiled attention multiplies this many keys at once
-            self.keys = self._in_blocks(self.keys).contiguous()
-        self.is_initialized = True
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write new keys and values [rows, heads, columns, head_dim] -> those that this forward may read."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        cache, (rows, _, columns, _) = self.cache, key_states.shape
-        if cache.positions is None:  # a prefill: new sequences attend to their own tokens alone
-            new, keys = slice(cache.first, cache.first + rows), key_states
-            if cache.block:
-                keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % cache.block)))
-            self.keys[new, :, : keys.shape[2]] = keys
-            self.values[new, :, :columns] = value_states
-            return key_states, value_states
-        place = (cache.numbers[:rows], slice(None), cache.positions)
-        self.keys[place] = key_states[:, :, 0].to(self.keys.dtype)
-        self.values[place] = value_states[:, :, 0].to(self.values.dtype)
-        return self.keys[:rows, :, : cache.longest], self.values[:rows, :, : cache.longest]
-
-    def move(self, source, target, longest):
-        """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
-        blocks = -(-longest // self.cache.block) if self.cache.block else longest
-        self.keys[target, :, :blocks] = self.keys[source, :, :blocks]
-        self.values[target, :, :longest] = self.values[source, :, :longest]
-
-    def _in_blocks(self, keys):
-        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block]"""
-        return keys.unflatten(2, (-1, self.cache.block)).transpose(3, 4)
-
-    def get_seq_length(self):
-        return 0
-
-    def get_max_length(self):
-        return self.cache.width
-
-    def get_mask_sizes(self, query_length):
-        return query_length, 0
+def tabulate_rotary(model, width):
+    """Let the model look up the cosines and sines of rotary positions below ``width``, in its own dtype,
+    while a GPU samples: transformers computes them at every step, in nine small kernels, and a small model
+    has about 80 in a step. The numbers are the same. Models of other kinds stay as they are."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) not in ROTARY_KINDS:
+        return
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    tables = type(rotary).forward(rotary, like, torch.arange(width, device=model.device)[None])
+    rotary.forward = lambda x, position_ids: tuple(table[0, position_ids] for table in tables)
 
 
 class KVCache(Cache):
     """A cache of ``slots`` sequences of at most ``width`` tokens. Call ``prefill`` or ``decode`` before each
-    forward of the model."""
+    forward of the model.
+
+    ``keys`` and ``values``: {layer: [slots, heads, width, head_dim]}, from the first forward on. Where
+    attention is ``fused`` and there is a ``block``, keys lie as in ``_in_blocks``.
+    """
 
     def __init__(self, model, slots, width):
         config, device = model.config, model.device
+        super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
         self.config, self.slots = config, slots
         self.fused, self.dtype = decodes_fused(model), cache_dtype(model)
         self.kernels = kernels_of(device.type)
@@ -131,7 +89,7 @@ class KVCache(Cache):
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         self.no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        super().__init__(layers=[KVCacheLayer(self) for _ in range(config.num_hidden_layers)])
+        self.keys, self.values = {}, {}
 
     def prefill(self, first):
         """The next forward reads whole prompts and fills the slots from ``first`` on."""
@@ -150,12 +108,39 @@ class KVCache(Cache):
         behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
-        kinds = set(kinds or ["sliding_attention" if window else "full_attention"])
         zero, masks = torch.zeros((), dtype=self.dtype, device=behind.device), {}
-        for kind in kinds:
+        for kind in set(kinds or ["sliding_attention" if window else "full_attention"]):
             hidden = hidden_places(behind, window if kind == "sliding_attention" else None)
             masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Write new keys and values [rows, heads, columns, head_dim] -> those that this forward may read."""
+        rows, _, columns, _ = key_states.shape
+        if layer_idx not in self.keys:
+            # Zeros: columns that a row has not reached are masked, but 0 times a stray NaN would be NaN
+            for kept, x in ((self.keys, key_states), (self.values, value_states)):
+                kept[layer_idx] = x.new_zeros(
+                    self.slots, x.shape[1], self.width, x.shape[3], dtype=self.dtype
+                )
+            if self.block:  # compiled attention multiplies this many keys at once
+                self.keys[layer_idx] = self._in_blocks(self.keys[layer_idx]).contiguous()
+        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        if self.positions is None:  # a prefill: new sequences attend to their own tokens alone
+            new, keys = slice(self.first, self.first + rows), key_states
+            if self.block:
+                keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % self.block)))
+            all_keys[new, :, : keys.shape[2]] = keys
+            all_values[new, :, :columns] = value_states
+            return key_states, value_states
+        place = (self.numbers[:rows], slice(None), self.positions)
+        all_keys[place] = key_states[:, :, 0].to(self.dtype)
+        all_values[place] = value_states[:, :, 0].to(self.dtype)
+        return all_keys[:rows, :, : self.longest], all_values[:rows, :, : self.longest]
+
+    def _in_blocks(self, keys):
+        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block]"""
+        return keys.unflatten(2, (-1, self.block)).transpose(3, 4)
 
     def attend(self, layer, joint, cos, sin, norms, window):
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
@@ -163,14 +148,16 @@ class KVCache(Cache):
         joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
         values are written into the cache. norms: of queries and keys, modules or None.
         """
-        own = self.layers[layer.layer_idx]
         joint = joint.view(len(joint), -1, layer.head_dim)
         weights, eps = [getattr(x, "weight", None) for x in norms], getattr(norms[0], "variance_epsilon", 0.0)
+        keys, values = self.keys[layer.layer_idx], self.values[layer.layer_idx]
         return self.kernels.decode_attention(
-            joint, cos, sin, weights, eps, self.positions, own.keys, own.values, window, layer.scaling
+            joint, cos, sin, weights, eps, self.positions, keys, values, window, layer.scaling
         )
 
     def move(self, source, target, longest):
         """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
-        for layer in self.layers:
-            layer.move(source, target, longest)
+        blocks = -(-longest // self.block) if self.block else longest
+        for keys, values in zip(self.keys.values(), self.values.values(), strict=True):
+            keys[target, :, :blocks] = keys[source, :, :blocks]
+            values[target, :, :longest] = values[source, :, :longest]

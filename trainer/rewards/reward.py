@@ -1,33 +1,60 @@
 """The reward of a response: its score is the plain sum of several parts, and every part is logged as well.
 
+    Request -> raw_scores -> RawScores -> combine -> {part: [B], "score": their sum [B]}
+
 The parts: rules about the text (rules.py), reward models (reward_models.py), a function of the user's
 (reward_function.py), a reward server (reward_server.py). All of them read text, never the policy's tokens;
 reward models get messages as messages. Of a model that thinks, reward models and the repetition penalty see
 what follows ``</think>``; all others see the whole response. With ``--reasoning 1`` all see the whole.
+
+A reward model's score is clipped to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
+on. If a response has an answer block, the whole response and the block are scored and clipped separately and
+then mixed: 0.4 whole + 0.6 block, as MiniMind does. The model's weight comes last. A server's scores are
+clipped too, but only with ``--normalize_reward``.
 
 Where to add a reward of one's own:
 
 - without changing this program: a Python function (``--reward_fn``, see reward_function.py) or a server
   (``--reward_url``, see reward_server.py);
 - as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
-  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below.
+  its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
+  reward needs to know of a response is a field of ``Request``.
+
+The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
+raise the reward that it is trained on without getting better (reward hacking). Where the records have
+answers, the accuracy shows it. Where they have none, a second reward can: one that PPO does not see.
 """
 
 import json
+import math
+import re
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from operator import call
 
 import torch
 
+from dataset.lm_dataset import Prompt
 from errors import InputError
 from trainer.rewards import rules
-from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function
-from trainer.rewards.reward_models import SCORE_LIMIT, clip_scores, load_reward_models, mix_with_answer
+from trainer.rewards.reward_function import call_reward_function, load_reward_function
+from trainer.rewards.reward_models import load_reward_models
 from trainer.rewards.reward_server import RewardServer
-from trainer.rewards.running_stats import RunningStats
 
+SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
+SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
 PENALTY_OF_BEFORE = 1.0  # the default of --missing_eos_penalty before it followed the rewards
+
+
+@dataclass
+class Request:
+    """B responses, and what rewards may know of them."""
+
+    prompts: list[Prompt]
+    responses: list[str]
+    finished: list[bool]  # False for a response that was cut at --max_gen_len
+    lengths: list[int]  # in tokens
 
 
 @dataclass
@@ -35,36 +62,73 @@ class RawScores:
     """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
 
     parts: dict = field(default_factory=dict)  # {name of the part: scores [B]}
-    with_answer: list = field(default_factory=list)  # indices of the responses that have an answer block
-    answer_only: dict = field(default_factory=dict)  # {part: [len(with_answer)]}: scores of that block
+    blocks: dict = field(default_factory=dict)  # {reward model: scores [B] of the answer blocks alone}
+    has_block: torch.Tensor | None = None  # [B] bool; where it is False, ``blocks`` has the whole's score
     # Of each response its (character offset or None, score), where the user's function gave steps. The part
     # "function" is their sum. [] without a function.
     steps: list = field(default_factory=list)
     judging_seconds: float = 0.0  # how long the reward models took for them
 
-    def replaced(self, rows, new):
-        """-> the same for all responses but those of ``rows`` (list), which get what ``new`` says of them."""
-        where, parts = torch.tensor(rows), {}
-        for name, scores in self.parts.items():
-            parts[name] = scores.index_copy(0, where, new.parts[name])
-        gone = set(rows)
-        kept = [place for place, row in enumerate(self.with_answer) if row not in gone]
-        pairs = [(self.with_answer[place], place) for place in kept]
-        pairs += [(rows[row], len(self.with_answer) + place) for place, row in enumerate(new.with_answer)]
-        order = torch.tensor([place for _, place in sorted(pairs)], dtype=torch.int64)
-        both = {name: torch.cat([x, new.answer_only[name]])[order] for name, x in self.answer_only.items()}
-        steps = dict(enumerate(self.steps)) | dict(zip(rows, new.steps, strict=False))
-        seconds = self.judging_seconds + new.judging_seconds
-        return RawScores(parts, sorted(row for row, _ in pairs), both, list(steps.values()), seconds)
+    def replaced(self, rows: list[int], new: "RawScores") -> "RawScores":
+        """-> the same for all responses but those of ``rows``, which get what ``new`` says of them."""
+        where = torch.tensor(rows)
+        steps = list(self.steps)
+
+        def merged(mine, theirs):
+            return {name: scores.index_copy(0, where, theirs[name]) for name, scores in mine.items()}
+
+        for row, pairs in zip(rows, new.steps, strict=False):
+            steps[row] = pairs
+        return RawScores(
+            parts=merged(self.parts, new.parts),
+            blocks=merged(self.blocks, new.blocks),
+            has_block=self.has_block.index_copy(0, where, new.has_block) if self.blocks else None,
+            steps=steps,
+            judging_seconds=self.judging_seconds + new.judging_seconds,
+        )
 
 
+@dataclass
+class RunningStats:
+    """Count, mean and sum of squared deviations from the mean of some numbers, in fp64.
+
+    ``a + b`` gives the statistics of the numbers of both (Chan, Golub, LeVeque 1979, eq. 2.1; Welford's
+    method is the case of one number at a time). So the result does not depend on batches or processes, up to
+    rounding.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "RunningStats":
+        """The statistics of a tensor's numbers, which must be finite. The tensor may be empty."""
+        if not x.numel():
+            return cls()
+        x = x.double()
+        return cls(x.numel(), x.mean().item(), (x - x.mean()).square().sum().item())
+
+    def __add__(self, other):
+        count = self.count + other.count
+        gap = other.mean - self.mean
+        share = other.count / max(count, 1)
+        squares = self.squares + other.squares + gap * gap * self.count * share
+        return RunningStats(count, self.mean + gap * share, squares)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 1 if there are no numbers yet, so that ``scale`` changes nothing."""
+        return math.sqrt(self.squares / self.count) if self.count else 1.0
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """(x - mean) / std for a tensor x -> fp32 of the same shape."""
+        return ((x.double() - self.mean) / max(self.std, SMALLEST_STD)).float()
+
+
+@dataclass(eq=False)
 class Reward:
-    """All reward parts of a run. Call it with a batch of texts; it returns each part and their sum.
-
-    models: {name of the part: (reward model, weight)}; function: the user's; server: a ``RewardServer``;
-    timeout: seconds that the function may take, 0 for no limit; overlong: None, or the arguments of
-    ``rules.overlong_penalty`` after the length; whole: thoughts are judged too, as always with reasoning;
-    missing_eos_penalty: None until it is chosen (missing_eos.py): till then no response pays it.
+    """All reward parts of a run. Call it with a ``Request``; it returns each part and their sum.
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
@@ -72,33 +136,27 @@ class Reward:
     (``state_dict``).
     """
 
-    def __init__(
-        self,
-        models=None,
-        function=None,
-        server=None,
-        reasoning=True,
-        normalize=False,
-        missing_eos_penalty=0.0,
-        repetition_penalty=0.0,
-        length_reward=0.0,
-        timeout=0.0,
-        overlong=None,
-        thinking_reward=0.0,
-        whole=False,
-    ):
-        self.models, self.function, self.server, self.timeout = models or {}, function, server, timeout
-        self.reasoning, self.missing_eos_penalty = reasoning, missing_eos_penalty
-        self.whole = whole or reasoning
-        self.repetition_penalty, self.length_reward = repetition_penalty, length_reward
-        self.overlong = overlong
-        self.thinking_reward = thinking_reward
-        # Only these parts are normalised: the user chooses the scale of every other part.
-        self.normalized = {*self.models, "server"} if normalize else set()
-        self.running = {}
+    models: dict = field(default_factory=dict)  # {name of the part: (reward model, weight)}
+    function: Callable | None = None  # the user's
+    server: RewardServer | None = None
+    reasoning: bool = True
+    normalize: bool = False
+    missing_eos_penalty: float | None = 0.0  # None until it is chosen (collect.py): no response pays it
+    repetition_penalty: float = 0.0
+    length_reward: float = 0.0
+    timeout: float = 0.0  # seconds that the function may take, 0 for no limit
+    overlong: tuple | None = None  # (--max_gen_len, --overlong_buffer, --overlong_penalty)
+    thinking_reward: float = 0.0
+    whole: bool = False  # thoughts are judged too, as always with reasoning
+    running: dict = field(default_factory=dict)
 
     @property
-    def names(self):
+    def normalized(self):
+        """The parts that are normalised: the user chooses the scale of every other part."""
+        return {*self.models, "server"} if self.normalize else set()
+
+    @property
+    def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
         given = {
             "format": self.reasoning,
@@ -116,70 +174,60 @@ class Reward:
         raw = [f"{name}_raw" for name in parts if name in self.normalized]
         return [*parts, *(["score"] if parts else []), *raw, *(["score_raw"] if raw else [])]
 
-    def __call__(self, prompts, responses, answers, finished, records=None, lengths=None, texts=None):
-        return self.combine(self.raw_scores(prompts, responses, answers, finished, records, lengths, texts))
+    def __call__(self, request: Request) -> dict[str, torch.Tensor]:
+        return self.combine(self.raw_scores(request))
 
-    def raw_scores(self, prompts, responses, answers, finished, records=None, lengths=None, texts=None):
-        """Score B responses -> ``RawScores``.
-
-        prompts: text or messages; responses: texts; answers: texts or None; finished: bools, False for a
-        response that was cut at --max_gen_len; records: the dicts of the data file, for the user's function;
-        lengths: in tokens, which only ``overlong`` needs; texts: the prompts as the policy reads them, which
-        only a server and ``thinking_reward`` need.
-        Raises InputError if a reward fails: it raises an exception, takes too long, or gives a score that is
-        NaN or infinite.
-        """
+    def raw_scores(self, request: Request) -> RawScores:
+        """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
+        gives a score that is NaN or infinite."""
+        responses = request.responses
         raw = RawScores()
         parts = raw.parts
+        said = responses if self.whole or self.reasoning else list(map(rules.after_thinking, responses))
+
+        def each(rule, texts, *settings):
+            return torch.tensor([rule(text, *settings) for text in texts])
+
         if self.reasoning:
-            parts["format"] = torch.tensor([rules.format_reward(r) for r in responses])
-            parts["marks"] = torch.tensor([rules.mark_reward(r) for r in responses])
+            parts["format"] = each(rules.format_reward, responses)
+            parts["marks"] = each(rules.mark_reward, responses)
         if self.thinking_reward:
-            size = self.thinking_reward
-            points = [
-                0.0 if rules.has_closed_thought(asked) else rules.thinking_reward(response, size)
-                for asked, response in zip(texts, responses, strict=True)
-            ]
-            parts["thinking"] = torch.tensor(points)
-        said = responses if self.whole else [rules.after_thinking(r) for r in responses]
-        start = time.perf_counter()
-        self._score_with_models(prompts, said, raw)
-        raw.judging_seconds = time.perf_counter() - start
+            points = each(rules.thinking_reward, responses, self.thinking_reward)
+            closed = each(rules.has_closed_thought, [prompt.text for prompt in request.prompts])
+            parts["thinking"] = points.masked_fill(closed, 0.0)
+        if self.models:
+            self._score_with_models(request.prompts, said, raw)
         if self.function:
-            batch = prompts, responses, answers, records or [{}] * len(responses)
-            scores, raw.steps = call_reward_function(self.function, *batch, self.timeout)
+            scores, raw.steps = call_reward_function(self.function, request, self.timeout)
             parts["function"] = finite("--reward_fn", scores, responses)
         if self.server:
-            parts["server"] = finite(
-                "--reward_url", self.server(prompts, texts, responses, answers), responses
-            )
+            parts["server"] = finite("--reward_url", self.server(request), responses)
         if self.repetition_penalty:
-            penalties = [rules.repetition_penalty(r, self.repetition_penalty) for r in said]
-            parts["repetition"] = -torch.tensor(penalties)
+            parts["repetition"] = -each(rules.repetition_penalty, said, self.repetition_penalty)
         if self.length_reward:
-            sizes = [rules.length_reward(r, self.length_reward) for r in responses]
-            parts["length_reward"] = torch.tensor(sizes)
+            parts["length_reward"] = each(rules.length_reward, responses, self.length_reward)
         if self.missing_eos_penalty:
-            parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(finished)).float()
+            parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(request.finished)).float()
         if self.overlong:
-            penalties = [rules.overlong_penalty(length, *self.overlong) for length in lengths]
-            parts["overlong"] = -torch.tensor(penalties)
+            parts["overlong"] = -each(rules.overlong_penalty, request.lengths, *self.overlong)
         return raw
 
     def _score_with_models(self, prompts, responses, raw):
         """Score every whole response, and every answer block alone, in one call of each reward model."""
-        if not self.models:
-            return
+        start = time.perf_counter()
         answers = [rules.answer_text(r) if self.reasoning else None for r in responses]
-        raw.with_answer = [i for i, answer in enumerate(answers) if answer is not None]
-        conversations = list(zip(prompts, responses, strict=True))
-        conversations += [(prompts[i], answers[i]) for i in raw.with_answer]
-        found = {name: model(conversations) for name, (model, _) in self.models.items()}
+        raw.has_block = torch.tensor([answer is not None for answer in answers])
+        asked = [prompt.prompt for prompt in prompts]
+        whole = list(zip(asked, responses, strict=True))
+        blocks = [pair for pair in zip(asked, answers, strict=True) if pair[1] is not None]
+        found = {name: model(whole + blocks) for name, (model, _) in self.models.items()}
         for name, scores in found.items():  # all have scored: sharded ones need all processes
-            scores = finite("--reward_model", scores, [text for _, text in conversations])
-            raw.parts[name], raw.answer_only[name] = scores.split([len(responses), len(raw.with_answer)])
+            scores = finite("--reward_model", scores, [text for _, text in whole + blocks])
+            raw.parts[name], of_blocks = scores.split([len(whole), len(blocks)])
+            raw.blocks[name] = raw.parts[name].masked_scatter(raw.has_block, of_blocks)
+        raw.judging_seconds = time.perf_counter() - start
 
-    def combine(self, raw, world=None):
+    def combine(self, raw: RawScores, world=None) -> dict[str, torch.Tensor]:
         """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts; {} without any.
 
         With ``--normalize_reward`` the result also has "<part>_raw" of each normalised part, and "score_raw":
@@ -188,56 +236,60 @@ class Reward:
         statistics first take in the raw scores of all its processes, so all processes must call this.
         Evaluation gives none: the statistics then stay as they are.
         """
-        if world and self.normalized:
-            mine = {name: RunningStats.of(x) for name, x in raw.parts.items() if name in self.normalized}
-            for theirs in world.gather(mine):
+        raws = {name: scores for name, scores in raw.parts.items() if name in self.normalized}
+        if world and self.normalize:
+            for theirs in world.gather({name: RunningStats.of(x) for name, x in raws.items()}):
                 for name, new in theirs.items():
                     self.running[name] = self.running.get(name, RunningStats()) + new
-        parts = {}
-        for name, scores in raw.parts.items():
-            stats = self.running.get(name, RunningStats()) if name in self.normalized else None
-            if name in self.models:
-                whole, answer = clip_scores(scores, stats), clip_scores(raw.answer_only[name], stats)
-                scores = self.models[name][1] * mix_with_answer(whole, answer, raw.with_answer)
-            elif stats is not None:
-                scores = clip_scores(scores, stats)
-            parts[name] = scores
+        parts = {name: self._as_learned(name, raw) for name in raw.parts}
         if not parts:
             return {}
-        parts["score"] = torch.stack(list(parts.values())).sum(0)
-        if not (raws := {name: x for name, x in raw.parts.items() if name in self.normalized}):
-            return parts
-        plain = [self._weight(name) * raws[name] if name in raws else parts[name] for name in raw.parts]
-        named = {f"{name}_raw": x for name, x in raws.items()}
-        return parts | named | {"score_raw": torch.stack(plain).sum(0)}
+        scores = parts | {"score": total(parts)}
+        if raws:
+            scores |= {f"{name}_raw": x for name, x in raws.items()}
+            scores["score_raw"] = total(parts | {name: self._weight(name) * x for name, x in raws.items()})
+        return scores
 
-    def at_limit(self, raw):
-        """[B], True where the score of a whole response by a reward model is at the limit of the clip or
-        beyond it (``--normalize_reward``: the normalised score). raw: ``RawScores`` that were combined."""
-        clipped = [clip_scores(raw.parts[name], self.running.get(name)) for name in self.models]
-        return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
+    def _as_learned(self, name, raw):
+        """The scores of a part as they are summed: normalised, clipped, mixed and weighted."""
+        whole = raw.parts[name]
+        if name in self.models:
+            whole = self._clipped(name, whole)
+            block = self._clipped(name, raw.blocks[name])
+            return self._weight(name) * torch.where(raw.has_block, 0.4 * whole + 0.6 * block, whole)
+        return self._clipped(name, whole) if name in self.normalized else whole
+
+    def _clipped(self, name, scores):
+        """Scores clipped to ±3, normalised before if their part is."""
+        if name in self.running:
+            scores = self.running[name].scale(scores)
+        return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
 
     def _weight(self, part):
         return self.models[part][1] if part in self.models else 1.0
 
-    def metrics(self, raw):
-        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
-        the reward models took for a batch (``RawScores``)."""
-        running = {
-            f"reward/{part}_{what}": getattr(stats, what)
-            for part, stats in self.running.items()
-            for what in ("mean", "std")
-        }
-        return running | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
+    def at_limit(self, raw: RawScores) -> torch.Tensor:
+        """[B], True where the score of a whole response by a reward model is at the limit of the clip or
+        beyond it (``--normalize_reward``: the normalised score). raw: ``RawScores`` that were combined."""
+        clipped = [self._clipped(name, raw.parts[name]) for name in self.models]
+        return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
 
-    def state_dict(self):
+    def metrics(self, raw: RawScores) -> dict[str, float]:
+        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
+        the reward models took for a batch."""
+        found = {}
+        for part, stats in self.running.items():
+            found |= {f"reward/{part}_mean": stats.mean, f"reward/{part}_std": stats.std}
+        return found | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
+
+    def state_dict(self) -> dict:
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
         running = {part: asdict(stats) for part, stats in self.running.items()}
         return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
-    def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned. Raises ValueError or TypeError for anything else. A penalty
-        that is given stays; a checkpoint from before it was chosen has that of then."""
+    def load_state_dict(self, state: dict):
+        """Take over what ``state_dict`` returned. A penalty that is given stays; a checkpoint from before it
+        was chosen has that of then."""
         running = dict(state)
         kept = float(running.pop("missing_eos_penalty", PENALTY_OF_BEFORE))
         self.running = {part: RunningStats(**stats) for part, stats in running.items()}
@@ -245,26 +297,53 @@ class Reward:
             self.missing_eos_penalty = kept
 
 
-def finite(flag, scores, responses):
+@dataclass(eq=False)
+class Judge(Reward):
+    """The evaluation reward of a run; without any model or function it has no scores. Its scores are taken as
+    they are, neither clipped nor normalised. Its models see a thought only with ``--reasoning 1``, as those
+    that train."""
+
+    reasoning: bool = False
+
+    @property
+    def names(self):
+        parts = [*self.models, *(["function"] if self.function else [])]
+        more = [f"judge_{part}" for part in parts] if len(parts) > 1 else []
+        return ["judge", *more] if parts else []
+
+    def raw_scores(self, request):
+        with named_as_evaluation():
+            return super().raw_scores(request)
+
+    def combine(self, raw, world=None):
+        """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
+        parts = {f"judge_{name}": self._weight(name) * scores for name, scores in raw.parts.items()}
+        if not parts:
+            return {}
+        return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
+
+
+def total(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """{part: [B]} -> their sum [B]"""
+    return torch.stack(list(parts.values())).sum(0)
+
+
+def finite(flag: str, scores: torch.Tensor, responses: list[str]) -> torch.Tensor:
     """Return the scores [B]. Raises InputError if one is NaN or infinite: it would spoil the whole batch."""
     wrong = (~scores.isfinite()).nonzero()
     if len(wrong):
-        score, response = scores[wrong[0]].item(), json.dumps(responses[wrong[0]], ensure_ascii=False)[:80]
+        score = scores[wrong[0]].item()
+        response = json.dumps(responses[wrong[0]], ensure_ascii=False)[:80]
         raise InputError(f"{flag}: the score {score} for the response {response}; scores must be finite")
     return scores
 
 
-def load_reward(args, device, dtype, *datasets, load=call):
+def load_reward(args, device, dtype, *datasets, place=None) -> Reward:
     """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for, or None.
-    load: as of ``load_reward_models``."""
-    function = load_reward_function(args.reward_fn) if args.reward_fn else None
-    for data in datasets if function else ():
-        if data:
-            check_columns(function, data.columns, data.path)
+    place: as of ``load_reward_model``."""
+    function = load_reward_function(args.reward_fn, *datasets)  # before the models, which take long
     return Reward(
-        models=load_reward_models(
-            args.reward_model, device, args.trust_remote_code, dtype, args.reward_dtype, load
-        ),
+        models=load_reward_models(args.reward_model, args, device, dtype, place),
         function=function,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
@@ -278,3 +357,27 @@ def load_reward(args, device, dtype, *datasets, load=call):
         else None,
         thinking_reward=args.thinking_reward,
     )
+
+
+def load_judge(args, device, dtype, held_out, place=None) -> Judge:
+    """Flags -> the ``Judge`` of the run. held_out: the dataset whose records its function may ask for, or
+    None. place: as of ``load_reward_model``. Raises InputError as ``load_reward`` does, with the names of
+    these flags."""
+    with named_as_evaluation():
+        function = load_reward_function(args.eval_reward_fn, held_out)
+        return Judge(
+            models=load_reward_models(args.eval_reward_model, args, device, dtype, place),
+            function=function,
+            timeout=args.reward_timeout,
+            whole=bool(args.reasoning),
+        )
+
+
+@contextmanager
+def named_as_evaluation():
+    """In this block, errors on --reward_fn and --reward_model name --eval_reward_fn and
+    --eval_reward_model: the code that raises them is the same."""
+    try:
+        yield
+    except InputError as error:
+        raise error.reworded(re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error))) from error

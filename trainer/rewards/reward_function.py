@@ -4,7 +4,7 @@ Nothing in this program has to be changed for it. The function gets a batch and 
 response:
 
     def score(prompts, responses, answers):     # B prompts (text or messages), texts, answers (text or None)
-        return [...]                            # B finite numbers, or lists of steps (returned_scores.py)
+        return [...]                            # B finite numbers, or lists of steps
 
 These three are passed by position, so they may have other names. What the function asks for beyond them is
 passed by name, one value for each response:
@@ -16,15 +16,20 @@ passed by name, one value for each response:
 A parameter with a default keeps it where no record of the batch has the field. One without a default must be
 a field of the file: a run checks that before it samples anything (``check_columns``).
 
-The number is the part "function" of the response's score (reward.py), neither clipped nor normalised. The
-function may take ``--reward_timeout`` seconds (time_limit.py). If it fails, the run saves and ends with one
-line. An example: gsm8k.py. For a reward in another language or on another machine see reward_server.py; for a
-new rule inside this program see reward.py.
+A number is the score of the whole response. Instead of one, a list of pairs (character offset, score) may be
+returned for a response: each score is the reward of the step that ends with this character, and the
+response's score is their sum. trainer/collect.py finds the tokens. The score is the part "function" of
+the response's (reward.py), neither clipped nor normalised.
+
+The function may take ``--reward_timeout`` seconds (time_limit.py). If it fails, the run saves and ends with
+one line. An example: gsm8k.py. For a reward in another language or on another machine see reward_server.py;
+for a new rule inside this program see reward.py.
 """
 
 import copy
 import importlib.util
 import inspect
+import operator
 import sys
 import traceback
 from pathlib import Path
@@ -32,16 +37,16 @@ from typing import NamedTuple
 
 import torch
 
-from dataset.keys import keys_found
+from dataset.formats import keys_found
 from errors import InputError
 from progress_bar import phase
-from trainer.rewards.returned_scores import as_scores
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 RECORDS = "records"  # the parameter that gets whole records
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
+LARGEST = 3.4e38  # of fp32
 
 
 class Wanted(NamedTuple):
@@ -52,14 +57,16 @@ class Wanted(NamedTuple):
     taken: set  # names that cannot be passed again
 
 
-def load_reward_function(spec):
-    """``path.py:function`` -> the function. Raises InputError if it does not exist, if importing it fails, or
-    if it cannot be called with prompts, responses and answers."""
+def load_reward_function(spec: str, *datasets):
+    """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
+    it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
+    of one of the datasets (or None) do not have."""
+    if not spec:
+        return None
     path, _, name = spec.rpartition(":")
-    if Path(spec).is_file():
-        raise InputError(f"--reward_fn {spec}: names no function; write it as {spec}:function")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise InputError(f"--reward_fn {spec}: no such file; write it as path.py:function")
+        what = "names no function" if Path(spec).is_file() else "no such file"
+        raise InputError(f"--reward_fn {spec}: {what}; write it as path.py:function")
     # The prefix keeps a file called json.py from replacing Python's own module json.
     module_spec = importlib.util.spec_from_file_location(f"reward_fn_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
@@ -74,12 +81,14 @@ def load_reward_function(spec):
     if not callable(function):
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
     wanted(function)
+    for data in filter(None, datasets):
+        check_columns(function, data.columns, data.path)
     return function
 
 
-def wanted(function):
-    """The function's parameters -> ``Wanted``. Raises InputError unless the first three can be prompts,
-    responses and answers."""
+def wanted(function) -> Wanted:
+    """The function's parameters. Raises InputError unless the first three can be prompts, responses and
+    answers."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions that are not written in Python do not say
@@ -109,7 +118,7 @@ def check_columns(function, columns, path):
             )
 
 
-def fields(function, records):
+def fields(function, records) -> dict:
     """What the function asks for beyond prompts, responses and answers, of B records -> {name: list of B}."""
     optional, every, taken = wanted(function)
     found = dict.fromkeys(name for record in records for name in record)
@@ -117,21 +126,23 @@ def fields(function, records):
     if every:
         names += [name for name in found if name not in taken | optional.keys()]
     values = {name: [record.get(name) for record in records] for name in names}
-    return values | ({RECORDS: list(records)} if RECORDS in optional else {})
+    return values | ({RECORDS: records} if RECORDS in optional else {})
 
 
-def call_reward_function(function, prompts, responses, answers, records, seconds):
-    """Call the user's function on B responses -> scores [B], fp32, and for each response the rewards of its
+def call_reward_function(function, request, seconds: float):
+    """Call the user's function on a ``Request`` -> scores [B], fp32, and for each response the rewards of its
     steps, a list of (character offset or None, score), empty without steps. seconds: time limit, 0 for none.
 
     Raises InputError if the function raises an exception (the message names file and line), takes longer, or
     returns anything else than B numbers or lists of steps.
     """
+    prompts = request.prompts
+    batch = [p.prompt for p in prompts], request.responses, [p.answer for p in prompts]
     try:
         # Copies, so that the function may change its arguments.
-        *batch, more = copy.deepcopy((prompts, responses, answers, fields(function, records)))
+        batch, more = copy.deepcopy((batch, fields(function, [p.record for p in prompts])))
         with phase("reward function"), time_limit(seconds):
-            scores, steps = as_scores(function(*batch, **more), responses)
+            scores, steps = as_scores(function(*batch, **more), request.responses)
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -146,3 +157,69 @@ def call_reward_function(function, prompts, responses, answers, records, seconds
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
     return torch.tensor(scores, dtype=torch.float32), steps
+
+
+# ---------------------------------------------------------------- what it returned
+
+
+def as_scores(returned, responses):
+    """-> (a float for each response: its number, or the sum of its steps; a list of (offset or None, float)
+    for each response, empty where a number was returned). responses: the texts that were scored.
+
+    Raises InputError that says what is wrong with what was returned.
+    """
+    count = len(responses)
+    if isinstance(returned, str | bytes | dict | set) or not hasattr(type(returned), "__iter__"):
+        wrong = _shown(returned)
+    elif len(shape := getattr(returned, "shape", [count])) != 1:
+        wrong = f"the shape {list(shape)}"
+    else:
+        scores = list(returned)
+        wrong = f"{len(scores)} scores for {count} responses" if len(scores) != count else ""
+    if wrong:
+        raise InputError(
+            f"--reward_fn: returned {wrong}; return a list of {count} numbers, one for each response"
+        )
+    found = []
+    steps = []
+    for i, (score, response) in enumerate(zip(scores, responses, strict=True)):
+        place = f"score {i + 1}"
+        stepwise = isinstance(score, list | tuple)
+        steps.append(_steps(score, place, len(response)) if stepwise else [])
+        found.append(sum((x for _, x in steps[-1]), 0.0) if stepwise else _number(score, place))
+    return found, steps
+
+
+def _steps(pairs, place, length):
+    """The pairs that were returned for a response of ``length`` characters -> [(offset or None, float), …]"""
+    steps = []
+    for number, pair in enumerate(pairs):
+        here = f"{place}, entry {number + 1}"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InputError(
+                f"--reward_fn: {here} is {_shown(pair)}; a list must hold pairs (character offset, score)"
+            )
+        offset = pair[0]
+        score = _number(pair[1], f"{here}: its score")
+        if not abs(score) <= LARGEST:
+            raise InputError(f"--reward_fn: {here}: the score {score}; scores must be finite")
+        if offset is not None:
+            if not (hasattr(offset, "__index__") and 0 <= offset <= length):
+                raise InputError(
+                    f"--reward_fn: {here}: the offset {_shown(offset)} is no whole number from 0 to "
+                    f"{length}, the number of characters; count them from 0, or give None for the end"
+                )
+            offset = operator.index(offset)
+        steps.append((offset, score))
+    return steps
+
+
+def _number(score, place):
+    try:
+        return float(score)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"--reward_fn: {place} is {_shown(score)} and no number; correct it") from None
+
+
+def _shown(value):
+    return f"{' '.join(repr(value).split())[:60]} ({type(value).__name__})"

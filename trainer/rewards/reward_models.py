@@ -1,41 +1,49 @@
-"""Reward models: loading, scoring, the clip to ±3, and the choice of the model that the critic starts from.
+"""Reward models: loading, scoring, and the choice of the model that the critic starts from.
 
-Two kinds are supported: a sequence classifier with one label, and a model whose own code has ``get_score``.
-Each uses its own tokenizer and chat template, and gets messages as messages. get_score_models.py has the
-second kind.
+Two kinds are supported: a sequence classifier with one label, and a model whose own code has
+``get_score(tokenizer, messages)``, as internlm2-reward has it. Each uses its own tokenizer and chat template,
+and gets messages as messages. reward.py clips the scores and weighs them.
 
-``clip_scores`` clips every score to ±``SCORE_LIMIT`` = ±3, after normalising it if ``--normalize_reward`` is
-on. If a response has an answer block, the whole response and the block are scored and clipped separately and
-then mixed: 0.4 whole + 0.6 block (``mix_with_answer``). ``Reward.combine`` in reward.py calls both functions
-and then applies the model's weight. It also clips a server's scores, but only with ``--normalize_reward``.
+Code from outside runs as its authors ran it: weights in the dtype of the checkpoint, no autocast. Only a
+score head is made fp32.
 """
 
 import math
+import sys
 from contextlib import nullcontext
 from functools import partial
-from operator import call
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from tqdm import tqdm
+from transformers import AutoModel, AutoModelForSequenceClassification
 
-from dataset.tokenization import conversation_ids
+from dataset.chat_template import conversation_ids
+from dataset.turns import to_messages
 from errors import InputError
-from model.compatibility import check_tokenizer
 from model.half_precision import keep_in_half, make_score_heads
-from model.hub_connection import check_hub
-from model.loading import as_input_error, load_tokenizer, quiet
-from model.pretrained import check_report, fill_buffers, is_from_outside, load_config, load_pretrained
+from model.loading import (
+    as_input_error,
+    check_hub,
+    check_tokenizer,
+    fill_buffers,
+    is_from_outside,
+    load_config,
+    load_pretrained,
+    load_tokenizer,
+    quiet,
+)
+from progress_bar import phase
 from trainer.compute.batching import pad_right, tokens_per_pass
-from trainer.compute.layout import Layout
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import pack_sequences, packed_states
+from trainer.compute.packing import Layout, pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.sharding import shard
-from trainer.rewards.get_score_models import RemoteRewardModel, run_as_outside_code
 
-SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
+CHECKED = 8  # conversations that a model's get_score and get_scores both score, to be compared
+TOLERANCE = 1e-3  # of a score between -1 and 1
+TOLERANCE_16 = 2e-2  # the same of a model in 16 bits
 
 
 class ClassifierRewardModel:
@@ -50,15 +58,14 @@ class ClassifierRewardModel:
     def __init__(self, path, device, trust_remote_code, dtype, weights):
         self.tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification
-        self.model, report = load_pretrained(auto_class, path, trust_remote_code, weights)
-        check_report(report)
+        self.model = load_pretrained(auto_class, path, trust_remote_code, weights)
         if is_from_outside(self.model):
             self.dtype = torch.float32  # of mixed precision: none
             run_as_outside_code(self.model, device, weights)
         else:
             self.dtype = dtype
             keep_in_half(self.model)
-            fill_buffers(self.model, fill=True, dtype=torch.float32)
+            fill_buffers(self.model, torch.float32)
             self.model.to(device).eval().requires_grad_(False)
             make_score_heads(self.model)
         # Several labels, or ids without an embedding, mean that this is the wrong model.
@@ -68,12 +75,13 @@ class ClassifierRewardModel:
         check_range(self.model, dtype, "")
         self.pad_id = self.model.config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
-        self.head = dict(self.model.named_children()).get("score")
+        head = getattr(self.model, "score", None)
         backbone = self.model.base_model
-        plain = isinstance(self.head, torch.nn.Linear) and backbone is not self.model
+        plain = isinstance(head, torch.nn.Linear) and backbone is not self.model
         self.packs = plain and pack_sequences(backbone)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
-        self.offset, self.root = reward_offset(self.model.config), None
+        self.offset = reward_offset(self.model.config)
+        self.root = None  # what is sharded
 
     def shard(self, in_step):
         """Keep only a part of the weights in each process (``--shard``). From then on all processes must call
@@ -94,7 +102,9 @@ class ClassifierRewardModel:
         agreed = in_step.world.all_or_none if in_step else nullcontext
         with agreed():
             ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
-        found, places, scores = [], [], torch.empty(len(ids))
+        scores = torch.empty(len(ids))
+        found = []
+        places = []
 
         def score_some(index):
             found.append(self._score([ids[i] for i in index]))
@@ -113,15 +123,13 @@ class ClassifierRewardModel:
     def _score(self, ids):
         """Lists of ids -> their scores, fp32 on the device."""
         tokens, lengths = pad_right(ids, self.model.device)
-        score = self._packed_scores if self.packs else self._padded_scores
         with autocast(self.model.device, self.dtype):
-            return score(tokens, lengths, Layout(map(len, ids))).float()
+            if not self.packs:
+                return self._padded_scores(tokens, lengths).float()
+            states = packed_states(self.model.base_model, tokens, Layout(map(len, ids))).last_hidden_state
+            return self.model.score(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1).float()
 
-    def _packed_scores(self, tokens, lengths, layout):
-        states = packed_states(self.model.base_model, tokens, layout).last_hidden_state
-        return self.head(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1)
-
-    def _padded_scores(self, tokens, lengths, _):
+    def _padded_scores(self, tokens, lengths):
         """Scores [B] by the model's own forward, where it cannot be packed or has a head of its own.
 
         The model finds the last token by looking for its pad token. If it has none, pad with an id that is
@@ -152,13 +160,104 @@ def score_places(tokens, lengths, pad_id):
 def reward_offset(config):
     """``reward_offset`` in a classifier's config, 0 if it has none: the number to subtract from its scores.
 
-    It is in the config because a linear head without a bias cannot hold it. trainer/reward_offset.py writes
+    It is in the config because a linear head without a bias cannot hold it. trainer/train_reward.py writes
     it. Raises InputError if it is not a finite number.
     """
     offset = config.to_dict().get("reward_offset", 0.0)
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+    if type(offset) not in (int, float) or not math.isfinite(offset):
         raise InputError(f"the reward_offset of its config.json is {offset!r:.50}; make it a number")
     return float(offset)
+
+
+class RemoteRewardModel:
+    """A reward model whose own code has ``get_score(tokenizer, messages)``.
+
+    If the code also has ``get_scores(tokenizer, conversations)`` and both agree on some conversations of the
+    first call, conversations are scored in batches. ``batched``: whether they are, None until then.
+    Checkpoints keep it (``state_dict``), so that a resumed run scores in the same way.
+    """
+
+    def __init__(self, path, device, weights):
+        self.tokenizer = load_tokenizer(path, trust_remote_code=True)
+        # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
+        self.model = load_pretrained(AutoModel, path, True, weights, use_cache=False)
+        run_as_outside_code(self.model, device, weights)
+        if not hasattr(self.model, "get_score"):
+            raise InputError("its code has no get_score(tokenizer, messages)")
+        self.batched = None if hasattr(self.model, "get_scores") else False
+
+    @torch.no_grad()
+    def __call__(self, conversations):
+        """N pairs (prompt, response) -> scores [N], fp32 on the CPU. InputError if its code fails."""
+        if self.batched is None and conversations:
+            by_length = sorted(conversations, key=lambda pair: len(pair[1]))
+            difference = self._disagreement(by_length[:: -(-len(by_length) // CHECKED)])
+            self.batched = not difference
+            if difference:
+                tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
+        return self._in_batches(conversations) if self.batched else self._one_by_one(conversations)
+
+    def _one_by_one(self, conversations):
+        scores = []
+        bar = phase("reward model", len(conversations), "sequences")
+        with as_input_error("--reward_model: its get_score failed"), bar as counted:
+            for pair in conversations:
+                scores.append(float(self.model.get_score(self.tokenizer, as_chat(*pair))))
+                counted.done += 1
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _in_batches(self, conversations):
+        """Similar lengths share a batch, which is halved where memory runs out."""
+        scores = torch.empty(len(conversations))
+        lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
+
+        def fill(rows):
+            found = self.model.get_scores(self.tokenizer, [as_chat(*conversations[row]) for row in rows])
+            scores[rows] = torch.as_tensor(found).float().cpu().reshape(len(rows))  # some return one as 0-d
+
+        with as_input_error("--reward_model: its get_scores failed"):
+            each_micro_batch(lengths, tokens_per_pass(self.model.device), fill, "reward model")
+        return scores
+
+    def _disagreement(self, conversations):
+        """What get_scores does otherwise than get_score, '' if nothing."""
+        expected = self._one_by_one(conversations)
+        try:
+            found = self._in_batches(conversations)
+        except InputError as error:
+            return str(error).removeprefix("--reward_model: ")
+        gap = (found - expected).abs()
+        tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
+        if (gap <= tolerance * expected.abs().clamp_min(1)).all():
+            return ""
+        return f"its get_scores and get_score differ by {gap.max():.2g}"
+
+    def state_dict(self):
+        """What a checkpoint keeps."""
+        return {"batched": self.batched}
+
+    def load_state_dict(self, state):
+        """Take over what ``state_dict`` returned; an empty one leaves the decision open."""
+        if self.batched is None:
+            self.batched = state.get("batched")
+
+
+def as_chat(prompt, response):
+    """A prompt (text or messages) and the response to it -> messages."""
+    return [*to_messages(prompt), {"role": "assistant", "content": response}]
+
+
+def run_as_outside_code(model, device, weights):
+    """Make a loaded model of code from outside ready to score: on its device, its score head in fp32.
+
+    weights: what ``load_pretrained`` was asked for. fp16 that nobody asked for becomes fp32 on a CPU: the
+    numbers are the same, and CPUs compute in fp16 slowly or not at all.
+    """
+    if weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
+        model.float()
+        fill_buffers(model)
+    model.to(device).eval().requires_grad_(False)
+    make_score_heads(model)
 
 
 def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto", place=None):
@@ -188,40 +287,32 @@ def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32
         )
 
 
-def clip_scores(scores, stats=None):
-    """Clip raw scores to ±3; with ``stats`` (``RunningStats``), normalise them first."""
-    return (stats.scale(scores) if stats else scores).clamp(-SCORE_LIMIT, SCORE_LIMIT)
-
-
-def mix_with_answer(whole, answer, with_answer):
-    """Mix the scores of whole responses and of their answer blocks -> [B], as MiniMind does.
-
-    whole: [B]; with_answer: indices of the responses that have an answer block; answer: the scores of these
-    blocks, [len(with_answer)]. Responses with a block get 0.4 whole + 0.6 answer, others keep ``whole``.
-    """
-    mixed = whole.clone()
-    mixed[with_answer] = 0.4 * whole[with_answer] + 0.6 * answer
-    return mixed
-
-
-def critic_start(critic_init, models, tokenizer):
+def critic_start(critic_init, models, policy, tokenizer):
     """(the classifier that the critic starts from, its weight), or None if the critic starts from the actor.
 
-    critic_init "auto" or "reward": of the classifiers with the policy's vocabulary the one with the largest
-    weight, whatever its sign, and the first of equals; without one, "auto" means the actor and "reward"
-    raises InputError. models: {name: (reward model, weight)}.
+    critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
+    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor and
+    "reward" raises InputError. models: {name: (reward model, weight)}.
     """
+    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
     readers = [
         (model.model, weight)
         for model, weight in models.values()
-        if isinstance(model, ClassifierRewardModel) and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        if isinstance(model, ClassifierRewardModel)
+        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        and embeddings(model.model) >= rows
     ]
     if critic_init == "reward" and not readers:
         raise InputError(
             "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
-            "own tokenizer; leave the flag out"
+            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
         )
     return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else None
+
+
+def embeddings(model):
+    """The number of ids that a model can read."""
+    return model.get_input_embeddings().weight.shape[0]
 
 
 def parse_spec(text):
@@ -238,21 +329,22 @@ def parse_spec(text):
     return path, weight
 
 
-def load_reward_models(specs, device, trust_remote_code, dtype, reward_dtype, load=call):
+def load_reward_models(specs: list[str], args, device, dtype, place=None) -> dict:
     """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
 
-    A single model is the part "model"; several are named after their folders, "model_<folder>". dtype: of
-    mixed precision; reward_dtype: the flag. load(function, *arguments): loads one (``load_once`` in
-    shard_run.py).
+    A single model is the part "model"; several are named after their folders, "model_<folder>". args: the
+    flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision; place: as of
+    ``load_reward_model``.
     """
-    loaded, weights = {}, "auto" if reward_dtype == "auto" else getattr(torch, reward_dtype)
+    loaded = {}
+    weights = "auto" if args.reward_dtype == "auto" else getattr(torch, args.reward_dtype)
     for spec in specs:
         path, weight = parse_spec(spec)
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
         while name in loaded:
             name += "_"
-        how = device, trust_remote_code, dtype, weights
-        loaded[name] = load(load_reward_model, path, *how), weight
+        model = load_reward_model(path, device, args.trust_remote_code, dtype, weights, place)
+        loaded[name] = model, weight
     return loaded
 
 

@@ -22,13 +22,11 @@ from progress_bar import phase
 from trainer.rewards.time_limit import TimeUp, time_limit
 
 BATCH = 64  # responses in one request
-TRIES = 5  # per request
-PAUSE = 1.0  # seconds before the second try; the pause doubles before each further one
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
 
 
 class RewardServer:
-    """Call it with B prompts (text or messages), the same as the policy reads them, responses and answers ->
-    scores [B].
+    """Call it with a ``Request`` (reward.py) of B responses -> scores [B].
 
     timeout: ``--reward_timeout``, the seconds that one request may take, 0 for no limit. If the server cannot
     be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4 and 8
@@ -37,30 +35,31 @@ class RewardServer:
     ends with that line (``train`` in train_ppo.py); it can be resumed, also with another URL.
     """
 
-    def __init__(self, url, timeout):
-        self.url, self.timeout = url, timeout
+    def __init__(self, url: str, timeout: float):
+        self.url = url
+        self.timeout = timeout
 
-    def __call__(self, prompts, texts, responses, answers):
+    def __call__(self, request) -> torch.Tensor:
         scores = []
-        with phase("reward server", len(responses), "responses") as bar:
-            for first in range(0, len(responses), BATCH):
+        with phase("reward server", len(request.responses), "responses") as bar:
+            for first in range(0, len(request.responses), BATCH):
                 part = slice(first, first + BATCH)
-                scores += self._ask(prompts[part], texts[part], responses[part], answers[part])
+                scores += self._ask(request.prompts[part], request.responses[part])
                 bar.done = len(scores)
         return torch.tensor(scores)
 
-    def _ask(self, prompts, texts, responses, answers):
-        query = [text + response for text, response in zip(texts, responses, strict=True)]
-        request = {
-            "query": query,
-            "prompts": texts,
-            "labels": answers,
+    def _ask(self, prompts, responses):
+        asked = {
+            "query": [prompt.text + response for prompt, response in zip(prompts, responses, strict=True)],
+            "prompts": [prompt.text for prompt in prompts],
+            "labels": [prompt.answer for prompt in prompts],
             "responses": responses,
-            "messages": prompts,
+            "messages": [prompt.prompt for prompt in prompts],
         }
-        reply = self._post_until_it_works(json.dumps(request).encode())
+        reply = self._post_until_it_works(json.dumps(asked).encode())
         scores = reply.get("rewards") if isinstance(reply, dict) else None
-        if not isinstance(scores, list) or len(scores) != len(responses) or not all(map(_is_number, scores)):
+        numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
+        if not numbers or len(scores) != len(responses):
             raise InputError(
                 f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                 f'{{"rewards": [a number for each of {len(responses)} responses]}}'
@@ -68,29 +67,23 @@ class RewardServer:
         return [float(score) for score in scores]
 
     def _post_until_it_works(self, data):
-        for attempt in range(1, TRIES + 1):
+        request = Request(self.url, data, {"Content-Type": "application/json"}, method="POST")
+        for pause in (*PAUSES, None):
             try:
-                return self._post(data)
+                # The socket's own limit is for systems where TimeUp cannot end the wait (time_limit.py).
+                with time_limit(self.timeout), urlopen(request, timeout=self.timeout or None) as reply:
+                    return json.loads(reply.read())
             except HTTPError as error:
-                reason, refused = f"{error.code} {error.reason}", 400 <= error.code < 500
-                if refused and error.code not in (408, 429):  # 408 timeout, 429 too many requests: try again
+                reason = f"{error.code} {error.reason}"
+                if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
             except (TimeUp, TimeoutError):
                 reason = f"no answer after {self.timeout:g} s"
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
                 reason = str(error) or type(error).__name__
-            if attempt < TRIES:
-                pause = PAUSE * 2 ** (attempt - 1)
+            if pause:
                 tqdm.write(f"note: --reward_url: {reason}; asking again in {pause:g} s", file=sys.stderr)
                 time.sleep(pause)
-        raise InputError(f"--reward_url {self.url}: {reason}, {TRIES} times; is the server running?")
-
-    def _post(self, data):
-        request = Request(self.url, data, {"Content-Type": "application/json"}, method="POST")
-        # The socket's own limit is for systems where TimeUp cannot end the wait for a reply (time_limit.py).
-        with time_limit(self.timeout), urlopen(request, timeout=self.timeout or None) as reply:
-            return json.loads(reply.read())
-
-
-def _is_number(x):
-    return isinstance(x, int | float) and not isinstance(x, bool)
+        raise InputError(
+            f"--reward_url {self.url}: {reason}, {len(PAUSES) + 1} times; is the server running?"
+        )

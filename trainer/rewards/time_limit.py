@@ -18,7 +18,8 @@ def time_limit(seconds):
     It uses SIGALRM, so it works in the main thread only. Windows has no SIGALRM. There TimeUp cannot end a
     call that waits outside Python (``time.sleep``, a socket): it is raised once that call returns.
     """
-    start, alarm = time.monotonic(), _signals if hasattr(signal, "SIGALRM") else _asynchronous_exceptions
+    start = time.monotonic()
+    alarm = _signals if hasattr(signal, "SIGALRM") else _asynchronous_exceptions
     with alarm(seconds):
         yield
     if 0 < seconds < time.monotonic() - start:  # also if the block caught TimeUp or turned the alarm off
@@ -46,7 +47,9 @@ def _signals(seconds):
 @contextmanager
 def _asynchronous_exceptions(seconds):
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    this_thread, on, over = ctypes.c_ulong(threading.get_ident()), [True], threading.Event()
+    this_thread = ctypes.c_ulong(threading.get_ident())
+    on = [True]
+    over = threading.Event()
 
     def watch():
         wait = seconds

@@ -6,7 +6,7 @@ actor_optimizer.safetensors critic_optimizer.safetensors     PPO: the moments of
 replay.safetensors                          PPO with --replay_batches: those batches
 ema.safetensors                             PPO with --ema_beta: the average of the actor's weights
 shard-00001-….safetensors                   PPO with --shard: weights and moments (sharded_checkpoints.py)
-model.safetensors optimizer.safetensors     stages 1 and 2: the same; with --lm_coef also lm_head.safetensors
+model.safetensors optimizer.safetensors     stages 1 and 2: the same; the demo's also lm_head.safetensors
 best.pth                                    PPO: the weights of the best evaluation so far (best.py), if any
 state.json                                  ``Progress`` (below); the loss scale of fp16; PPO: the statistics
                                             of --normalize_reward, step and value of the best evaluation,
@@ -29,17 +29,18 @@ import json
 import os
 import re
 import shutil
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 from atomic_files import move, sync, writing
 from errors import InputError, first_line
-from model.compatibility import not_finite
+from model.loading import not_finite
 from trainer.runs import sharded_checkpoints
+from trainer.runs.adamw import zero_moments
 
 SUMS = "SHA256SUMS"
 
@@ -57,26 +58,26 @@ class Progress:
     skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
 
 
-def save(folder, run, config, keep):
+def save(folder: str | Path, run, config: dict, keep: int) -> None:
     """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
 
-    Only the main process calls it; of a sharded run all do, with the folder, and the others have no config.
+    All processes call it. The main one, which alone has a config, writes; of a sharded run each its part.
     Raises InputError if a weight is not finite or the disk cannot be written; older checkpoints then stay.
     """
     root, step, main = Path(folder) / "checkpoints", run.progress.step, run.world.is_main
     temporary = root / f".step_{step}.tmp"
-    together = run.world.all_or_none if run.in_step else nullcontext
-    write_weights = sharded_checkpoints.write if run.in_step else _write_weights
     try:
-        with together(), writing(temporary):
+        with run.world.all_or_none(), writing(temporary):
             _check_finite(run)
             if main:
                 root.mkdir(exist_ok=True)
                 tidy(folder, step - 1)
                 temporary.mkdir()
-        with together(), writing(temporary):
-            write_weights(temporary, run)
-        with together(), writing(temporary):
+        with run.world.all_or_none(), writing(temporary):
+            if run.in_step:  # returns once all have written
+                sharded_checkpoints.write(temporary, run)
+            elif main:
+                _write_weights(temporary, run)
             if main:
                 _write_rest(temporary, run, config)
                 for name in run.files:
@@ -100,9 +101,13 @@ def _check_finite(run):
 
 
 def _write_rest(folder, run, config):
-    for name, holder in run.tensors.items():
-        save_file(holder.tensors(), folder / f"{name}.safetensors")
-    state = asdict(run.progress) | {name: holder.state_dict() for name, holder in run.states.items()}
+    state = asdict(run.progress)
+    for name, holder in run.states.items():
+        kept = holder.state_dict()
+        if any(isinstance(x, torch.Tensor) for x in kept.values()):
+            save_file(kept, folder / f"{name}.safetensors")
+        else:
+            state[name] = kept
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
@@ -148,11 +153,8 @@ def _discard(path):
 
 
 def _sha256(path):
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def damage(path):
@@ -208,12 +210,13 @@ def load(path, run):
             sharded_checkpoints.load_from_whole(path, run)
         else:
             _load_weights(path, run)
-        for name, holder in run.tensors.items():
-            holder.load_tensors(load_file(path / f"{name}.safetensors"))
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         for name, holder in run.states.items():
-            holder.load_state_dict(state.get(name, {}))
-        run.progress = _progress_of(state, run.total_steps)
+            tensors = path / f"{name}.safetensors"
+            holder.load_state_dict(load_file(tensors) if tensors.is_file() else state.get(name, {}))
+        run.progress = Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
+        if run.progress.step > run.total_steps:
+            raise ValueError(f"state.json is at step {run.progress.step} of {run.total_steps}")
     except LOAD_ERRORS as error:
         reason = first_line(error)
         raise InputError(f"--resume {path}: cannot be loaded ({reason}); name an older checkpoint") from None
@@ -226,28 +229,16 @@ def _load_weights(path, run):
         _load_moments(optimizer, path / f"{name}.safetensors")
 
 
-def _progress_of(state, total_steps):
-    """The content of state.json -> ``Progress``. Raises ValueError, TypeError or KeyError if it is wrong."""
-    progress = Progress(**{f.name: state[f.name] for f in fields(Progress) if f.name in state})
-    if not all(type(n) is int and n >= 0 for n in vars(progress).values()):
-        raise ValueError("state.json: its counts are not whole numbers")
-    if progress.step > total_steps or not progress.token_budget:
-        raise ValueError(f"state.json is at step {progress.step} of {total_steps}")
-    return progress
-
-
 def _load_moments(optimizer, path):
     """Load AdamW's moments. Learning rates and coefficients come from the flags, as in a new run."""
-    state = {}
-    for key, x in load_file(path).items():
-        number, _, name = key.partition(".")
-        state.setdefault(int(number), {})[name] = x
-    parameters = [(p, group.get("fused")) for group in optimizer.param_groups for p in group["params"]]
-    for number, moments in state.items():
-        p, fused = parameters[number]
-        if moments["exp_avg"].shape != p.shape:
-            raise ValueError(f"moments of parameter {number} have shape {list(moments['exp_avg'].shape)}")
-        step = moments.pop("step")
+    stored = load_file(path)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number in {key.partition(".")[0] for key in stored}:
+        p = parameters[int(number)]
         # Not load_state_dict: it would make moments in bf16 fp32.
-        optimizer.state[p] = {"step": step.to(p.device) if fused else step}
-        optimizer.state[p] |= {name: x.to(p.device) for name, x in moments.items()}
+        optimizer.state[p] = zero_moments(optimizer, p)
+        for name, x in optimizer.state[p].items():
+            kept = stored.pop(f"{number}.{name}")
+            if kept.shape != x.shape:
+                raise ValueError(f"{name} of parameter {number} has shape {list(kept.shape)}")
+            x.copy_(kept)

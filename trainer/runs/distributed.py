@@ -17,9 +17,8 @@ the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it
 sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. torchrun ends all processes when one has died.
 When one hangs, the others wait for it up to ``PATIENCE`` and then end.
 
-With ``--shard 1`` no process has a whole model: compute/sharding.py, shard_run.py, sharded_checkpoints.py.
-Then the main process loads for all, torch sums the gradients of matrices, 3. holds for vectors, and 4.
-compares these.
+With ``--shard 1`` no process keeps a whole model (compute/sharding.py, sharded_checkpoints.py). Then torch
+sums the gradients of matrices, 3. holds for vectors, and 4. compares these.
 """
 
 import os
@@ -79,11 +78,16 @@ class World:
             return operation(*args)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # the connection broke; torchrun prints which process ended, and why
-            reason = first_line(error)[:120]
-            raise SystemExit(
-                f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
-            ) from None
+        except RuntimeError as error:
+            raise self.lost_contact(error) from None
+
+    def lost_contact(self, error):
+        """-> what ends this process where the connection to another one broke. torchrun prints which process
+        ended first, and why."""
+        reason = first_line(error)[:120]
+        return SystemExit(
+            f"error: process {self.rank} lost contact with the others ({reason}); go on with --resume"
+        )
 
     @contextmanager
     def all_or_none(self):

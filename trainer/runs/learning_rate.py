@@ -7,7 +7,7 @@ The learning rate is a pure function of the optimizer step's number, so there is
 knows at its start how many optimizer steps it will take (with ``--lr_schedule constant`` it need not: such a
 run can be resumed with more steps):
 
-- PPO: batches x PPO epochs x minibatches of a batch (``build_run`` in build_run.py; ``count_steps`` in
+- PPO: batches x PPO epochs x minibatches of a batch (``PpoRun`` in run.py; ``count_steps`` in
   inputs.py counts the batches). The critic's schedule spans all of them. The actor's begins after the first
   ``--critic_warmup_steps`` batches, which train only the critic, and spans the rest. Each rate rises in the
   first ``--lr_warmup_steps`` batches in which its model trains.

@@ -3,13 +3,14 @@
 Only the main process writes. If it cannot write, all processes end with its error.
 """
 
+import gc
 import time
+from contextlib import contextmanager
 
 from atomic_files import last_written
 from errors import InputError, SaidElsewhere
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
-from trainer.runs.garbage import collect_garbage, collected_between_steps
 from trainer.runs.interrupts import StopRequest
 
 BROKEN = 3  # exit code of a run that --strict_health has ended
@@ -17,7 +18,7 @@ BROKEN = 3  # exit code of a run that --strict_health has ended
 
 def log_step(run, logger, step, metrics, rows=()):
     """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
-    collect_garbage()
+    gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
 
@@ -27,19 +28,14 @@ def save(run, logger):
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
     start, main = time.perf_counter(), run.world.is_main
-    if run.in_step:  # all processes write a checkpoint together
-        due = main and logger.saved_step != run.progress.step and logger.folder.path
-        if folder := run.world.gather(due)[0]:
-            with run.world.all_or_none():
-                if main:
-                    logger.flush()
-            checkpoints.save(folder, run, main and logger.folder.config, run.args.keep_checkpoints)
+    due = main and logger.saved_step != run.progress.step and logger.folder.path
+    if folder := run.world.from_main(due):
+        with run.world.all_or_none():
+            if main:
+                logger.flush()
+        checkpoints.save(folder, run, main and logger.folder.config, run.args.keep_checkpoints)
     with run.world.all_or_none(), run.gathered():
         if main:
-            folder = logger.folder
-            if not run.in_step and logger.saved_step != run.progress.step:
-                logger.flush()
-                checkpoints.save(folder.path, run, folder.config, keep=run.args.keep_checkpoints)
             if last_written(run.result_file) not in (None, logger.result_time):
                 logger.say(
                     f"note: {run.result_file}: another run has written it while this one goes on, and this "
@@ -66,6 +62,26 @@ def end_if_broken(run, logger):
         )
         error.code, error.agreed = BROKEN, True
         raise error
+
+
+@contextmanager
+def collected_between_steps():
+    """In this block Python's garbage collector works between two steps only. Afterwards it is as before.
+
+    By itself it looks through all objects whenever enough new ones were made: in the middle of a step, while
+    a GPU waits for the next operations. ``log_step`` calls it, and it then looks only at objects that the run
+    has made since it began to train: models and data stay as long as the run.
+    """
+    before = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.enable()
 
 
 def run_to_the_end(run, logger, train):

@@ -1,10 +1,14 @@
 """Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
 from trainer.compute.batching import send
+
+Number = torch.Tensor | float
+SQUARE = "_mean_square"
 
 
 class Metrics:
@@ -13,59 +17,56 @@ class Metrics:
     def __init__(self):
         self._totals = {}
 
-    def add(self, name, total, count):
+    def add(self, name: str, total: Number, count: Number) -> None:
         """Add to a metric: ``total``, a sum (tensor or number) over ``count`` tokens or sequences."""
         old_total, old_count = self._totals.get(name, (0.0, 0.0))
         total = total.detach().double() if isinstance(total, torch.Tensor) else total
         self._totals[name] = (old_total + total, old_count + count)
 
-    def add_all(self, totals, count):
+    def add_all(self, totals: dict[str, Number], count: Number) -> None:
+        """Add to several metrics, over the same ``count``."""
         for name, total in totals.items():
             self.add(name, total, count)
 
-    def merge(self, other):
+    def merge(self, other: "Metrics") -> None:
+        """Add all that another one has."""
         for name, (total, count) in other._totals.items():
             self.add(name, total, count)
 
-    def keep_first(self, name, kept):
+    def keep_first(self, name: str, kept: str) -> None:
         """Add to the metric ``kept`` what ``name`` has so far, the first time that there is any of it: after
         the first minibatch that has ``name``, the mean of ``kept`` is that minibatch's."""
         if name in self._totals and kept not in self._totals:
             self.add(kept, *self._totals[name])
 
-    def total(self, name):
-        """The sum of one metric on this process so far. Raises KeyError if nothing was added to it."""
-        return float(self._totals[name][0])
-
-    def totals(self, names, device):
+    def totals(self, names: Iterable[str], device: torch.device) -> torch.Tensor:
         """The sums of these metrics on this process so far, fp64 [names]; a GPU is not waited for. Raises
         KeyError if nothing was added to one of them."""
         return _stack([self._totals[name][0] for name in names], device)
 
-    def means(self, world):
+    def means(self, world) -> dict[str, float]:
         """{name: mean over all processes}. All processes must call it and have added the same names in the
-        same order."""
+        same order. A sum of squares, as "<name>_mean_square" after the metric <name>, becomes "<name>_std",
+        the population standard deviation."""
         flat = _stack([x for pair in self._totals.values() for x in pair], world.device)
-        flat = world.sum(flat).view(-1, 2).tolist()
-        return {
-            name: total / max(count, 1.0) for name, (total, count) in zip(self._totals, flat, strict=True)
-        }
+        means = {}
+        for name, (total, count) in zip(self._totals, world.sum(flat).view(-1, 2).tolist(), strict=True):
+            mean = total / max(count, 1.0)
+            if name.endswith(SQUARE):
+                name = name.removesuffix(SQUARE)
+                variance = mean - means[name] ** 2
+                means[f"{name}_std"] = math.sqrt(variance) if variance > 0 else 0.0
+            else:
+                means[name] = mean
+        return means
 
 
-def mean_square_to_std(means, name):
-    """Where ``means``, of ``Metrics.means``, has a mean square as "<name>_std" beside the mean ``name``, make
-    it the population standard deviation."""
-    if f"{name}_std" in means:
-        variance = means[f"{name}_std"] - means[name] ** 2
-        means[f"{name}_std"] = math.sqrt(variance) if variance > 0 else 0.0
-
-
-def _stack(numbers, device):
-    """Numbers and tensors of one element, on the CPU or the device -> fp64 [n] on the device."""
-    kind = torch.device(device).type
-    there = [i for i, x in enumerate(numbers) if torch.is_tensor(x) and x.device.type == kind]
-    flat = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
-    flat = send(torch.tensor(flat, dtype=torch.float64), device)
+def _stack(numbers: list[Number], device: torch.device) -> torch.Tensor:
+    """Numbers and tensors of one element -> fp64 [n] on the device. A GPU gets all that the host has in one
+    copy, and its own in one piece: each copy for itself would be an operation of its own."""
+    there = [i for i, x in enumerate(numbers) if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    host = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
+    flat = send(torch.tensor(host, dtype=torch.float64), device)
     if there:
         values = torch.stack([numbers[i].double().reshape(()) for i in there])
         flat.index_copy_(0, send(torch.tensor(there), device), values)

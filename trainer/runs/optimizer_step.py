@@ -8,7 +8,6 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from model.shards import sharded_and_whole
 from trainer.compute.batching import micro_batches, pass_size
-from trainer.compute.memory import halve_until_it_fits
+from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.distributed import sum_gradients
 from trainer.runs.learning_rate import SCHEDULES
 
@@ -45,9 +44,8 @@ class Learner:
     def each_micro_batch(self, lengths, token_budget, work):
         """Call ``work(rows)``, a forward and a backward, for every micro-batch of at most ``token_budget``
         tokens. lengths: of the sequences."""
-        in_step = self.scorer.in_step
-        if in_step:
-            in_step.train(self.scorer, lengths, token_budget, work)
+        if self.scorer.in_step:
+            self.scorer.in_step.train(lengths, token_budget, work)
             return
         for rows in micro_batches(lengths, token_budget):
             work(rows)
@@ -59,18 +57,23 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     backward(token budget): computes all gradients, in micro-batches of at most that many tokens. lengths:
     tokens of each sequence. pieces: the number of micro-batches of about equal size (--accumulation_steps);
     there are more if these did not fit before. If memory runs out, all gradients are computed again with half
-    the budget, and ``run.progress.token_budget`` keeps the budget that fitted.
+    the budget, and ``run.progress.token_budget`` keeps the budget that fitted. Raises InputError where not
+    even a single sequence fits.
     """
     total, longest = sum(lengths), max(lengths)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
         wanted, longest = run.in_step.most(wanted, longest)
-    forget = partial(forget_gradients, run)
-    sums, fitted = halve_until_it_fits(backward, wanted, longest, forget, run.in_step)
-    if fitted < wanted:
-        run.progress.token_budget = fitted
-    sums.add("perf/out_of_memory", fitted < wanted, 1)
+    budget = wanted
+    while not (done := attempt(backward, budget))[0]:
+        forget_gradients(run)
+        if budget <= longest:  # no micro-batch had more tokens than the longest sequence
+            raise out_of_memory_error(longest)
+        budget //= 2
+        run.progress.token_budget = budget
+    sums = done[1]
+    sums.add("perf/out_of_memory", budget < wanted, 1)
     if run.loss_scale.active:
         sums.add("perf/loss_scale", run.loss_scale.value, 1)
     return sums

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import distribute_tensor
 
 from model.shards import is_sharded, local_part
 from trainer.runs.adamw import zero_moments
@@ -42,7 +42,8 @@ def load(folder, run):
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     for name, learner in run.learners.items():
-        make_moments(learner, lambda key, name=name: f"{name}_optimizer.{key}.step" in stored)
+        start = f"{name}_optimizer."
+        make_moments(learner, {key.removeprefix(start) for key in stored if key.startswith(start)})
     with warnings.catch_warnings(), _plain_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is no mistake
         dcp.load(tensors_of(run), storage_reader=reader, no_dist=not run.in_step)
@@ -74,12 +75,12 @@ def trained_by(learner):
     return [(name, p) for name, p in learner.model.named_parameters() if p.requires_grad]
 
 
-def make_moments(learner, has):
-    """Give the parameters whose names ``has`` accepts moments of zero, to be loaded into."""
+def make_moments(learner, stored):
+    """Give parameters moments of zero, to be loaded into, where "<name>.step" is stored."""
     optimizer = learner.optimizer
     for key, p in trained_by(learner):
         optimizer.state.pop(p, None)
-        if has(key):
+        if f"{key}.step" in stored:
             optimizer.state[p] = zero_moments(optimizer, p)
 
 
@@ -87,42 +88,26 @@ def load_from_whole(folder, run):
     """Load the checkpoint of an unsharded run into a sharded one: of each file the rows that are needed.
     Raises KeyError, ValueError or SafetensorError if it is of other models."""
     for name, module in run.modules.items():
-        with _opened(folder, name) as (file, other_name):
+        with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+            other_names = file.metadata() or {}  # {name of a tied weight: under which name it is there}
             for key, p in module.named_parameters():
-                _read(file, other_name.get(key, key), p)
+                _copy_rows(file, other_names.get(key, key), p)
     for name, learner in run.learners.items():
-        with _opened(folder, f"{name}_optimizer") as (file, _):
-            stored = set(file.keys())
-            numbers = {key: number for number, (key, _) in enumerate(trained_by(learner))}
-            make_moments(learner, lambda key, n=numbers, stored=stored: f"{n[key]}.step" in stored)
+        numbers = {key: number for number, (key, _) in enumerate(trained_by(learner))}
+        with safe_open(folder / f"{name}_optimizer.safetensors", framework="pt") as file:
+            stored = {f"{key}.step" for key, number in numbers.items() if f"{number}.step" in file.keys()}  # noqa: SIM118
+            make_moments(learner, stored)
             for key, p in trained_by(learner):
                 for kind, x in learner.optimizer.state.get(p, {}).items():
-                    _read(file, f"{numbers[key]}.{kind}", x)
-
-
-class _opened:
-    """A safetensors file of a checkpoint -> (file, {name of a tied weight: under which name it is there})."""
-
-    def __init__(self, folder, name):
-        self.file = safe_open(folder / f"{name}.safetensors", framework="pt")
-
-    def __enter__(self):
-        file = self.file.__enter__()
-        return file, file.metadata() or {}
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
+                    _copy_rows(file, f"{numbers[key]}.{kind}", x)
 
 
 @torch.no_grad()
-def _read(file, name, x):
+def _copy_rows(file, name, x):
     """Copy the tensor of this name, or the rows that this process has of it, into ``x``."""
-    part, shape = file.get_slice(name), list(x.shape)
-    if part.get_shape() != shape:
-        raise ValueError(f"{name} has shape {part.get_shape()}, not {shape}")
-    if not is_sharded(x):
-        x.copy_(file.get_tensor(name))
-        return
-    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    if rows:
-        local_part(x).copy_(part[start : start + rows])
+    stored = file.get_tensor(name)
+    if stored.shape != x.shape:
+        raise ValueError(f"{name} has shape {list(stored.shape)}, not {list(x.shape)}")
+    if is_sharded(x):
+        stored = distribute_tensor(stored.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
+    local_part(x).copy_(local_part(stored))

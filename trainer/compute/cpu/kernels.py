@@ -1,10 +1,8 @@
 """CPU kernels: the C functions of this folder, compiled for this machine, as functions of tensors.
 
 The first process that needs them compiles them in a few seconds and keeps the result in ``__pycache__``, as
-Python does with its own compiled files. ``ready`` says whether they can compute with given tensors: these
-must be on a CPU, in fp32 or bf16 (so must the result) and contiguous, and there must be a C compiler
-(``CC``, or cc). Otherwise the callers use torch's operations, as in fp16 (config.json says under
-``versions.kernels`` whether there was a compiler);
+Python does with its own compiled files. Without a C compiler (``CC``, or cc) the callers use torch's
+operations (``kernels_for``; config.json says under ``versions.kernels`` whether there was one);
 tests/compute/test_cpu_kernels.py compares the two.
 """
 
@@ -70,17 +68,6 @@ def _keep(built, kept):
         os.replace(copy, kept)
     with suppress(OSError):
         copy.unlink()
-
-
-def ready(*tensors, result=torch.float32):
-    """Whether the kernels can compute with these tensors (None stands for one that is left out) and write a
-    result in this dtype, where it is not that of the tensors."""
-    if result not in TYPES:
-        return False
-    for x in tensors:
-        if x is not None and not (x.is_cpu and x.dtype in TYPES and x.is_contiguous()):
-            return False
-    return library() is not None
 
 
 def lanes():

@@ -1,9 +1,8 @@
 """GPU kernels: the Triton functions of this folder as functions of tensors.
 
-Triton comes with torch for CUDA and compiles each kernel at its first use. ``ready`` says whether they can
-compute with given tensors. Where they cannot, or where there is no Triton (``check``), the callers use
-torch's operations; tests/compute/test_cuda_kernels.py compares the two, without a GPU in Triton's
-interpreter.
+Triton comes with torch for CUDA and compiles each kernel at its first use. Where they cannot compute with
+given tensors (``kernels_for``), or where there is no Triton (``check``), the callers use torch's operations;
+tests/compute/test_cuda_kernels.py compares the two, without a GPU in Triton's interpreter.
 """
 
 from functools import cache
@@ -11,7 +10,9 @@ from functools import cache
 import torch
 import triton
 
-from trainer.compute.cuda import attention, layers, sampling, tokens
+from trainer.compute.attention import matmul_attention
+from trainer.compute.cuda import attention, layers
+from trainer.compute.cuda import logits as from_logits
 from trainer.compute.precision import fast_dtype
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,41 +27,29 @@ def check(device="cuda"):
     numbers: its products of matrices are compiled in ways that differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
-    half, ids, each = x.to(dtype), torch.zeros(2, dtype=torch.int64, device=device), x[:, 0].contiguous()
+    half, each, ids = x.to(dtype), x[:, 0].contiguous(), torch.zeros(2, dtype=torch.int64, device=device)
     rms_norm_backward(x, x[0], rms_norm(x, x[0], 1e-6, dtype, half)[2], half, x, dtype)
-    rotate(half.view(2, 1, 2, 16), *[half[:, :16].reshape(2, 1, 1, 16)] * 2)
+    turns = half[:, :16].reshape(2, 1, 1, 16)
+    rotate(half.view(2, 1, 2, 16), turns, turns)
     silu_mul_backward(half, half, silu_mul(half, half))
-    token_logprobs(x, ids, 1.0, *(torch.empty_like(each) for _ in range(3)))
-    for learned in ((), (each, each)):
-        token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, *learned)
-    sample_tokens(x, 1.0, each.double().abs() / 4)
-    done, kept = torch.zeros_like(ids, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.int64, device=device)
-    results = kept, kept.float(), ids.clone(), done.clone()
-    state = torch.arange(2, device=device), ids.clone(), ids.clone(), done
-    sample_and_store(x, 1.0, kept.double(), ids[:1], ids[:1] + 1, state, results)
-    _check_attention(half, ids + 19)
-
-
-def _check_attention(x, positions):
-    """Attention of two tokens, whose own keys and values are the last, beside its definition. x [2, 32]"""
-    keys = torch.linspace(-3, 3, 2 * 20 * 32, device=x.device).cos().to(x.dtype).view(2, 1, 20, 32)
-    joint, values = torch.stack([x, x.cos(), x.sin()], 1), keys.flip(2)  # a query, a key and a value
-    cos, sin = torch.ones_like(x).view(2, 1, 1, 32), torch.zeros_like(x).view(2, 1, 1, 32)  # no rotation
-    found = decode_attention(joint, cos, sin, (None, None), 0.0, positions, keys, values, None, 0.2)
-    keys, values = (
-        torch.cat([old[:, 0, :19], joint[:, k : k + 1]], 1).float() for k, old in ((1, keys), (2, values))
+    token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
+    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype)
+    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
+    noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
+    state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.bool()
+    results = noise.long(), noise.float(), ids.clone(), ids.bool()
+    sample_and_store(x, 1.0, noise, ids[:1], ids[:1] + 1, state, results)
+    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
+    keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
+    values, no_turn = (
+        keys.flip(2),
+        (torch.ones_like(half)[:, None, None], torch.zeros_like(half)[:, None, None]),
     )
-    share = (0.2 * (joint[:, :1].float() * keys).sum(-1)).softmax(-1)
-    if not (found[:, 0] - (share[:, :, None] * values).sum(1)).abs().max() < 0.03:
+    found = decode_attention(joint, *no_turn, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
+    rows = [y.float() for y in (joint[:, :1, None], keys, values)]  # the new keys and values are in the cache
+    wanted = matmul_attention(*rows, x.new_zeros(1, 1, 1, 20), 0.2)[:, 0]
+    if not (found - wanted).abs().max() < 0.03:
         raise RuntimeError("attention gives wrong numbers")
-
-
-def ready(*tensors, result=torch.float32):
-    """Whether the kernels can compute with these tensors (None stands for one that is left out) and write a
-    result in this dtype, where it is not that of the tensors."""
-    if result not in TYPES:
-        return False
-    return all(x is None or (x.is_cuda and x.dtype in TYPES and x.is_contiguous()) for x in tensors)
 
 
 def launch(kernel, grid, *args, **constants):
@@ -88,8 +77,7 @@ def rms_norm(x, weight, eps, dtype, delta=None):
     total, y = None if delta is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     r = torch.empty(rows, device=x.device)
     grid = (triton.cdiv(rows, tile["ROWS"]),)
-    tensors = (x, delta, weight, total, y, r)
-    launch(layers.rms_norm, grid, *tensors, rows, width, float(eps), ADD=delta is not None, **tile)
+    launch(layers.rms_norm, grid, x, delta, weight, total, y, r, rows, width, float(eps), **tile)
     return y, total, r
 
 
@@ -101,8 +89,7 @@ def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
     programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
     parts = torch.empty(programs, width, device=x.device)
     tensors = (x, weight, r, grad, grad_x, out, delta, parts)
-    flags = {"ADD": grad_x is not None, "DELTA": delta is not None}
-    launch(layers.rms_norm_backward, (programs,), *tensors, rows, width, **flags, **tile)
+    launch(layers.rms_norm_backward, (programs,), *tensors, rows, width, **tile)
     return out, delta, parts.sum(0).to(weight.dtype)
 
 
@@ -138,8 +125,10 @@ def token_logprobs(logits, targets, temperature, logprobs, entropy, total):
     / temperature), which the gradient needs; each is [n]."""
     n, size = logits.shape
     block = min(LANES, triton.next_power_of_2(size))
-    tensors = (logits, targets, logprobs, entropy, total)
-    launch(tokens.token_logprobs, (n,), *tensors, size, 1 / temperature, BLOCK=block, num_warps=warps(block))
+    launch(
+        from_logits.token_logprobs, (n,), logits, targets, logprobs, entropy, total, size, 1 / temperature,
+        BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
 
 
 def token_logprobs_backward(
@@ -149,10 +138,12 @@ def token_logprobs_backward(
     be overwritten. p: their probabilities; total [n]: as written by ``token_logprobs``; grad [n]: that of the
     log-probs. With ``entropy`` [n] and ``grad_entropy`` [n]: less grad_entropy p (log p + entropy) /
     temperature."""
-    size, out = logits.shape[1], logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    grid, tensors = (len(logits), triton.cdiv(size, BLOCK)), (logits, targets, total, grad)
-    more, flags = (entropy, grad_entropy, out), {"ENTROPY": entropy is not None, "BLOCK": BLOCK}
-    launch(tokens.token_logprobs_backward, grid, *tensors, *more, size, 1 / temperature, **flags)
+    n, size = logits.shape
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    launch(
+        from_logits.token_logprobs_backward, (n, triton.cdiv(size, BLOCK)),
+        logits, targets, total, grad, entropy, grad_entropy, out, size, 1 / temperature, BLOCK=BLOCK,
+    )  # fmt: skip
     return out
 
 
@@ -212,29 +203,15 @@ def _multiplies_in_tensor_cores(device):
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def sample_tokens(logits, temperature, u):
-    """``generation.sampling.sample_tokens``: logits [n, V], u [n] fp64 -> (tokens [n], their log-probs [n]
-    fp32)"""
-    tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
-    logprobs = torch.empty(len(u), dtype=torch.float32, device=u.device)
-    size, scale, sizes = _blocks(logits, temperature)
-    args = logits, size, scale, u.double().contiguous(), tokens, logprobs
-    launch(sampling.sample_tokens, (len(u),), *args, **sizes)
-    return tokens, logprobs
-
-
 def sample_and_store(logits, temperature, noise, ends, limit, state, results):
     """``Engine._sample_and_store`` from logits [n, V] on. state: the engine's row, token, count and done of
     these n slots; results: its tokens, logprobs, response_len, finished; ends, limit: its eos and limit."""
-    size, scale, sizes = _blocks(logits, temperature)
-    args = logits, size, scale, noise, *state, ends, len(ends), limit, *results, noise.shape[1]
-    launch(sampling.sample_and_store, (len(logits),), *args, **sizes, ENDS=triton.next_power_of_2(len(ends)))
-
-
-def _blocks(logits, temperature):
-    """-> (vocabulary, by what logits are multiplied, constants of the kernels of sampling)"""
-    size = logits.shape[1]
+    n, size = logits.shape
     block = max(16, min(4096, triton.next_power_of_2(size)))
-    sizes = {"BLOCK": block, "BLOCKS": triton.next_power_of_2(triton.cdiv(size, block))}
-    more = {"GREEDY": temperature == 0, "num_warps": warps(block)}
-    return size, 1 / (temperature or 1), sizes | more
+    launch(
+        from_logits.sample_and_store, (n,),
+        logits, size, 1 / (temperature or 1), noise, *state, ends, len(ends),
+        limit, *results, noise.shape[1], GREEDY=temperature == 0, BLOCK=block,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(size, block)), ENDS=triton.next_power_of_2(len(ends)),
+        num_warps=warps(block),
+    )  # fmt: skip

@@ -19,17 +19,15 @@ def _tile(row, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm(
-    x, delta, weight, s, y, r, rows, width, eps, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """y = s r weight with r = (mean s^2 + eps)^-1/2. s is x, or with ADD x + delta, and is written then.
+def rms_norm(x, delta, weight, s, y, r, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = s r weight with r = (mean s^2 + eps)^-1/2. s is x, or with a delta x + delta, and is written then.
 
     x, delta, s, y [rows, width]; weight [width]; r [rows]. Grid: tiles of ROWS rows
     """
     row, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
     column = tl.arange(0, BLOCK)
     v = tl.load(x + place, inside, other=0).to(tl.float32)
-    if ADD:
+    if delta is not None:
         v += tl.load(delta + place, inside, other=0).to(tl.float32)
         tl.store(s + place, v, inside)
     scale = 1 / tl.sqrt_rn(tl.sum(v * v, 1) / width + eps)
@@ -40,23 +38,11 @@ def rms_norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward(
-    s,
-    weight,
-    r,
-    grad_y,
-    grad_s,
-    grad_x,
-    grad_delta,
-    parts,
-    rows,
-    width,
-    ADD: tl.constexpr,
-    DELTA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The gradient of rms_norm, from the gradients of y and (with ADD) of s: grad_x, its copy grad_delta
-    (with DELTA), and a partial sum of the weight's gradient for each program, parts [programs, width].
+    s, weight, r, grad_y, grad_s, grad_x, grad_delta, parts, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of rms_norm, from the gradients of y and (if not None) of s: grad_x, its copy grad_delta
+    (if not None), and a partial sum of the weight's gradient for each program, parts [programs, width].
 
     d y_i / d s_j = w_i (r [i = j] - r^3 s_i s_j / width). Grid: any number of programs; they share the tiles.
     """
@@ -71,10 +57,10 @@ def rms_norm_backward(
         total += d * v
         d *= w[None, :]
         d = scale * (d - v * (tl.sum(d * v, 1) / width)[:, None])
-        if ADD:
+        if grad_s is not None:
             d += tl.load(grad_s + place, inside, other=0).to(tl.float32)
         tl.store(grad_x + place, d, inside)
-        if DELTA:
+        if grad_delta is not None:
             tl.store(grad_delta + place, d, inside)
     tl.store(parts + tl.program_id(0) * width + column, tl.sum(total, 0), column < width)
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from trainer.generation.results import as_rollout
-from trainer.response_stats import ID_BITS, batch_metrics, repetition
+from trainer.compute.rollout_data import as_rollout
 from trainer.runs.distributed import World
+from trainer.step_metrics import ID_BITS, batch_metrics, repetition
 
 ALONE = World(0, 1, torch.device("cpu"))
 BEHIND = 7  # what stands behind a response, in every column

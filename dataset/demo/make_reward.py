@@ -1,0 +1,119 @@
+"""Trains the demo's reward model: stage 2 (trainer/train_reward.py), with what so tiny a model needs besides.
+
+    python dataset/demo/make_reward.py --model out/demo_backbone/full_sft_128 …   flags: train_reward.py's
+
+- Two new layers on top of the model's: only the last layer of a policy knows which token should come next, so
+  no layer is left to compare this with the token that did come. The new layers can compare them. They start
+  as the identity (their output matrices are zero), so the policy's knowledge is kept.
+- The pair loss also at the token where the two answers part: the loss at the end would have to find it.
+- The next-token loss of the chosen answer from there on, so that the policy's knowledge stays.
+- A penalty on squared scores.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from errors import run_script
+from trainer.compute.threads import set_up_threads
+
+if __name__ == "__main__":
+    set_up_threads()  # OpenMP reads the environment when torch is imported
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainer import train_reward
+from trainer.compute.logprobs import token_logprobs
+from trainer.compute.packing import take_rows
+from trainer.compute.precision import autocast
+
+EXTRA_LAYERS = 2
+PARTING_COEF = 1.0  # of the pair loss where the answers part
+LM_COEF = 1.0  # of the next-token loss
+SCORE_PENALTY = 0.0045  # of squared scores
+
+
+def first_difference(chosen, rejected):
+    """The first place at which two lists of ids differ; if there is none, the last of the shorter list."""
+    shorter = min(len(chosen), len(rejected))
+    return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
+
+
+def deepened(policy, extra_layers):
+    """A copy of a Llama with new layers on top, which compute nothing yet."""
+    layers = policy.config.num_hidden_layers
+    sizes = policy.config.to_dict() | {"num_hidden_layers": layers + extra_layers}
+    sizes.pop("layer_types", None)  # one entry per layer; the config makes the list again
+    deeper = AutoModelForCausalLM.from_config(type(policy.config).from_dict(sizes), dtype=torch.float32)
+    deeper.load_state_dict(policy.state_dict(), strict=False)
+    for layer in deeper.base_model.layers[layers:]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deeper
+
+
+class DemoRun(train_reward.PairRun):
+    """A run on pairs with the additional losses."""
+
+    script = "../dataset/demo/make_reward.py"  # from trainer/
+
+    @staticmethod
+    def start_from(policy, tokenizer):
+        with torch.random.fork_rng(devices=[]):
+            deeper = deepened(policy, EXTRA_LAYERS)
+        modules = train_reward.PairRun.start_from(deeper, tokenizer)
+        modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
+        if policy.config.tie_word_embeddings:
+            head.weight = modules["model"].get_input_embeddings().weight
+        return modules
+
+    def places(self, items):
+        """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
+        return [max(first_difference(chosen, rejected), 1) for chosen, rejected, _ in items]
+
+    def loss_counts(self, items):
+        """[pairs, tokens of the chosen answers from where they differ from the rejected ones]."""
+        predicted = [len(item[0]) - start for item, start in zip(items, self.places(items), strict=True)]
+        return [len(items), sum(predicted)]
+
+    def loss(self, items, totals):
+        pairs, language_tokens = totals
+        loss, outputs, metrics = self.score_items(items, "train")
+        total = (loss + SCORE_PENALTY * outputs.scores.square().sum()) / pairs
+        rows = [item[0] for item in items] + [item[1] for item in items]
+        starts = [sum(map(len, rows[:i])) for i in range(len(rows))]  # their first places among all tokens
+        parts = [a + first_difference(*item[:2]) for a, item in zip(starts, items * 2, strict=True)]
+        chosen, rejected = self.head(outputs.states[self.ids(parts)]).chunk(2)
+        part_loss = train_reward.pair_loss(chosen, rejected)
+        metrics.add("train/parting_loss", part_loss, len(items))
+        total = total + PARTING_COEF * part_loss / pairs
+        if language_tokens:
+            nll = self.language_nll(items, outputs.states, starts)
+            metrics.add("train/lm_loss", nll.sum(), len(nll))
+            total = total + LM_COEF * nll.sum() / language_tokens
+        return total, metrics
+
+    def language_nll(self, items, states, starts):
+        """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
+        places = []
+        targets = []
+        for (chosen, *_), part, first in zip(items, self.places(items), starts, strict=False):
+            places += range(first + part - 1, first + len(chosen) - 1)
+            targets += chosen[part:]
+        with autocast(states.device, self.dtype):
+            found = take_rows(states, self.ids(places))
+            return -token_logprobs(self.modules["lm_head"], found, self.ids(targets), 1.0)[0]
+
+    def ids(self, values):
+        return torch.tensor(values, device=self.world.device)
+
+
+def main(argv=None):
+    train_reward.main(argv, DemoRun)
+
+
+if __name__ == "__main__":
+    run_script(main)
