@@ -212,7 +212,7 @@ def test_a_micro_batch_that_is_halved_is_counted_once(phases):
     assert [(this.desc, this.done, this.total) for this in phases] == [("scoring", 16, 16)]
 
 
-def test_a_phase_costs_a_few_microseconds(phases):
+def test_a_phase_costs_less_than_a_millisecond(phases):
     """A step has about ten of them; a step of the demo takes half a second."""
     count = 400
     seconds = []
@@ -222,4 +222,4 @@ def test_a_phase_costs_a_few_microseconds(phases):
             with phase("short", 3, "things") as bar:
                 bar.done += 1
         seconds.append((time.process_time() - start) / count)
-    assert min(seconds) < 1e-3 / 10
+    assert min(seconds) < 1e-3
