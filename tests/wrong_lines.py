@@ -928,7 +928,7 @@ HEALTH = {
         ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
         ("values.setdefault(move[1], move[3])", "move[3]", "two values of one flag", *H),
         ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
-        ("lines[:-1], 1)", "lines, 1)", "half a line at the end is an error", *H),
+        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
         (
             'if args.get("script", SCRIPT) != SCRIPT:\n            self',
             "if 0:\n            self",

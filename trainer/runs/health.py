@@ -2,10 +2,9 @@
 
     python -m trainer.runs.health out/run_1
 
-says what is unusual in a run folder, also one of an older version; for a folder of runs, in its newest one.
-Exit code 0; 1 where a finding is "wrong"; 2 if the folder cannot be read. A run says each finding when it
-begins, once, and its summary.md has all of them; --strict_health 1 ends a run on one that is "wrong".
-docs/health.md explains each.
+says what is unusual in a run folder, also one of an older version. Exit code 0; 1 where a finding is "wrong";
+2 if the folder cannot be read. A run says each finding when it begins, once, and its summary.md has all of
+them; --strict_health 1 ends a run on one that is "wrong". docs/health.md explains each.
 
 What is looked for are the rows of health.toml, with the functions of health_rules.py; what they look at is in
 health_past.py.
@@ -157,43 +156,26 @@ def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0].startswith("-"):
         raise InputError("usage: python -m trainer.runs.health RUN_FOLDER, such as out/run_1")
-    folder = newest_run(Path(argv[0]))
-    records, args = read_run(folder)
-    where = f"{folder}" if folder == Path(argv[0]) else f"{folder}, the newest run in {argv[0]}"
+    records, args = read_run(Path(argv[0]))
     if args.get("script", SCRIPT) != SCRIPT:
-        print(f"{where}: a run of {args['script']}; only runs of {SCRIPT} are checked")
+        print(f"{argv[0]}: a run of {args['script']}; only runs of {SCRIPT} are checked")
         return 0
     found = findings(records, args)
-    print(f"{where}: step {records[-1]['step'] if records else 0}\n\n{as_markdown(found)}")
+    print(f"{argv[0]}: step {records[-1]['step'] if records else 0}\n\n{as_markdown(found)}")
     return int(any(f.level == WRONG for f in found))
 
 
-def newest_run(folder: Path) -> Path:
-    """A folder of runs -> the run that was logged last; any other folder -> itself."""
-    logs = [] if (folder / "metrics.jsonl").exists() else folder.glob("*/metrics.jsonl")
-    newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-    return newest.parent if newest else folder
-
-
 def read_run(folder: Path) -> tuple[list[dict], dict]:
-    """A run folder -> lines of metrics.jsonl, config.json.
-
-    An incomplete last line, of a run that was killed, is left out. InputError names what cannot be read.
-    """
-    path = folder / "metrics.jsonl"
+    """A run folder -> lines of metrics.jsonl, config.json. An incomplete last line, of a run that was killed,
+    is left out."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+        records = [json.loads(line) for line in lines[:-1]]  # then comes nothing, or half a line
+        return records, json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder}: is no run folder ({reason}); name one such as out/run_1") from None
-    records = []
-    for number, line in enumerate(lines[:-1], 1):  # behind the last line end is nothing, or half a line
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: is no line of metrics ({error}); restore it") from None
-    return records, config
+        raise InputError(
+            f"{folder}: cannot be read as a run folder ({error}); name one such as out/run_1"
+        ) from None
 
 
 if __name__ == "__main__":
