@@ -1,6 +1,5 @@
 """The documents name code, tests, commands and figures that are really there."""
 
-import ast
 import importlib
 import inspect
 import json
@@ -13,9 +12,8 @@ from tiny import ROOT, read_jsonl, run_files, train, write_jsonl
 from trainer import train_ppo, train_reward, train_sft
 from trainer.about_run import start_facts
 from trainer.peer_flags import PEER_FLAGS
-from trainer.runs import displays
-from trainer.runs.health_past import Past
-from trainer.runs.health_rules import RULES, advice
+from trainer.runs import displays, health_rules
+from trainer.runs.health_rules import RULES
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 DOCUMENTS = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
@@ -131,36 +129,37 @@ def test_each_metric_that_is_shown_is_explained_on_the_metrics_page():
 
 def test_each_check_of_a_run_is_on_the_page_of_health():
     page = text_of(ROOT / "docs" / "health.md")
-    for rule in RULES:
-        assert f"| `{rule.name}` |" in page, rule.name
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(rule.name for rule in RULES)
 
 
 def test_findings_name_only_metrics_of_the_page_flags_facts_and_what_their_rule_has_seen():
     """A name that is none of these would be left out without a word."""
     facts = re.findall(r'^        "(\w+)":', inspect.getsource(start_facts), re.MULTILINE)
-    known = {*train_ppo.flag_parser().flags, *facts, *advice(Past({}))}
-    helpers = {"lasting": {"mean", "count"}, "changed": {"start", "now"}, "models_that": {"names", "weights"}}
+    flags = train_ppo.flag_parser().flags
     described = text_of(ROOT / "docs" / "metrics.md")
     names = 0
     for rule in RULES:
-        nodes = list(ast.walk(ast.parse(inspect.getsource(rule.when))))
-        called = {
-            getattr(n.func, "attr", getattr(n.func, "id", "")) for n in nodes if isinstance(n, ast.Call)
-        }
-        seen = {word for helper in called for word in helpers.get(helper, ())}
-        texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        formatted = {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in ast.walk(n)}
-        seen |= {text for text in texts if text.isidentifier()}
-        for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in formatted:
-                for _, field, *_ in string.Formatter().parse(node.value):
-                    name = re.split(r"[.\[]", field or "")[0]
-                    names += bool(name)
-                    if "/" in name:
-                        assert f"`{name}`" in described, (rule.name, name)
-                    else:
-                        assert not name or name in known | seen, (rule.name, name)
-    assert names > 100
+        seen = {"start"}
+        source = ""
+        if not (rule.look or rule.wrong):
+            source = inspect.getsource(getattr(health_rules, rule.name))
+            for helper in ("judges_without", "score_change"):
+                source += inspect.getsource(getattr(health_rules, helper)) if f"{helper}(" in source else ""
+            seen |= set(re.findall(r'"(\w+)":', source))
+        texts = [rule.symptom, *rule.numbers, *rule.causes, *rule.remedy]
+        for text in texts:
+            for _, field, *_ in string.Formatter().parse(text):
+                name = re.split(r"[.\[]", field or "")[0]
+                names += bool(name)
+                if "/" in name:
+                    assert f"`{name}`" in described, (rule.name, name)
+                else:
+                    assert not name or name in {*flags, *facts, *seen}, (rule.name, name)
+        for metric in re.findall(r"\w+/\w+(?= [<>])", " ".join([*rule.look, *rule.wrong, source])):
+            assert f"`{metric}`" in described, (rule.name, metric)
+        for flag in re.findall(r"--([a-z]\w+)", " ".join(texts)):
+            assert flag in flags, (rule.name, flag)
+    assert names > 60
 
 
 def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):

@@ -12,7 +12,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.kl_controller import KlController
 from trainer.runs.health_past import Past
-from trainer.runs.health_rules import advice
+from trainer.runs.health_rules import remedy_of
 from trainer.runs.optimizer_step import Learner
 
 assert files  # the fixture
@@ -103,9 +103,10 @@ def test_a_horizon_shorter_than_a_batch_is_refused(files):
 
 def test_remedies_name_the_target_where_there_is_one():
     flags = {"kl_coef": 0.02, "kl_target": 6.0}
-    assert advice(Past(flags))["more_kl"] == "--kl_target 2"
-    assert advice(Past({**flags, "kl_target": 0.0}))["more_kl"] == "--kl_coef 0.06"
-    assert advice(Past({"kl_coef": 0.0}))["more_kl"] == "--kl_coef 0.05"
+    more_kl = ["--kl_coef x3"]
+    assert remedy_of(more_kl, Past(flags)) == "--kl_target 2"
+    assert remedy_of(more_kl, Past({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
+    assert remedy_of(more_kl, Past({"kl_coef": 0.0})) == "--kl_coef 0.02"
 
 
 def test_the_loss_and_the_rewards_take_the_weight_of_now(files):

@@ -855,148 +855,86 @@ SHOWN = {  # what one sees of a run
 
 H = ("tests/runs/test_health.py",)
 _HEALTH = "tests/runs/test_health.py::"
-_LIMITS = _HEALTH + "test_no_remedy_goes_beyond_what_its_flag_takes_or_what_is_usual"
-_HIGH = _HEALTH + "test_a_rate_that_is_high_is_not_raised"
-_CAUSES = _HEALTH + "test_a_cause_that_the_flags_rule_out_is_not_named"
-_STOPS = _HEALTH + "test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small"
-_BIAS = _HEALTH + "test_the_bias_of_the_critic_has_a_direction"
-_FORM = _HEALTH + "test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain"
+_FORM = _HEALTH + "test_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
 )
-_SPREAD = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
     "trainer/runs/health_past.py": [
         ("if len(begun) < WINDOW:", "if True:", "the start moves", *H),
-        (
-            "spread = math.sqrt(max(best.value",
-            "spread = 1.0 or (max(best.value",
-            "a wider standard error",
-            *H,
-        ),
-        ("CLEAR * math.hypot(", "math.hypot(", "one standard error", _FORM),
-        ("rise = found[2].value", "rise = found[1].value", "the best evaluation is compared", *H),
+        ("math.sqrt(x * (1 - x)) for", "1.0 for", "a wider standard error", *H),
+        ("CLEAR * max(spreads", "max(spreads", "one standard error", *H),
+        ("default=math.nan) * math.sqrt(2 / count)", "default=math.nan) * math.sqrt(1 / count)", "one", *H),
+        ("first, _, last = found", "_, first, last = found", "the best evaluation is compared", *H),
         ('"held_out_pairs" if name', '"held_out" if name', "prompts are counted, not pairs", *H),
-        (
-            '"since": self.latest[-count]["step"]',
-            '"since": self.step',
-            "since the last of the steps that show it",
-            *H,
-        ),
+        ("[-len(beyond)]", "[-1]", "since the last of the steps that show it", *H),
+        ("or not all(beyond)", "or not any(beyond)", "one step is enough", *H),
+        ("            if all(found):", "            if any(found):", "half of a condition is enough", *H),
+        ("            limit *= start\n", "            pass\n", "a limit is not that of the start", *H),
+        ("min(WINDOW, math.ceil(ENOUGH", "min(1, math.ceil(ENOUGH", "four responses say how many end", *H),
+        ("self.trend is None else self.trend < 1", "True else 0", "evaluations say nothing", *H),
+    ],
+    "trainer/runs/health.toml": [
+        ("policy/ratio < 0.1 in 1", "policy/ratio < 0.0 in 1", "a small ratio is right", *H),
+        (" and kl/k1 > 0.1 in 3 steps", "", "long answers are far", *H),
+        (', "policy/advantage_std < 1e-9 in 3 steps"', "", "advantages of 0 are fine", *H),
+        ("--normalize_reward 1 --critic", "--normalize_reward 1 --lam 1 --critic", "another remedy", *H),
     ],
     "trainer/runs/health_rules.py": [
-        ("* factor, room))", "* factor, 1e9))", "answers longer than the model's positions", *H),
-        ("value < WORTH * past.known(name)", "False", "a remedy that the run has already", _LIMITS),
-        ("value = min(wanted, TOP[name])", "value = wanted", "a remedy that its flag does not take", _LIMITS),
-        ("rate >= TOP[name] or rate > 2", "rate > 2", "the highest rate is raised", _HIGH),
-        ("rate > 2 * suited", "False", "a rate that is high is raised", _HIGH),
-        ('past.known("ppo_epochs") == 1', 'past.known("ppo_epochs") == 9', "one epoch is too many", _CAUSES),
-        ("count == 1 else 's'", "count == 0 else 's'", "1 steps", *H),
-        (
-            "min(rate / 3, past.suited",
-            "max(rate / 3, past.suited",
-            "a rate far too high is cut to a third",
-            *H,
-        ),
-        ("abs(x - 1) > limit, 1)", "x - 1 > limit, 1)", "a ratio below 1 is right", *H),
-        ("not LEAST_RATIO < x < LARGEST_RATIO", "x > LARGEST_RATIO", "a small ratio is right", *H),
-        ("past.steps >= STUCK_FROM and past", "past", "stuck after eight steps", *H),
-        ("or past.score_rise > CLEAR or", "or", "stuck although the score rises", *H),
-        ("kl >= USUAL_STOP or not strict", "not strict", "a small target hides a high rate", _STOPS),
-        ("kl >= USUAL_STOP or not strict", "kl >= USUAL_STOP", "a target of 0.05 is raised", _STOPS),
-        ("strict = target < USUAL_STOP", "strict = True", "every target is too small", _STOPS),
-        ("min(3 * target, STEP_KL)", "3 * target", "a target above what a step may move", _STOPS),
-        (
-            'max(KL_LIMIT, KL_OF_A_TOKEN * past.now("rollout/length"))',
-            "KL_LIMIT",
-            "long answers are far",
-            *H,
-        ),
-        ("abs(x) > BIASED * spread", "x > BIASED * spread", "values that are too low are right", *H),
-        (
-            '"high" if seen["mean"] > 0 else "low"',
-            '"low" if seen["mean"] > 0 else "high"',
-            "high and low exchanged",
-            _BIAS,
-        ),
-        (
-            '"--cliprange_value is too small" if clip',
-            '"--cliprange_value is too small" if True',
-            "a clip that is off is too small",
-            _BIAS,
-        ),
-        ("now > start + MORE_REPEATED", "now > start", "a little more repetition", *H),
-        (
-            '"--missing_eos_penalty is too large" if eos_penalty',
-            '"--missing_eos_penalty is too large" if True',
-            "a penalty of 0 is too large",
-            _CAUSES,
-        ),
-        ("x < start / 2", "x < start", "half of the ends is not needed", *H),
-        ("enough = 0.0 if cuts_are_free(past) else FEW_END", "enough = FEW_END", "cuts that are free", *H),
-        ('"wrong": not cuts_are_free(past)', '"wrong": True', "cuts that are free are wrong", *H),
-        ('(past.known("distinct_prompts") or 1.0)', "1.0", "equal prompts need different responses", *H),
-        (
-            "    count = past.steps_of(FEWEST)\n",
-            "    count = 1\n",
-            "four responses say how many end",
-            *H,
-        ),
-        (
-            'return {**seen, "wrong": past.trend == -1, "not',
-            'return {**seen, "wrong": past.trend != 1, "not',
-            "no rise",
-            *H,
-        ),
-        ("now < start / LONGER", "False", "shorter answers are never gamed", *H),
-        ("all(x < NONE_ENDS for x in means)", "means[1] < NONE_ENDS", "no end later is no end ever", *H),
-        (
-            "start - now > chance",
-            "start - now > 0.0",
-            "any fall is a fall",
-            *H,
-        ),
-        ("max(LEAST_FALL, least)", "LEAST_FALL", "the user's part falls by chance", _FORM),
-        ("max(LEAST_FALL, least)", "least", "the user's part falls by nothing", _FORM),
-        ("REST_OF_GAIN = 0.2", "REST_OF_GAIN = 0.8", "a small share is the form's alone", _FORM),
-        ("WINDOW or (past.independent and past.trend == 1):", "WINDOW:", "all better", *H),
-        (
-            "WINDOW or (past.independent and past",
-            "WINDOW or (past",
-            "a score that rules raise is better",
-            _FORM,
-        ),
-        ("moved > MOVED", "moved > 0.7", "a move of half a nat is none", *H),
-        ('<= TOP["kl_coef"] else ""', '<= 1e9 else ""', "a price that is not usual", _LIMITS),
-        ("< SMALLEST_PRICE * spread", "< SMALLEST_PRICE", "the scale of the scores", *H),
-        ("lambda weight: 2 * weight", "lambda weight: 1 * weight", "the weight that the run has", *H),
-        (
-            'past.known("critic_init") == "actor" else',
-            "True else",
-            "the critic starts at the raw scale",
-            *H,
-        ),
-        ("past.widest < SAME and past", "past", "equal scores at the end are wrong", *H),
-        ('"wrong": many, "steps"', '"wrong": True, "steps"', "a few answers that fail are wrong", *H),
+        ('(past.known("positions") or math.inf) -', "1e9 -", "answers longer than the positions", *H),
+        ('return "" if value == plain(now) else', "return", "a remedy that the run has already", *H),
+        ("max(now * int(number), usual), most))", "max(now * int(number), usual), 1e9))", "beyond usual", *H),
+        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
+        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
+        ("next(iter(moves.values()), text)", "any(moves.values()) or not moves", "the second flag alone", *H),
+        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
+        ("if value and not least", "if not least", "what is off is unusual", *H),
         ("> dropped / 2:", "> dropped:", "long answers are blamed on the prompts", *H),
-        ('steps == past.known("max_steps") else', "False else", "epochs that do not end the run", *H),
+        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
+        ("return times > OFTEN", "return prompts > OFTEN", "prompts are counted, not samples of them", *H),
+        ('abs(past.now("policy/first_ratio") - 1)', '(past.now("policy/first_ratio") - 1)', "below 1", *H),
+        ('len(past.values("policy/loss")) == WINDOW', "True", "stuck while the critic warms up", *H),
+        ("return trains and not past.score_rise > CLEAR and", "return trains and", "the score rises", *H),
         (
-            'seen["times"] > OFTEN',
-            "prompts > OFTEN",
-            "prompts are counted, not samples of them",
+            "seen = longer or past.holds",
+            "seen = longer and past.holds",
+            "shorter answers are never gamed",
             *H,
         ),
-        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
-        ("(rate / FAR, rate * FAR, rate)", "(0.0, rate * FAR, rate)", "a low rate is usual", *H),
+        ("(paid if longer else -paid)", "paid", "shorter answers that are paid for", *H),
+        ('"start": start, "wrong": not cuts_are_free(past)', '"start": start, "wrong": True', "free", *H),
+        ("if cuts_are_free(past) or forgets", "if forgets", "cuts that are free", *H),
+        ("    if cuts_are_free(past) or forgets_to_stop(past):", "    if cuts_are_free(past):", "twice", *H),
+        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
+        ("max(3, past.enough)} steps", "3} steps", "twelve responses say how many end", *H),
+        ('(past.known("distinct_prompts") or 1.0)', "1.0", "equal prompts need different responses", *H),
+        ('{**seen, "wrong": past.trend == -1}', '{**seen, "wrong": past.trend != 1}', "no rise", *H),
+        ('and past.start("reward/score_std", min', 'or ("reward/score_std", min', "equal at the end", *H),
+        ('"wrong": many, "steps"', '"wrong": True, "steps"', "a few answers that fail are wrong", *H),
+        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
+        ("MOVED = 0.1", "MOVED = 0.7", "a move of half a nat is none", *H),
+        ("ALONE = 0.8", "ALONE = 0.7", "a small share is the form's alone", _FORM),
+        ("better = past.independent and past.trend", "better = past.trend", "the score is a witness", _FORM),
+        ("< SMALLEST_PRICE * spread", "< SMALLEST_PRICE", "the scale of the scores", *H),
+        ("if exploited else", "if True else", "each fall is an exploit", *H),
+        ("value > 2 * least", "value > least", "a small fall is wrong", *H),
     ],
     "trainer/runs/health.py": [
-        ('if known and not seen.get("wrong"):', "if False:", "said at every step", *H),
-        ("(f.level != WRONG, f.step)", "f.step", "the wrong ones are not first", *H),
+        ('elif seen and seen.get("wrong"):', "elif seen:", "said at every step", *H),
+        ('{**seen, "since": known.step}', "seen", "since it became wrong", *H),
+        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
+        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
+        ("values.setdefault(move[1], move[3])", "move[3]", "two values of one flag", *H),
         ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
-        ("lines[:-1], 1)", "lines, 1)", "half a line at the end is an error", *H),
-        ('if args.get("script", SCRIPT) == SCRIPT else []', "", "stages 1 and 2 are judged", *H),
+        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
+        (
+            'if args.get("script", SCRIPT) != SCRIPT:\n            self',
+            "if 0:\n            self",
+            "stages",
+            *H,
+        ),
     ],
     "errors.py": [
         ("            sys.exit(141)\n", "            pass\n", "a traceback after | head", *H),
@@ -1023,12 +961,11 @@ HEALTH = {
             _ENDED,
         ),
         (
-            "spread_of_records(records, short) * math.sqrt(2 / ",
-            "spread_of_records(records, short) * math.sqrt(1 / ",
-            "a difference as certain as one evaluation",
-            _SPREAD,
+            "shares=found if is_share else (),",
+            "shares=(0.5,) if is_share else (),",
+            "the spread of a share",
+            "tests/runs/test_summary.py",
         ),
-        ("math.sqrt(max(x * (1 - x) for", "math.sqrt(max(x for", "the spread of a share", _SPREAD),
     ],
     "trainer/about_run.py": [
         ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
@@ -1424,7 +1361,6 @@ SCALE = {  # sharded models, more machines, and addresses
 OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
 BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
-ALL_0 = "tests/runs/test_health.py::test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on"
 GIVEN = "tests/test_flags.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
@@ -1493,19 +1429,15 @@ REST = {
         ("(bits * places[: len(bits)]).sum()", "bits.sum()", "the order of weights does not count", SWAPPED),
     ],
     "trainer/runs/summary.py": [
-        ("least = 2 * changes[-1]", "least = 4 * changes[-1]", "too cautious about pairs", BY_PAIRS),
         (
-            "if not steps or short in SHARES:",
-            "if not steps:",
+            "if steps and not is_share:",
+            "if steps:",
             "chance of held-out pairs is that of pairs that were learned",
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),
     ],
     "trainer/runs/health_past.py": [
-        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL),
-    ],
-    "trainer/runs/health_rules.py": [
-        ("now == 0 or now < GONE * start", "now < GONE * start", "advantages of 0 are fine", ALL_0),
+        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
     ],
     "trainer/rewards/reward.py": [
         ("self.judging_seconds + new.judging_seconds", "new.judging_seconds", "only the last call", REWARDS),

@@ -11,9 +11,10 @@ from tiny import PYTHON, ROOT, finish, flags, launch, read_jsonl, run_files, sav
 from errors import InputError
 from trainer import train_ppo
 from trainer.about_run import turns_of
+from trainer.runs import health_rules
 from trainer.runs.health import Health, as_markdown, findings, main, one_line, read_run
 from trainer.runs.health_past import WINDOW, Past, spread_of_steps
-from trainer.runs.health_rules import RULES, TOP
+from trainer.runs.health_rules import ROWS, RULES
 from trainer.runs.log_and_save import collected_between_steps
 
 PICTURES = True  # see pictures.py
@@ -55,6 +56,7 @@ FLAGS = {
     "critic_learning_rate": 5e-4,
     "kl_coef": 0.02,
     "ppo_epochs": 4,
+    "update_old_actor_freq": 1,
     "clip_epsilon": 0.2,
     "cliprange_value": 0.5,
     "max_gen_len": 64,
@@ -125,7 +127,6 @@ def test_a_healthy_run_has_no_finding():
 
 # What a step shows, how many such steps it takes, and the finding. The next smaller number is no finding.
 ONE_NUMBER = [
-    ("kl/sequence", 10.1, 9.9, 3, "kl_far", "look"),
     ("kl/k1", 1.1, 0.99, 1, "kl_far", "look"),
     ("kl/k1", 3.1, None, 1, "kl_far", "wrong"),
     ("kl/sequence", -1.1, -0.9, 3, "kl_negative", "wrong"),
@@ -136,23 +137,19 @@ ONE_NUMBER = [
     ("policy/approx_kl", 0.051, 0.049, 3, "steps_too_large", "look"),
     ("policy/approx_kl", 0.51, None, 1, "steps_too_large", "wrong"),
     ("policy/clip_fraction", 0.41, 0.39, 3, "steps_too_large", "look"),
-    ("policy/clip_fraction", 0.51, 0.39, 1, "steps_too_large", "look"),
-    ("policy/clip_fraction", 0.61, None, 1, "steps_too_large", "wrong"),
     ("rollout/sampler_gap", 0.021, 0.019, 1, "sampler_apart", "look"),
     ("rollout/sampler_gap", 0.11, None, 1, "sampler_apart", "wrong"),
     ("rollout/importance_weight", 2.1, 1.9, 1, "sampler_apart", "wrong"),
     ("rollout/importance_ess", 0.29, 0.31, 1, "sampler_apart", "wrong"),
     ("policy/skipped_steps", 0.25, 0.0, 3, "updates_skipped", "wrong"),
     ("policy/early_stop", 0.5, 0.4, 3, "early_stop_starves", "look"),
-    ("policy/grad_norm", 31.0, 29.0, 5, "gradient_is_cut", "look"),
     ("value/explained_variance", -0.11, -0.09, 5, "critic_useless", "look"),
     ("value/explained_variance", -2.1, None, 5, "critic_useless", "wrong"),
-    ("value/bias", -0.71, -0.69, 5, "critic_biased", "look"),
     ("value/error", 1.6, 1.4, 5, "critic_learns_nothing", "look"),
     ("value/clip_fraction", 0.21, 0.19, 3, "critic_is_held", "look"),
     ("policy/advantage_std", 0.04, 0.06, 3, "advantages_gone", "look"),
-    ("rollout/finished", 0.6, 0.85, 3, "few_end", "look"),
-    ("rollout/finished", 0.4, None, 3, "few_end", "wrong"),
+    ("rollout/finished", 0.79, 0.81, 3, "forgets_to_stop", "look"),
+    ("rollout/finished", 0.4, None, 3, "forgets_to_stop", "wrong"),
     ("rollout/length", 1.4, 1.6, 1, "empty_answers", "wrong"),
     ("rollout/repetition", 0.21, 0.19, 3, "repetition", "look"),
     ("rollout/repetition", 0.65, None, 3, "repetition", "wrong"),
@@ -178,14 +175,14 @@ def test_a_number_beyond_its_limit_is_a_finding_and_one_before_it_is_none(
 
 def test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on():
     none = {"policy/advantage_std": 0.0}
-    assert found_in([none] * 3)["advantages_gone"] == ("look", 3)
+    assert found_in([none] * 3)["advantages_gone"] == ("look", 1)
     assert "advantages_gone" in found_in([{}, {}, *[none] * 3])
     assert "advantages_gone" not in found_in([none] * 2)
     assert "advantages_gone" not in found_in([none, none, {}])  # the third batch has some
 
 
 def test_since_when_is_the_first_step_of_those_that_show_it():
-    assert found_in([{}, {}, *[{"kl/sequence": 11.0}] * 3])["kl_far"] == ("look", 3)
+    assert found_in([{}, {}, *[{"kl/sequence": 11.0, "kl/k1": 0.2}] * 3])["kl_far"] == ("look", 3)
     assert found_in([{}, {}, {"policy/ratio": 3.0}])["ratio_drastic"] == ("wrong", 3)
     assert found_in([{}, {"policy/clip_fraction": 0.49}, {}]) == {}
 
@@ -196,13 +193,15 @@ def test_missing_and_infinite_numbers_are_silent():
     assert found_in([{name: float("nan") for name in USUAL}] * 30) == {}
     assert findings([{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}], {}) == []
     for rule in RULES:
-        assert not rule.when(Past({})), rule.name
+        assert not rule.seen(Past({})), rule.name
 
 
 def test_long_answers_may_be_further_from_the_start():
-    far = {"kl/sequence": 20.0, "rollout/length": 300.0}
-    assert found_in([far] * 5) == {}
-    assert "kl_far" in found_in([far | {"kl/sequence": 31.0}] * 5)
+    """More than 10 nats a response and more than 0.1 nats a token."""
+    assert found_in([{"kl/sequence": 20.0, "kl/k1": 0.09}] * 5) == {}
+    assert found_in([{"kl/sequence": 9.9, "kl/k1": 0.2}] * 5) == {}
+    assert found_in([{"kl/sequence": 10.1, "kl/k1": 0.11}] * 2) == {}
+    assert found_in([{}, *[{"kl/sequence": 10.1, "kl/k1": 0.11}] * 3]) == {"kl_far": ("look", 2)}
 
 
 def test_a_ratio_of_the_first_minibatch_is_judged_by_precision_and_by_the_old_actor():
@@ -214,27 +213,26 @@ def test_a_ratio_of_the_first_minibatch_is_judged_by_precision_and_by_the_old_ac
 
 def test_steps_that_are_too_large_over_several_batches_of_one_old_actor():
     steps = steps_of(*[{"policy/approx_kl": 0.1}] * 3)
-    (found,) = findings(steps, {**FLAGS, "facts": FACTS, "update_old_actor_freq": 4, "target_kl": 0.01})
-    assert "4 batches move" in found.symptom
-    assert found.causes[-1] == "--update_old_actor_freq is too large"
+    (found,) = findings(steps, {**FLAGS, "facts": FACTS, "update_old_actor_freq": 4})
+    assert found.causes[-1] == "a large --update_old_actor_freq"
     assert found.remedy == "--learning_rate 0.00017 --ppo_epochs 1 --update_old_actor_freq 1"
 
 
-def test_a_narrow_clip_is_named_as_such_and_not_as_large_steps():
-    found = found_in([{"policy/clip_fraction": 0.9}] * 5, clip_epsilon=0.001)
-    assert found == {"unusual_flags": ("look", 0)}
+def test_a_narrow_clip_comes_before_the_large_steps_that_it_seems_to_show():
+    unusual, large = findings(
+        steps_of(*[{"policy/clip_fraction": 0.9}] * 5), {**FLAGS, "facts": FACTS, "clip_epsilon": 0.001}
+    )
+    assert (unusual.name, unusual.step, unusual.remedy) == ("unusual_flags", 0, "--clip_epsilon 0.2")
+    assert (large.name, large.level) == ("steps_too_large", "look")
 
 
 def test_no_response_ends():
     assert found_in([{"rollout/finished": 0.0}] * 2) == {"never_ends": ("wrong", 1)}
     assert "never_ends" not in found_in([{}, *[{"rollout/finished": 0.0}] * 3])
     without = {**FACTS, "template_has_eos": False}
-    (template, none_ends) = sorted(
-        findings(steps_of(*[{"rollout/finished": 0.0}] * 2), {**FLAGS, "facts": without}),
-        key=lambda f: f.step,
-    )
-    assert template.name == "template_without_eos"
-    assert none_ends.causes[0].startswith("the chat template")
+    template, none_ends = findings(steps_of(*[{"rollout/finished": 0.0}] * 2), {**FLAGS, "facts": without})
+    assert (template.name, template.level) == ("template_without_eos", "look")  # the cause comes first
+    assert (none_ends.name, none_ends.level) == ("never_ends", "wrong")
 
 
 def test_a_few_responses_do_not_say_how_many_end():
@@ -245,13 +243,13 @@ def test_a_few_responses_do_not_say_how_many_end():
     assert found_in([none] * 8, **few)["never_ends"] == ("wrong", 1)
     one_ends = [none] * 4 + [{"rollout/finished": 1 / 64}] + [none] * 3
     assert found_in(one_ends, batch_size=64)["never_ends"] == ("wrong", 1)
-    assert (
-        found_in([none, none, {"rollout/finished": 1 / 16}, none], batch_size=16)["never_ends"][0] == "wrong"
-    )
-    by_chance = [{"rollout/finished": 0.75}, *[half, none, none, none, half] * 3]
-    assert found_in(by_chance, **few)["few_end"][0] == "look"
-    assert "few_end" not in found_in([{}, *[half] * 3], **few)
-    assert found_in([{}] * 8 + [{"rollout/finished": 0.4}] * 8, **few)["few_end"] == ("wrong", 9)
+    seldom = [none, none, {"rollout/finished": 1 / 16}, none]
+    assert found_in(seldom, batch_size=16)["never_ends"] == ("wrong", 1)
+    by_chance = [{}, none, {}, half, half, {}, half, none, {}, half, half, {}]
+    assert found_in(by_chance, **few).keys() == {"small_batch"}
+    assert found_in([half] * 7, **few).keys() == {"small_batch"}
+    assert found_in([half] * 8, **few)["few_end"] == ("look", 1)
+    assert found_in([{}] * 8 + [{"rollout/finished": 0.4}] * 3, **few)["forgets_to_stop"] == ("wrong", 9)
 
 
 def test_where_a_cut_answer_costs_nothing_only_a_fall_of_the_ends_is_unusual():
@@ -260,7 +258,10 @@ def test_where_a_cut_answer_costs_nothing_only_a_fall_of_the_ends_is_unusual():
     assert found_in([none] * 2, **free) == {"never_ends": ("look", 1)}
     assert found_in([some] * 8, **free) == {}
     assert found_in([some] * 8) == {"few_end": ("look", 1)}
-    assert found_in([{}] * 3 + [some] * 3, **free)["few_end"] == ("wrong", 4)
+    assert found_in([{}] * 3 + [some] * 3, **free) == {"forgets_to_stop": ("wrong", 4)}
+    assert found_in([{}] * 3 + [some] * 3) == {"forgets_to_stop": ("wrong", 4)}  # it says more than few_end
+    rare = [{"rollout/finished": 0.19}, *[{"rollout/finished": 0.05}] * 3]  # it cannot fall far
+    assert found_in(rare, **free) == {}
 
 
 def test_equal_prompts_may_get_equal_responses():
@@ -271,11 +272,11 @@ def test_equal_prompts_may_get_equal_responses():
         assert ("answers_alike" in found) is there, share
 
 
-def test_the_end_of_a_run_with_few_prompts_is_named_by_its_own_flag():
-    (by_epochs,) = start_of(prompts=10, epochs=50).values()
-    assert by_epochs.remedy == "more prompts in --data_path, or --epochs 5"
-    (by_steps,) = start_of(prompts=10, epochs=10**6, max_steps=46).values()
-    assert by_steps.remedy == "more prompts in --data_path, or --max_steps 4"
+def test_few_prompts_are_told_the_steps_that_use_each_thirty_times():
+    """10 prompts, 128 responses a step: 30 * 10 / 128 = 2.3."""
+    (found,) = start_of(prompts=10, epochs=50).values()
+    assert found.numbers == "10 prompts or logged answers, 589 samples or passes of each"
+    assert found.remedy == "more data, or --max_steps 3"
 
 
 def test_one_word_answers_are_alike_and_nothing_is_wrong_unless_the_evaluations_fall():
@@ -315,7 +316,6 @@ def test_all_scores_are_equal_from_the_start():
     same = {"reward/score_std": 0.0}
     assert found_in([same] * 3) == {"scores_alike": ("look", 1)}  # 384 responses of a hard task
     assert found_in([same] * 4) == {"scores_alike": ("wrong", 1)}
-    assert found_in([*[same] * 12, {}, *[same] * 30], batch_size=16)["scores_alike"] == ("look", 1)
     assert found_in([same] * 9, batch_size=48) == {"scores_alike": ("look", 1)}
     assert found_in([same] * 6, batch_size=48, processes=2) == {"scores_alike": ("wrong", 1)}
     assert "scores_alike" not in found_in([{}, *[same] * 5])  # later: all is learned
@@ -361,20 +361,12 @@ def test_a_held_out_fall_is_told_from_chance_and_named_by_what_the_score_does():
     assert (
         found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.0, name="eval/judge"))["held_out_falls"][0] == "look"
     )
-    assert "held_out_falls" not in found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.6, name="eval/judge"))
+    # The spread of the scores is 1: 2 sqrt(2) / sqrt(500) = 0.126.
+    assert found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.87, name="eval/judge"))["held_out_falls"]
+    assert "held_out_falls" not in found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.88, name="eval/judge"))
     centred = evaluated(run_of(16, {}), 0.02, 0.03, -0.1, name="eval/judge")  # near 0, as reward models are
-    assert found_in(centred)["held_out_falls"][0] == "wrong"  # of an older version, which has no spread
     assert "held_out_falls" not in found_in(evaluated(centred, 1.2, 1.2, 1.2, name="eval/judge_std"))
     assert found_in(evaluated(centred, 0.3, 0.3, 0.3, name="eval/judge_std"))["held_out_falls"][0] == "wrong"
-
-
-def test_a_policy_that_knows_nothing_of_the_prompts():
-    """Half of ln 389 is 2.98 nats."""
-    facts = {**FACTS, "vocabulary": 389}
-    assert found_in([{"policy/entropy": 3.0}], facts=facts) == {"policy_is_lost": ("look", 1)}
-    assert found_in([{"policy/entropy": 2.9}], facts=facts) == {}
-    assert found_in([{}, {"policy/entropy": 3.0}], facts=facts) == {}
-    assert found_in([{"policy/entropy": 3.0}], facts={**FACTS, "vocabulary": 99}) == {}
 
 
 def test_entropy_that_falls_or_rises_while_nothing_gets_better():
@@ -387,32 +379,29 @@ def test_entropy_that_falls_or_rises_while_nothing_gets_better():
     assert "entropy_rises" not in found_in(evaluated(run_of(16, {"policy/entropy": 0.3}), 0.6, 0.6))
 
 
-def test_a_score_that_stays_below_its_start():
+def test_a_score_that_falls_below_its_start():
+    """The spread of steps is 0.1 sqrt(pi) / 2 = 0.0886, and one standard error of the difference of a mean
+    of four and one of ten sqrt(1 / 4 + 1 / 10) times that: 0.0524. Four of them are 0.21."""
     start = [{"reward/score": 1.0 + 0.1 * (n % 2)} for n in range(WINDOW)]
-    spread = spread_of_steps([m["reward/score"] for m in start])
-    far, near = ([{"reward/score": 1.05 - times * spread}] * WINDOW for times in (2.1, 1.9))
-    assert found_in([*start, *far])["score_below_start"] == ("wrong", WINDOW + 1)
-    assert "score_below_start" not in found_in([*start, *far[:-1]])  # not yet for long
-    assert "score_below_start" not in found_in([*start, *near])
+    far, near = ([{"reward/score": 1.05 - fall}] * WINDOW for fall in (0.212, 0.208))
+    assert found_in([*start, *far]) == {"score_below_start": ("wrong", 2 * WINDOW)}
+    assert found_in([*start, *far[:-1]]) == {}  # not yet for long
+    assert found_in([*start, *near]) == {"score_is_flat": ("look", 2 * WINDOW)}
     raw = {"reward/score_raw": 5.0}  # --normalize_reward: only the raw score can be compared
     assert "score_below_start" not in found_in([m | raw for m in (*start, *far)])
 
 
 def test_a_policy_that_does_not_move_or_moves_for_nothing():
     still = {"kl/sequence": 0.01}
-    assert found_in(run_of(12, still, still))["policy_is_stuck"] == ("look", 5)
-    assert "policy_is_stuck" not in found_in(run_of(11, still, still))
-    assert "policy_is_stuck" not in found_in(run_of(12, {"kl/sequence": 0.04}, {"kl/sequence": 0.04}))
-    (stuck,) = findings(steps_of(*run_of(12, still, still)), {**FLAGS, "kl_coef": 1.0, "facts": FACTS})
-    assert stuck.remedy == "--kl_coef 0.02"
-    heavy = {**still, "reward/score_std": 0.02, "value/bias": 0.0}
-    (stuck,) = findings(steps_of(*run_of(12, heavy, heavy)), {**FLAGS, "facts": FACTS})
-    assert stuck.remedy == "--kl_coef 0.002"  # not what the run has already
-    target = {**FLAGS, "facts": FACTS, "kl_target": 2.0}  # it moves the coefficient
-    assert findings(steps_of(*run_of(12, heavy, heavy)), target)[0].remedy.startswith("--learning_rate")
+    assert found_in(run_of(10, still, still))["policy_is_stuck"] == ("look", 1)
+    assert "policy_is_stuck" not in found_in(run_of(9, still, still))
+    for kl in (0.04, -0.04):
+        assert "policy_is_stuck" not in found_in(run_of(12, {"kl/sequence": kl}, {"kl/sequence": kl}))
+    waits = [{**x, "policy/loss": None} for x in run_of(9, still, still)] + run_of(9, still, still)
+    assert "policy_is_stuck" not in found_in(waits)  # only the critic has trained
     same = {**still, "reward/score_std": 0.0}
     assert found_in(run_of(12, same, same)).keys() == {"scores_alike"}
-    late = [{"kl/sequence": 0.8 if n < 12 else 0.01} for n in range(20)]
+    late = [{"kl/sequence": 0.8 if n < 10 else 0.01} for n in range(20)]
     assert "policy_is_stuck" in found_in(
         [{**x, "reward/score": 1 + 0.1 * (n % 2)} for n, x in enumerate(late)]
     )
@@ -429,54 +418,32 @@ def test_the_format_alone_rises():
     early = {"reward/format": 0.1, "reward/marks": 0.5, "reward/model": 0.5}
     late = {"reward/format": 0.5, "reward/marks": 1.0, "reward/model": 0.3}
     steps = [{**(early if n < 10 else late), "reward/score": 1.1 + 0.7 * (n >= 10)} for n in range(20)]
-    assert found_in(steps)["form_gains_judge_loses"] == ("wrong", 20)
-    facts = {**FACTS, "reward_models": {"model": {**JUDGE, "weight": 0.5}}}
-    for given, weight in (("a/DIR=0.5", facts), ("a/DIR", FACTS)):
-        found = findings(steps_of(*steps), {**FLAGS, "reward_model": [given], "facts": weight})
-        (remedy,) = [f.remedy for f in found if f.name == "form_gains_judge_loses"]
-        assert remedy == f"--reward_model a/DIR={'1' if '=' in given else '2'}, or --reasoning 0"
-    (remedy,) = [f.remedy for f in findings(steps_of(*steps), {}) if f.name == "form_gains_judge_loses"]
-    assert remedy == "larger scores in the rest of the reward, or --reasoning 0"  # of an older version
-    two = [{("reward/model_a" if n == "reward/model" else n): x for n, x in s.items()} for s in steps]
-    two = [{**s, "reward/model_b": 0.2, "reward/score": s["reward/score"] + 0.2} for s in two]
-    judges = {"model_a": JUDGE, "model_b": {**JUDGE, "weight": -0.5}}
-    flags = {"reward_model": ["x/a", "y/b=-0.5"], "facts": {**FACTS, "reward_models": judges}}
-    form = the("form_gains_judge_loses", two, **flags)
-    assert form.remedy == "--reward_model x/a=2 y/b=-1, or --reasoning 0"
-    assert form.numbers == "format +0.40, marks +0.50, model_a -0.20, model_b +0.00"
-    stands = [{**s, "reward/model": 0.5, "reward/score": 1.1 + 0.9 * (n >= 10)} for n, s in enumerate(steps)]
-    assert found_in(stands)["form_gains_judge_loses"] == ("look", 20)
+    assert found_in(steps)["form_gains_judge_loses"] == ("look", 20)
+    found = the("form_gains_judge_loses", steps)
+    assert found.numbers == (
+        "reward/score 1.800, at the start 1.100, of this rise +0.900 by reward/format, reward/marks"
+    )
     assert "form_gains_judge_loses" not in found_in(evaluated([dict(s) for s in steps], 0.6, 0.9))
     assert "form_gains_judge_loses" in found_in(evaluated([dict(s) for s in steps], 0.6, 0.6))
 
 
-def forms(rise, noise=0.0, parts=("format", "marks", "model")):
-    """20 steps: two rules gain 0.9, and the third part, the user's, rises so much and goes up and down by
-    ``noise`` from step to step."""
-    rows = [(0.4 * (n >= 10), 0.5 * (n >= 10), rise * (n >= 10) + noise * (n % 2)) for n in range(20)]
-    named = [dict(zip((f"reward/{part}" for part in parts), row, strict=True)) for row in rows]
-    return [{**row, "reward/score": sum(row.values())} for row in named]
-
-
-def test_the_users_part_does_not_rise_or_falls_and_the_form_has_most_of_the_gain():
-    """Noise of 0.2 up and down is a standard deviation of 0.2 sqrt(pi) / 2 = 0.177; two standard errors of
-    the difference of two means of ten are 2 sqrt(2 / 10) 0.177 = 0.159."""
-
-    def level(*args, **more):
-        return found_in(forms(*args), **more).get("form_gains_judge_loses", ("", 0))[0]
-
+def test_the_form_has_most_of_the_gain():
+    """Two rules gain 0.9, and the third part, the user's: a fifth of the gain is 0.225."""
     eos = "missing_eos", "repetition"
     for parts in (("format", "marks", "model"), (*eos, "function"), (*eos, "server"), (*eos, "model_rm")):
-        assert level(-0.021, 0.0, parts) == "wrong" and level(-0.019, 0.0, parts) == "look"
-        assert level(-0.17, 0.2, parts) == "wrong" and level(-0.15, 0.2, parts) == "look"
-        assert level(0.15, 0.2, parts) == "look" and level(0.17, 0.2, parts) == ""
-        assert level(0.22, 0.5, parts) == "look" and level(0.23, 0.5, parts) == ""  # a fifth of the gain
+        for rest, there in ((-0.2, True), (0.22, True), (0.23, False)):
+            rows = [dict(zip(parts, (0.4 * n, 0.5 * n, rest * n), strict=True)) for n in [0] * 10 + [1] * 10]
+            steps = [
+                {f"reward/{name}": x for name, x in {**row, "score": sum(row.values())}.items()}
+                for row in rows
+            ]
+            assert ("form_gains_judge_loses" in found_in(steps)) is there, (parts, rest)
+    steps = [{**step, "reward/server": 0.0} for step in steps]
     for name, there in (("score", True), ("judge", False)):  # a score that rises by rules is no witness
-        steps = evaluated(forms(0.0), 0.1, 1.0, name=f"eval/{name}")
-        assert ("form_gains_judge_loses" in found_in(steps)) is there
-    (found,) = findings(steps_of(*forms(0.0, 0.0, (*eos, "function"))), {"facts": {}})
-    assert found.numbers == "missing_eos +0.40, repetition +0.50, function +0.00"
-    assert found.remedy == "larger scores in the rest of the reward, or a smaller --repetition_penalty"
+        alone = [{**s, "reward/model_rm": 0.0, "reward/score": 0.9 * (n >= 10)} for n, s in enumerate(steps)]
+        assert (
+            "form_gains_judge_loses" in found_in(evaluated(alone, 0.1, 1.0, name=f"eval/{name}"))
+        ) is there
 
 
 def test_a_score_that_is_normalised_is_told_from_its_rules_by_the_raw_one():
@@ -520,7 +487,7 @@ def start_of(**change):
         ({"learning_rate": 1e-5}, "unusual_flags", "look", "--learning_rate 0.0005"),
         ({"critic_learning_rate": 1e-7}, "unusual_flags", "look", "--critic_learning_rate 0.0005"),
         ({"cliprange_value": 0.001}, "unusual_flags", "look", "--cliprange_value 0.5"),
-        ({"prompts": 190}, "few_prompts", "look", "--data_path"),
+        ({"prompts": 190}, "few_prompts", "look", "--max_steps 45"),
         ({"batch_size": 15}, "small_batch", "look", "--batch_size"),
     ],
 )
@@ -557,9 +524,7 @@ def test_what_is_left_out_or_too_few_offline_is_named_by_the_flags_of_logged_ans
     found = start_of(dropped=1200, long_answers=599, offline_data_path="x")["records_dropped"]
     assert found.symptom.startswith("many prompts") and found.remedy == "--max_seq_len 1024"
     found = start_of(prompts=190, offline_data_path="x")["few_prompts"]
-    assert found.symptom.startswith("few answers for so many passes")
-    assert found.numbers.startswith("190 answers, ") and found.numbers.endswith(" passes")
-    assert found.remedy.startswith("more answers in --offline_data_path, or --")
+    assert found.numbers.startswith("190 prompts or logged answers, ")
 
 
 def test_flags_and_facts_that_are_usual():
@@ -583,16 +548,12 @@ def test_reward_models_that_cannot_be_right():
     assert start_of(reward_models=judge(sees_answer=False)).keys() == {"judge_is_blind"}
     assert start_of(reward_models=judge(template=False)).keys() == {"judge_without_template"}
     assert start_of(reward_models=judge(template=False), chat_template=False) == {}
-    assert start_of(reward_models=judge(weight=-1.0)).keys() == {"judge_against"}
-    weak = start_of(reward_models=judge(weight=0.02), reward_model=["DIR=0.02"])
+    assert start_of(reward_models=judge(weight=-1.0)) == {}  # nobody writes the sign by mistake
+    weak = start_of(reward_models=judge(weight=0.49))
     assert weak.keys() == {"form_outweighs_judge"}
-    assert weak["form_outweighs_judge"].remedy == "--reward_model DIR=0.5, or --reasoning 0"
-    two = judge() | {"other": {**JUDGE, "weight": -0.5}}
-    against = start_of(reward_models=two, reward_model=["a=b/DIR", "OTHER=-0.5"])
-    assert against["judge_against"].remedy == "--reward_model a=b/DIR OTHER=0.5"
-    assert start_of(reward_models=two, reward_model=[])["judge_against"].remedy == (
-        "--reward_model PATH PATH=0.5"
-    )
+    assert weak["form_outweighs_judge"].remedy.endswith("in --reward_model, or --reasoning 0")
+    two = judge(sees_answer=False) | {"other": {**JUDGE, "sees_answer": False}}
+    assert start_of(reward_models=two)["judge_is_blind"].numbers == "model, other"
     assert start_of(reward_models=judge(weight=0.6)) == {}
     assert start_of(reward_models=judge(weight=0.02), reasoning=0) == {}
 
@@ -616,16 +577,14 @@ def test_a_longer_size_is_named_as_far_as_the_positions_of_the_model_go():
     none, few = [{"rollout/finished": 0.0}] * 2, [{"rollout/finished": 0.5}] * 4
     assert remedy("never_ends", none, max_gen_len=22).startswith("--max_gen_len 88; or check eos_token")
     assert remedy("never_ends", none, max_gen_len=30).startswith("--max_gen_len 88; or check eos_token")
-    assert remedy("never_ends", none, max_gen_len=71).startswith("check eos_token")  # hardly longer than now
+    assert remedy("never_ends", none, max_gen_len=88).startswith("check eos_token")
     assert remedy("few_end", few, max_gen_len=44) == "--max_gen_len 88"
     assert remedy("few_end", few, max_gen_len=70) == "--max_gen_len 88"
-    assert remedy("few_end", few, max_gen_len=88).startswith("--missing_eos_penalty 2, or shorter prompts")
+    assert remedy("few_end", few, max_gen_len=88).startswith("shorter prompts: ")
     small["dropped"] = 3000
     assert remedy("records_dropped", [{}], max_seq_len=16) == "--max_seq_len 64"
     assert remedy("records_dropped", [{}], max_seq_len=40) == "--max_seq_len 64"
-    assert remedy("records_dropped", [{}], max_seq_len=64).startswith(
-        "shorter prompts, or a smaller --max_gen_len"
-    )
+    assert remedy("records_dropped", [{}], max_seq_len=64).startswith("shorter prompts or answers")
     small["positions"] = None  # no limit
     assert remedy("records_dropped", [{}], max_seq_len=64) == "--max_seq_len 256"
     assert remedy("never_ends", none, max_gen_len=88).startswith("--max_gen_len 352;")
@@ -765,13 +724,13 @@ def test_the_command_speaks_of_any_run_folder(tmp_path):
     lines = [json.dumps(line) for line in DEMO]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 47, "kl')  # killed while it wrote
     code, out, _ = ask(folder)
-    assert (code, out) == (0, f"{folder}: 46 steps\n\nHealth: nothing unusual was found.\n")
+    assert (code, out) == (0, f"{folder}: step 46\n\nHealth: nothing unusual was found.\n")
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 47, "policy/ratio": 9.0}\n']))
     code, out, _ = ask(folder)
     assert code == 1
     assert "**ratio_drastic** (wrong, since step 47)" in out
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert ask(folder)[1].startswith(f"{folder}: 1 step\n")
+    assert ask(folder)[1].startswith(f"{folder}: step 1\n")
     (folder / "config.json").write_text('{"script": "train_sft.py"}')
     assert ask(folder)[:2] == (0, f"{folder}: a run of train_sft.py; only runs of train_ppo.py are checked\n")
     for wrong in ([tmp_path / "nothing"], [ROOT / "docs"], [], ["--help"], [folder, folder]):
@@ -780,30 +739,16 @@ def test_the_command_speaks_of_any_run_folder(tmp_path):
         assert len(err.splitlines()) == 1
 
 
-def test_for_a_folder_of_runs_the_command_judges_the_one_that_was_logged_last(tmp_path, capsys):
-    for name, when in (("run_1", 100), ("run_3", 300), ("run_2", 200)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 1, "policy/ratio": {when / 100}}}\n')
-        os.utime(tmp_path / name / "metrics.jsonl", (when, when))
-    assert main([str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path / 'run_3'}, the newest run in {tmp_path}: 1 step\n")
-    assert "policy/ratio 3" in said
-    assert main([str(tmp_path / "run_1")]) == 0
-
-
 def test_what_cannot_be_read_is_named_in_one_line_and_half_a_line_at_the_end_is_left_out(tmp_path):
     config, metrics = tmp_path / "config.json", tmp_path / "metrics.jsonl"
     config.write_text('{"critic_warmup_steps": "auto"}')
     metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "kl')
     assert read_run(tmp_path) == ([{"step": 0}, {"step": 1}], {"critic_warmup_steps": "auto"})
-    metrics.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: is no line of metrics \(.*\); restore it"):
-        read_run(tmp_path)
-    config.write_text("{")
-    with pytest.raises(InputError, match=r"is no run folder .*; name one such as out/run_1"):
-        read_run(tmp_path)
+    for broken in (metrics, config):
+        broken.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
+        with pytest.raises(InputError, match=r"cannot be read as a run folder .*; name one"):
+            read_run(tmp_path)
+        broken.write_text("{}\n")
 
 
 def test_the_command_ends_without_a_word_where_its_reader_has_ended(tmp_path):
@@ -845,7 +790,7 @@ def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
             "policy/approx_kl",
             0.1,
             "steps_too_large",
-            {"ppo_epochs": 1, "target_kl": 0.02},
+            {"ppo_epochs": 1},
             "--learning_rate 0.00017",
         ),
         (
@@ -853,10 +798,8 @@ def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
             0.1,
             "steps_too_large",
             {},
-            "--learning_rate 0.00017 --ppo_epochs 1 --target_kl 0.05",
+            "--learning_rate 0.00017 --ppo_epochs 1",
         ),
-        ("policy/grad_norm", 99.0, "gradient_is_cut", {"grad_clip": 2.0}, "--grad_clip 20"),
-        ("policy/grad_norm", 99.0, "gradient_is_cut", {"grad_clip": 0.01}, "--grad_clip 1"),
         ("rollout/sampler_gap", 0.2, "sampler_apart", {}, "report it on the project's issue page"),
         (
             "rollout/sampler_gap",
@@ -882,19 +825,22 @@ def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
         ),
         ("reward/at_limit", 0.5, "scores_at_limit", {}, "--normalize_reward 1 --critic_init actor"),
         ("reward/at_limit", 0.5, "scores_at_limit", {"critic_init": "actor"}, "--normalize_reward 1"),
+        ("policy/skipped_steps", 0.5, "updates_skipped", {}, "--learning_rate 0.00017"),
         (
-            "value/bias",
-            2.0,
-            "critic_biased",
-            {"critic_learning_rate": 0.5, "lam": 1.0},
-            "--critic_learning_rate 0.0005",
+            "policy/skipped_steps",
+            0.5,
+            "updates_skipped",
+            {"dtype": "auto"},
+            "--dtype float32 --learning_rate 0.00017",
         ),
+        ("value/clip_fraction", 0.5, "critic_is_held", {}, "--critic_learning_rate 0.00017"),
+        ("value/clip_fraction", 0.5, "critic_is_held", {"cliprange_value": 0.1}, "--cliprange_value 0.5"),
         (
             "value/explained_variance",
             -1.0,
             "critic_useless",
-            {"critic_warmup_steps": 10, "lam": 1.0},
-            "--critic_learning_rate 0.00017 --critic_warmup_steps 20",
+            {"lam": 1.0},
+            "--critic_learning_rate 0.00017",
         ),
     ],
 )
@@ -913,56 +859,32 @@ def test_a_finding_that_becomes_wrong_is_said_again_and_then_never():
     assert [f.step for f in health.sorted] == [1]  # since when, not when it became worse
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "change", "escalates"),
-    [
-        ("learning_rate", 0.05, {"policy/ratio": 3.0}, True),
-        ("learning_rate", 1e-6, {"policy/ratio": 3.0}, False),  # this is not what a low rate does
-        ("learning_rate", 0.05, {"policy/first_ratio": 2.0}, False),  # nor this what a high one does
-        ("critic_learning_rate", 0.05, {"policy/ratio": 3.0}, False),
-        ("critic_learning_rate", 0.05, {"value/explained_variance": -3.0}, True),
-        ("ppo_epochs", 30, {"policy/ratio": 3.0}, True),
-    ],
-)
-def test_an_unusual_flag_is_wrong_and_first_once_the_run_breaks_by_it(flag, value, change, escalates):
-    health = Health({**FLAGS, "facts": FACTS, flag: value})
-    said = [health.add(record) for record in steps_of({}, *[change] * 5)]
-    assert [(f.name, f.level) for f in said[0]] == [("unusual_flags", "look")]
-    begun = next(found for found in said[1:] if any(f.level == "wrong" for f in found))
-    assert (begun[0].name == "unusual_flags") is escalates
-    assert (health.sorted[0].name == "unusual_flags") is escalates
-    unusual = next(f for f in health.sorted if f.name == "unusual_flags")
-    assert (unusual.level, unusual.symptom.endswith("the run breaks: change it first")) == (
-        ("wrong", True) if escalates else ("look", False)
-    )
+def test_what_was_unusual_before_the_first_step_comes_first_and_its_value_is_that_of_all_remedies():
+    """A rate of 0.05 is a hundred times what suits the model; a third of it would still break the run."""
+    rate = {**FLAGS, "facts": FACTS, "learning_rate": 0.05}
+    health = Health(rate)
+    said = [health.add(record) for record in steps_of({}, {"policy/ratio": 3.0})]
+    assert [[(f.name, f.level) for f in found] for found in said] == [
+        [("unusual_flags", "look")],
+        [("ratio_drastic", "wrong")],
+    ]
+    unusual, drastic = health.sorted
+    assert unusual.remedy == "--learning_rate 0.0005"
+    assert drastic.remedy == "--learning_rate 0.0005 --ppo_epochs 1"
 
 
 def test_no_report_moves_a_flag_both_ways():
-    critic = {"value/explained_variance": -0.5, "value/bias": 2.0}
-    useless, biased = findings(steps_of(*[critic] * 5), {**FLAGS, "facts": FACTS})
-    assert useless.remedy.startswith("--critic_learning_rate 0.00017 --lam 1")
-    assert biased.remedy == "(--critic_learning_rate: do first what critic_useless says) --lam 1"
-    useless, biased = findings(steps_of(*[critic] * 5), {})  # of an old version: the rate is not known
-    assert useless.remedy.startswith("a smaller --critic_learning_rate --lam 1")
-    assert biased.remedy == "(--critic_learning_rate: do first what critic_useless says) --lam 1"
-    broken = [{"value/bias": 2.0}] * 5 + [{"value/bias": 2.0, "value/explained_variance": -3.0}] * 5
-    useless, biased = findings(steps_of(*broken), {**FLAGS, "facts": FACTS})  # the wrong one begins later
+    """A critic's rate that is lowered by the first finding is not raised by another one."""
+    critic = {"value/explained_variance": -0.5, "value/error": 2.0}
+    useless, stuck = findings(steps_of(*[critic] * 5), {**FLAGS, "facts": FACTS})
+    assert useless.remedy == "--critic_learning_rate 0.00017 --lam 1"
+    assert stuck.remedy == "--critic_learning_rate 0.00017"
+    alone = findings(steps_of(*[{"value/error": 2.0}] * 5), {**FLAGS, "facts": FACTS})
+    assert alone[0].remedy == "--critic_learning_rate 0.0015"
+    broken = [{"value/error": 2.0}] * 5 + [{"value/error": 2.0, "value/explained_variance": -3.0}] * 5
+    useless, stuck = findings(steps_of(*broken), {**FLAGS, "facts": FACTS})  # the wrong one begins later
     assert (useless.name, useless.level, useless.step) == ("critic_useless", "wrong", 6)
-    assert "critic_useless" in biased.remedy
-    full = {**FACTS, "dropped": 3000, "positions": 128, "longest": 40}
-    few = [{"rollout/finished": 0.5}] * 4
-    dropped, cut = findings(steps_of(*few), {**FLAGS, "facts": full, "max_seq_len": 64, "max_gen_len": 60})
-    assert dropped.remedy.startswith("shorter prompts, or a smaller --max_gen_len")
-    assert cut.remedy == "(--max_gen_len: do first what records_dropped says)"
-
-
-def test_a_policy_that_is_far_is_wrong_only_where_an_evaluation_clearly_fell():
-    far = [{"kl/sequence": 20.0, "rollout/length": 30.0}] * 3
-    for last, level in ((0.51, "look"), (0.2, "wrong")):
-        steps = [{"step": 0, "eval/accuracy": 0.5}, *steps_of(*far)]
-        steps[-1]["eval/accuracy"] = last
-        found = findings(steps, {**FLAGS, "facts": FACTS})
-        assert [f.level for f in found if f.name == "kl_far"] == [level]
+    assert stuck.remedy == "--critic_learning_rate 0.00017"
 
 
 def test_the_limit_of_the_first_ratio_is_that_of_the_type_in_which_the_run_computed():
@@ -972,11 +894,12 @@ def test_the_limit_of_the_first_ratio_is_that_of_the_type_in_which_the_run_compu
         assert [f.name for f in found].count("first_ratio") == count
 
 
-def test_a_run_without_a_step_is_said_to_have_none(tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
+def test_a_run_without_a_step_is_judged_by_its_flags(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"temperature": 9.0}')
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 0
-    assert "no step was logged yet" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}: step 0\n") and "try: --temperature 1\n" in said
 
 
 def test_a_step_costs_the_same_however_long_the_run_is():
@@ -1003,9 +926,6 @@ def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():
 # ----------------------------------------------------------------------------------- causes and remedies
 
 
-COMPARE = "compare a step's best and worst answers in samples.jsonl: if they are alike, mend the reward"
-
-
 def the(name, changes, facts=FACTS, **args):
     """The finding of this name of a run whose steps are the usual one with these changes."""
     found = findings(steps_of(*changes), {"facts": facts, **FLAGS, **args})
@@ -1013,89 +933,57 @@ def the(name, changes, facts=FACTS, **args):
 
 
 @pytest.mark.parametrize(
-    ("target", "kl", "cause", "remedy"),
-    [
-        (0.05, 0.04, "--learning_rate is too high", "--learning_rate 0.00017"),
-        (0.02, 0.01, "--learning_rate is too high", "--learning_rate 0.00017"),
-        (0.019, 0.01, "--target_kl is too small", "--target_kl 0.05"),
-        (1e-6, 0.019, "--target_kl is too small", "--target_kl 0.02"),
-        (1e-6, 0.03, "--learning_rate is too high", "--learning_rate 0.00017 --target_kl 0.02"),
-    ],
+    ("target", "remedy"),
+    [(0.05, "--learning_rate 0.00017"), (0.02, "--learning_rate 0.00017"), (1e-6, "--target_kl 0.02")],
 )
-def test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small(target, kl, cause, remedy):
-    stops = [{"policy/early_stop": 1.0, "policy/approx_kl": kl}] * 3
-    found = the("early_stop_starves", stops, target_kl=target)
-    assert (found.causes[0], found.remedy) == (cause, remedy)
+def test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small(target, remedy):
+    assert the("early_stop_starves", [{"policy/early_stop": 1.0}] * 3, target_kl=target).remedy == remedy
 
 
-def test_a_rate_that_is_high_is_not_raised():
+def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
     still = run_of(12, {"kl/sequence": 0.01}, {"kl/sequence": 0.01})
-    biased, error = [{"value/bias": 2.0}] * 5, [{"value/error": 2.0}] * 5
-    critic, unknown = "--critic_learning_rate", {**FACTS, "suited": {}}
-    for name, flag, changes, more in (
-        ("policy_is_stuck", "--learning_rate", still, ""),
-        ("critic_biased", critic, biased, " --lam 1"),
-        ("critic_learns_nothing", critic, error, ""),
-    ):
-        for rate, word, value in (
-            (1.1e-3, "high", "0.00037"),
-            (9e-4, "low", "0.0027"),
-            (1.0, "high", "0.0005"),
-        ):
-            found = the(name, changes, **{flag[2:]: rate})
-            assert found.causes[0] == f"{flag} is too {word}"
-            assert found.remedy == f"{flag} {value}{more}"
-        assert the(name, changes, unknown, **{flag[2:]: 1.0}).remedy == f"{flag} 0.33{more}"
+    for rate, value in ((1e-4, "0.0005"), (5e-4, "0.0015"), (4e-3, "0.01")):  # at most 20 times
+        remedy = the("policy_is_stuck", still, learning_rate=rate).remedy
+        assert remedy == f"--learning_rate {value}, or a smaller --kl_coef"
+    drastic = [{"policy/ratio": 5.0}]
+    unknown = {**FACTS, "suited": {}}  # of an older version
+    for rate, facts, value in ((6e-3, FACTS, "0.0005"), (9e-4, FACTS, "0.0003"), (6e-3, unknown, "0.002")):
+        found = the("ratio_drastic", drastic, facts, learning_rate=rate, ppo_epochs=1)
+        assert found.remedy == f"--learning_rate {value}"
 
 
-def test_the_bias_of_the_critic_has_a_direction():
-    for bias, word in ((2.0, "high"), (-2.0, "low")):
-        found = the("critic_biased", [{"value/bias": bias}] * 5)
-        assert found.symptom.startswith(f"the critic's values are too {word}:")
-    assert "--cliprange_value is too small" in found.causes
-    unclipped = the("critic_biased", [{"value/bias": 2.0}] * 5, cliprange_value=0)
-    assert "--cliprange_value is too small" not in unclipped.causes
-
-
-def test_a_cause_that_the_flags_rule_out_is_not_named():
-    for name, change in (
-        ("steps_too_large", {"policy/approx_kl": 0.1}),
-        ("kl_far", {"kl/sequence": 20.0}),
-        ("ratio_drastic", {"policy/ratio": 5.0}),
-    ):
-        for epochs, there in ((1, False), (2, True), (None, True)):  # of an old version: not known
-            found = the(name, [change] * 3, ppo_epochs=epochs)
-            assert ("--ppo_epochs is too large" in found.causes) is there, name
-    for penalty in (1.0, 0.0):
-        found = the("empty_answers", [{}, {"rollout/length": 1.0}], missing_eos_penalty=penalty)
-        assert ("--missing_eos_penalty is too large" in found.causes) is bool(penalty)
+def test_what_is_not_known_is_left_out():
+    """A run of an older version, without flags and with few metrics."""
+    (found,) = findings([{"step": 1, "policy/approx_kl": 0.6}], {})
+    assert found.numbers == "policy/approx_kl 0.600 (usual: below 0.05)"
+    (found,) = findings([{"step": n, "value/error": 2.0} for n in range(1, 6)], {})
+    assert found.remedy == "see docs/health.md"
 
 
 def test_no_remedy_goes_beyond_what_its_flag_takes_or_what_is_usual():
     known = train_ppo.flag_parser().flags
-    for name, most in TOP.items():
-        assert not known[name].problem(most), name
-    far = [{"kl/sequence": 20.0}] * 3
+    for name, values in ROWS["usual"].items():
+        for value in values:
+            if value:
+                assert not known[name].problem(value), name
+        least, most, usual = values
+        assert least <= usual <= most
+    far = [{"kl/k1": 2.0}]
     assert the("kl_far", far, kl_coef=1.0).remedy == "--learning_rate 0.00017 --kl_coef 2"
-    assert the("kl_far", far, kl_coef=1.7).remedy == "--learning_rate 0.00017"
+    assert the("kl_far", far, kl_coef=2.0).remedy == "--learning_rate 0.00017"
+    assert the("kl_far", far, kl_coef=0.0).remedy == "--learning_rate 0.00017 --kl_coef 0.02"
     longer = [{"rollout/length": 28.0, "rollout/score_length_corr": 0.7}] * 3
     assert the("score_follows_length", longer, kl_coef=2.0).remedy == "another reward"
     empty = [{}, {"rollout/length": 1.0}]
     words = "a reward that gives less to an empty answer"
     assert the("empty_answers", empty, kl_coef=2.0, missing_eos_penalty=0).remedy == words
-    assert the("empty_answers", empty, kl_coef=2.0).remedy == "--missing_eos_penalty 0.3"
+    assert the("empty_answers", empty, kl_coef=2.0).remedy == "--missing_eos_penalty 0.33"
     large = [{"reward/score_std": 1000.0}] * 2
     assert the("kl_weighs_nothing", large).remedy == "a reward divided by 1e+03"
-    assert (
-        the("kl_weighs_nothing", [{}] * 2, kl_coef=1e-4).remedy == "--kl_coef 0.02, or a reward divided by 1"
-    )
-    cut, few = [{"policy/grad_norm": 1e9}] * 5, [{"rollout/finished": 0.5}] * 4
-    assert the("gradient_is_cut", cut, grad_clip=1e6).remedy == "a reward with a smaller scale"
-    assert the("few_end", few, max_gen_len=2**19 + 2**18).remedy == "--max_gen_len 1048576"
     flat = [{"reward/score": 1 + 0.1 * (n % 2)} for n in range(20)]
-    assert the("score_is_flat", flat).remedy == f"{COMPARE}; --batch_size 256"
-    assert the("score_is_flat", flat, batch_size=2**20).remedy == COMPARE
-    repeated = [{}, *[{"rollout/repetition": 0.5}] * 3]
-    assert (
-        the("repetition", repeated, repetition_penalty=1e6, kl_coef=2.0).remedy == "--learning_rate 0.00017"
-    )
+    assert the("score_is_flat", flat).remedy.endswith("mend the reward; else --batch_size 256")
+
+
+def test_each_row_has_conditions_or_a_function_and_each_function_a_row():
+    for rule in RULES:
+        assert bool(rule.look or rule.wrong) is not hasattr(health_rules, rule.name), rule.name

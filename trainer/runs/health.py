@@ -2,29 +2,26 @@
 
     python -m trainer.runs.health out/run_1
 
-says what is unusual in a run folder, also one of an older version; for a folder of runs, in its newest one.
-Exit code 0; 1 where a finding is "wrong"; 2 if the folder cannot be read. A run says each finding when it
-begins, once, and its summary.md has all of them; --strict_health 1 ends a run on one that is "wrong".
-docs/health.md explains each.
+says what is unusual in a run folder, also one of an older version. Exit code 0; 1 where a finding is "wrong";
+2 if the folder cannot be read. A run says each finding when it begins, once, and its summary.md has all of
+them; --strict_health 1 ends a run on one that is "wrong". docs/health.md explains each.
 
-What is looked for are the rows of health_rules.py; what they look at is in health_past.py.
+What is looked for are the rows of health.toml, with the functions of health_rules.py; what they look at is in
+health_past.py.
 """
 
 import json
-import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import InputError, run_script
 from trainer.runs.health_past import Past
-from trainer.runs.health_rules import LOOK, RULES, WRONG, Rule, advice, counted
+from trainer.runs.health_rules import LOOK, MOVE, RULES, WRONG, Rule, remedy_of
 
 SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
-# What a remedy does with a flag.
-MOVE = re.compile(r"--(\w+) (-?[\d.]+(?:e[-+]?\d+)?)|a (smaller|larger) --(\w+)")
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,7 @@ class Finding:
     """Something that is unusual in a run (level "look") or cannot be right ("wrong").
 
     step: since when; numbers: what shows it; causes: the likely ones, the likeliest first; remedy: flags with
-    values to try, or words; source: where the limit comes from; blamed: causes, in the words of the rules.
-    Where a finding that is wrong has one of them, this one is wrong too.
+    values to try, or words; source: where the limit comes from.
     """
 
     name: str
@@ -44,125 +40,91 @@ class Finding:
     causes: tuple[str, ...]
     remedy: str
     source: str
-    blamed: tuple[str, ...] = ()
 
 
 def finding_of(rule: Rule, seen: dict, past: Past) -> Finding:
-    """A row and the values that it has seen in this run -> the finding."""
+    """A row and what it has seen in this run -> the finding."""
     newest = past.latest[-1] if past.latest else {}
-    values = defaultdict(str, {**past.facts, **past.args, **newest, **advice(past), **seen})
-
-    def texts(field, separator):
-        """The parts of a text of the row, or of the one that was seen instead, with their values."""
-        parts = seen.get(field, getattr(rule, field)).split(separator)
-        return list(filter(None, (filled(part, values) for part in parts)))
-
+    values = {**past.facts, **past.args, **newest, **seen}
     return Finding(
         name=rule.name,
-        level=WRONG if seen.get("wrong") else rule.level,
+        level=WRONG if seen.get("wrong") else LOOK,
         step=seen.get("since", past.step),
-        symptom=texts("symptom", "\n")[0],
-        numbers=", ".join(texts("numbers", ", ")),
-        causes=tuple(texts("causes", "; ")),
-        remedy=texts("remedy", " | ")[0],
+        symptom=rule.symptom.format_map(values),
+        numbers=", ".join(filled(rule.numbers, values)),
+        causes=tuple(filled(rule.causes, values)),
+        remedy=remedy_of(filled(rule.remedy, values), past),
         source=rule.source,
-        blamed=seen.get("blamed", ()),
     )
 
 
-def filled(text: str, values: dict) -> str:
-    """A text with its values; "" where it has a number that is not known. Where values are empty, what stands
-    between them and the others goes too."""
-    try:
-        words = " ".join(text.format_map(values).split())
-    except ValueError:  # "" is no number
-        return ""
-    return words.strip(" ,;").removeprefix("or ")
+def filled(texts: Iterable[str], values: dict) -> list[str]:
+    """The texts with their values; one with a value that is not known is left out."""
+    found = []
+    for text in texts:
+        with suppress(KeyError, TypeError, ValueError):
+            found.append(text.format_map(values))
+    return found
 
 
 class Health:
-    """The findings of a run, step by step. ``given``: {name: ``Finding``}, the first of each level.
+    """The findings of a run, step by step.
 
     args: config.json as a dict, or {}. What it costs at a step does not grow with the number of steps.
     """
 
     def __init__(self, args: dict, records: Iterable[dict] = ()):
         """records: the lines so far of a run that is resumed, or that has ended."""
-        self.given: dict[str, Finding] = {}
+        self._given = {}  # {name: its ``Finding``, the first one, or the first one that is "wrong"}
+        self._said = {}  # {name: the level that ``add`` has returned}
         self._past = Past(args)
-        self._rules = RULES if args.get("script", SCRIPT) == SCRIPT else []
-        self._new = self._look()  # at flags and data: nothing else is known yet
-        if args.get("offline_data_path"):
-            self._rules = [rule for rule in self._rules if rule.offline]
+        logged = args.get("offline_data_path")
+        self._rules = [rule for rule in RULES if rule.offline or not logged]
+        if args.get("script", SCRIPT) != SCRIPT:
+            self._rules = []
+        self._look()  # at flags and data: nothing else is known yet
         for record in records:
             self.add(record)
 
     def add(self, record: dict) -> list[Finding]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self._past.add(record)
-        new = self._new | self._look()
-        self._new = set()
-        if not new:
-            return []
-        met = {cause for f in self.given.values() if f.level == WRONG for cause in f.causes}
-        for name, f in self.given.items():
-            if f.level == LOOK and met.intersection(f.blamed):
-                symptom = f"{f.symptom}, and the run breaks: change it first"
-                self.given[name] = replace(f, level=WRONG, symptom=symptom)
-                new.add(name)
-        return [f for f in self.sorted if f.name in new]
+        self._look()
+        begun = [f for f in self.sorted if self._said.get(f.name) != f.level]
+        self._said |= {f.name: f.level for f in begun}
+        return begun
 
-    def _look(self) -> set[str]:
-        """Keep what the rules find -> the names of the findings that are new, or now "wrong"."""
-        new = set()
+    def _look(self):
+        """Keep what the rules find."""
         for rule in self._rules:
-            known = self.given.get(rule.name)
+            known = self._given.get(rule.name)
             if known and known.level == WRONG:
                 continue
-            seen = rule.when(self._past)
-            if not seen:
-                continue
-            seen = seen if isinstance(seen, dict) else {}
-            if known and not seen.get("wrong"):
-                continue
-            found = finding_of(rule, seen, self._past)
-            self.given[rule.name] = replace(found, step=min(known.step, found.step)) if known else found
-            new.add(rule.name)
-        return new
+            seen = rule.seen(self._past)
+            if seen and not known:
+                self._given[rule.name] = finding_of(rule, seen, self._past)
+            elif seen and seen.get("wrong"):
+                self._given[rule.name] = finding_of(rule, {**seen, "since": known.step}, self._past)
 
     @property
     def sorted(self) -> list[Finding]:
-        """All findings: the wrong ones first, then by step, then in the order of the rules. Their remedies
-        move no flag both ways."""
-        found = [self.given[rule.name] for rule in RULES if rule.name in self.given]
-        found.sort(key=lambda f: (f.level != WRONG, f.step))
-        return one_way(found, self._past.args)
+        """All findings: those of before the first step, which may be the cause of others, then the wrong
+        ones, then by step, then in the order of the rules. A flag has one value in all remedies: that of the
+        first of them."""
+        values = {}
+
+        def agreed(move):
+            return f"--{move[1]} {values.setdefault(move[1], move[3])}"
+
+        found = [self._given[rule.name] for rule in RULES if rule.name in self._given]
+        found.sort(key=lambda f: (f.step > 0, f.level != WRONG, f.step))
+        return [replace(f, remedy=MOVE.sub(agreed, f.remedy)) for f in found]
 
 
 def findings(records: list[dict], args: dict) -> list[Finding]:
-    """Lines of metrics.jsonl and config.json ({}: not known) -> its findings: the wrong ones first, then by
-    step."""
+    """Lines of metrics.jsonl and config.json ({}: not known) -> its findings, sorted as ``Health`` has
+    them."""
     return Health(args, records).sorted
-
-
-def one_way(found: list[Finding], args: dict) -> list[Finding]:
-    """Findings, the most important one first -> the same. Where a remedy would raise a flag that an earlier
-    one lowers, or the other way round, it names the earlier finding instead."""
-    first = {}  # {flag: (does its first remedy raise it?, that finding's name)}
-    kept = []
-    for finding in found:
-        remedy = finding.remedy
-        for move in MOVE.finditer(finding.remedy):
-            name = move[1] or move[4]
-            now = args.get(name)
-            if move[2] and (not isinstance(now, int | float) or float(move[2]) == now):
-                continue  # it is not known, or there already
-            raises = float(move[2]) > now if move[2] else move[3] == "larger"
-            raised, before = first.setdefault(name, (raises, finding.name))
-            if raises != raised:
-                remedy = remedy.replace(move[0], f"(--{name}: do first what {before} says)")
-        kept.append(replace(finding, remedy=remedy))
-    return kept
 
 
 def one_line(finding: Finding) -> str:
@@ -194,47 +156,26 @@ def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0].startswith("-"):
         raise InputError("usage: python -m trainer.runs.health RUN_FOLDER, such as out/run_1")
-    folder = newest_run(Path(argv[0]))
-    records, args = read_run(folder)
-    where = f"{folder}" if folder == Path(argv[0]) else f"{folder}, the newest run in {argv[0]}"
+    records, args = read_run(Path(argv[0]))
     if args.get("script", SCRIPT) != SCRIPT:
-        print(f"{where}: a run of {args['script']}; only runs of {SCRIPT} are checked")
-        return 0
-    if not records:
-        print(f"{where}: no step was logged yet")
+        print(f"{argv[0]}: a run of {args['script']}; only runs of {SCRIPT} are checked")
         return 0
     found = findings(records, args)
-    steps = max(r["step"] for r in records)
-    print(f"{where}: {counted(steps, 'step')}\n\n{as_markdown(found)}")
+    print(f"{argv[0]}: step {records[-1]['step'] if records else 0}\n\n{as_markdown(found)}")
     return int(any(f.level == WRONG for f in found))
 
 
-def newest_run(folder: Path) -> Path:
-    """A folder of runs -> the run that was logged last; any other folder -> itself."""
-    logs = [] if (folder / "metrics.jsonl").exists() else folder.glob("*/metrics.jsonl")
-    newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-    return newest.parent if newest else folder
-
-
 def read_run(folder: Path) -> tuple[list[dict], dict]:
-    """A run folder -> lines of metrics.jsonl, config.json.
-
-    An incomplete last line, of a run that was killed, is left out. InputError names what cannot be read.
-    """
-    path = folder / "metrics.jsonl"
+    """A run folder -> lines of metrics.jsonl, config.json. An incomplete last line, of a run that was killed,
+    is left out."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+        records = [json.loads(line) for line in lines[:-1]]  # then comes nothing, or half a line
+        return records, json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder}: is no run folder ({reason}); name one such as out/run_1") from None
-    records = []
-    for number, line in enumerate(lines[:-1], 1):  # behind the last line end is nothing, or half a line
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: is no line of metrics ({error}); restore it") from None
-    return records, config
+        raise InputError(
+            f"{folder}: cannot be read as a run folder ({error}); name one such as out/run_1"
+        ) from None
 
 
 if __name__ == "__main__":

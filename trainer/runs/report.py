@@ -23,7 +23,6 @@ from atomic_files import write_whole, writing
 from errors import InputError, first_line
 from trainer.runs.displays import Records
 from trainer.runs.health import SCRIPT, Finding
-from trainer.runs.health_rules import REPORT
 from trainer.runs.plots import draw_report
 from trainer.runs.samples import prompt_text
 from trainer.runs.summary import TEMPLATES, filled, in_words, tables
@@ -70,7 +69,7 @@ class Report:
             pass
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            self.say(f"note: report.html cannot be made ({reason}); {REPORT}")
+            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
         self._written = time.perf_counter()
 
     def page(self, records: Records, findings: list[tuple[int, Finding]], state: str) -> str:

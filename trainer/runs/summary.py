@@ -6,11 +6,12 @@ steps, and which step the saved weights have. It is written when a run ends, als
 How the verdict tells a change from chance: s is how much the metric varies from one training step to the next
 (``spread_of_steps``). A mean of k steps then has the standard error s / sqrt(k). An evaluation of n records
 has s sqrt(b / n), b being the records of a step; of a share, or where no step has the metric, d / sqrt(n), d
-being its standard deviation over the records (``spread_of_records``). Where an evaluation says how much the
-records' changes since the start vary (``eval/…_change_std``: pairs of offline PPO), the difference is one of
-equal records: its standard error is that number / sqrt(n). Twice the standard error of the difference is the
-least difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious
-there.
+being its standard deviation over the records: eval/<name>_std, the larger one of the first and the last
+evaluation, else the most that a share with this mean can have. Where an evaluation says how much the records'
+changes since the start vary (``eval/…_change_std``: pairs of offline PPO), the difference is one of equal
+records: its standard error is that number / sqrt(n). Twice the standard error of the difference is the least
+difference that is called a rise or a fall (``least_difference``). Evaluations share their sampling noise, so
+this is cautious there.
 """
 
 import math
@@ -24,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trainer.runs.displays import PARTS, RULES, Display, Records, logged, metric_names, only_critic
 from trainer.runs.health import SCRIPT, as_markdown
-from trainer.runs.health_past import spread_of_steps
+from trainer.runs.health_past import least_difference, spread_of_steps
 
 SHARES = ("accuracy", "chosen_share", "chosen_preferred", "finished", "format_rate")  # each record: 0 to 1
 TEMPLATES = Environment(
@@ -157,29 +158,22 @@ def change_of(
     steps = values_of(records, f"{display.group}/{short}")
     spread = spread_of_steps(steps)
     if found := ends(records, f"eval/{short}"):
-        tested = max(held_out, 1)
-        least = 2 * spread * math.sqrt(2 * batch_size / tested)
-        if not steps or short in SHARES:  # steps have none, or one of records that they have learned
-            least = 2 * spread_of_records(records, short) * math.sqrt(2 / tested)
-        if changes := values_of(records, f"eval/{short}_change_std"):
-            least = 2 * changes[-1] / math.sqrt(tested)
+        is_share = short in SHARES
+        spreads = ends(records, f"eval/{short}_std") or ()
+        if steps and not is_share:  # else steps have none, or one of records that they have learned
+            spreads = (spread * math.sqrt(batch_size),)
+        least = least_difference(
+            count=max(held_out, 1),
+            changes=values_of(records, f"eval/{short}_change_std"),
+            spreads=spreads,
+            shares=found if is_share else (),
+        )
         return Change(*found, least, f"on {held_out} held-out {display.tested or display.unit}")
     if not steps:
         return None
     first, last, count = first_and_last(steps)
     where = f"in training ({first} and {last} of {len(steps)})"
     return Change(fmean(steps[:count]), fmean(steps[-count:]), 2 * spread * math.sqrt(2 / count), where)
-
-
-def spread_of_records(records: Records, name: str) -> float:
-    """The standard deviation over the records of an evaluation: eval/<name>_std, the larger one of the first
-    and the last evaluation. Where it is not logged, the most that a share with this mean can have; NaN for
-    what is no share."""
-    if spreads := values_of(records, f"eval/{name}_std"):
-        return max(spreads[0], spreads[-1])
-    if name.removesuffix("_greedy") not in SHARES:
-        return math.nan
-    return math.sqrt(max(x * (1 - x) for x in ends(records, f"eval/{name}")))
 
 
 def without_rules(record: dict, score: str) -> dict:
