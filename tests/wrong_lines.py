@@ -1203,12 +1203,17 @@ LOGGED_DATA = {  # demonstrations and logged answers
         ),
     ],
     "trainer/memory_plan.py": [
-        ("(longest + demonstration)", "longest", "long demonstrations need no memory", PTX),
-        ("size // parts for name", "size for name", "weights are not shared", SHARED),
-        ("4 * trained[name] // parts", "4 * trained[name]", "gradients are not shared", SHARED),
+        (
+            'sizes["width"] + sizes["demonstration"]',
+            'sizes["width"]',
+            "long demonstrations need no memory",
+            PTX,
+        ),
+        ("4 * count // parts", "4 * count", "weights are not shared", SHARED),
+        ("max(trained.values()) // parts", "max(trained.values())", "gradients are not shared", SHARED),
         ("if parts == 1:\n        standing |=", "if True:\n        standing |=", "the sampler stays", SHARED),
-        ("2 * small * layer + root", "small * layer + root", "one layer", GATHERED),
-        ("+ 2 * root if full", "if full", "embeddings have no gradients", GATHERED),
+        ("2 * small * layer + 4", "small * layer + 4", "one layer", GATHERED),
+        (" + 8 * model.table", "", "embeddings have no gradients", GATHERED),
         ("if parts == 1 or on_cpu:", "if True:", "a sharded run is built on GPUs", BUILT),
     ],
 }
@@ -1648,7 +1653,7 @@ REFEREED = {  # what no test of its module noticed once
         ("F.pad(states, (0, 0, 0, -len(states) % ROW_MULTIPLE))", "states", "rows of the head", ROWS),
     ],
     "trainer/memory_plan.py": [
-        ("    slots += -slots % ROW_MULTIPLE if on_cpu else 0\n", "", "any number of slots", RELEASED),
+        ("    slots += -slots % ROW_MULTIPLE\n", "", "any number of slots", RELEASED),
     ],
 }
 
