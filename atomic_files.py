@@ -4,8 +4,6 @@ import contextlib
 import os
 from pathlib import Path
 
-from filelock import FileLock
-
 from errors import InputError
 
 
@@ -63,6 +61,8 @@ def writing(path: str | Path):
 @contextlib.contextmanager
 def one_at_a_time(folder: Path):
     """Only one process at a time is in this block for ``folder``; the others wait."""
+    from filelock import FileLock  # not at the top: --help does not need it
+
     path = folder.with_name(f".{folder.name}.lock")
     with FileLock(path):
         try:

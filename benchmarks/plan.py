@@ -11,7 +11,8 @@ bytes that decoding reads, bytes that go between GPUs. Nobody has measured these
 import json
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
@@ -75,9 +76,10 @@ ASSUMED = {"training": 0.4, "scoring": 0.4, "decoding": 0.5}  # shares of what t
 
 @cache
 def sizes_of(model):
-    """The ``Sizes`` of one of MODELS. It takes seconds."""
+    """The ``Sizes`` of one of MODELS and of its backbone. It takes seconds."""
     with torch.device("meta"):
-        return Sizes.of(AutoModelForCausalLM.from_config(MODELS[model], dtype=torch.float32), torch.bfloat16)
+        policy = AutoModelForCausalLM.from_config(MODELS[model], dtype=torch.float32)
+    return Sizes(policy, torch.bfloat16), Sizes(policy.base_model, torch.bfloat16)
 
 
 def run_of(model, method, dtype, shard=0):
@@ -85,14 +87,17 @@ def run_of(model, method, dtype, shard=0):
     more = "--data_path x --reward_fn x.py:f --gradient_checkpointing 1"
     args = parse_args(shlex.split(f"--model x {more} {SIZES_OF_A_STEP} {METHODS[method]}"))
     args.shard = shard
-    sizes = replace(sizes_of(model), exact=dtype == torch.bfloat16)  # they were saved in it
-    return args, {"actor": sizes, "rewards": []} | ({"critic": sizes} if args.advantage == "gae" else {})
+    actor, critic = map(copy, sizes_of(model))
+    actor.exact = critic.exact = dtype == torch.bfloat16  # they were saved in it
+    sizes = {"actor": actor, "rewards": [], "responses": args.batch_size, "demonstration": 0}
+    sizes["width"] = args.max_seq_len + args.max_gen_len
+    return args, sizes | ({"critic": critic} if args.advantage == "gae" else {})
 
 
 def fitting(args, sizes, card, count):
     """The plan of a run on ``count`` of these cards, or None where it does not fit."""
     room = USABLE["cuda"] * card.bytes
-    plan, fits = fitted_plan(args, sizes, GPU, card.dtype, 0, room, processes=count)
+    plan, fits = fitted_plan(args, sizes, GPU, card.dtype, room, count)
     return plan if fits else None
 
 
@@ -137,7 +142,7 @@ def step_seconds(args, sizes, card, count, plan):
     actor, small = sizes["actor"], card.dtype.itemsize
     answers, width = args.batch_size, args.max_seq_len + args.max_gen_len
     tokens, updates = answers * width, answers // args.mini_batch_size
-    product = actor.linear + (0 if actor.own_head else actor.table)  # numbers that multiply every token
+    product = actor.linear + actor.config.vocab_size * actor.config.hidden_size  # they multiply every token
     models = 2 if "critic" in sizes else 1
     cache = answers * (args.max_seq_len + args.max_gen_len / 2) * bytes_per_token(actor.config, small)
     decoding = args.max_gen_len * max(
@@ -160,8 +165,7 @@ def sent(args, sizes, small, count, passes, updates):
     trained = args.lora_r * actor.adapters if args.lora_r else actor.all
     if not args.shard:  # each optimizer step sums all gradients: a reduce-scatter and a gather
         return models * updates * 2 * share * 4 * trained
-    root = actor.table + actor.own_head
-    gathered = share * (small * (actor.all - root) + 4 * root)
+    gathered = share * (small * (actor.all - actor.table) + 4 * actor.table)
     scoring = ceil(args.batch_size * (args.max_seq_len + args.max_gen_len) / tokens_per_pass(GPU))
     gathers = 2 * passes * models + scoring * (
         1 + models

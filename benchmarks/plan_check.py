@@ -107,7 +107,7 @@ def measure(argv):
         note("loading")
         free_unused_memory()  # as PpoRun does first
         forget_peak()
-        numbers = Sizes.of(inputs[0], inputs[0].dtype).all
+        numbers = Sizes(inputs[0], inputs[0].dtype).all
         run = PpoRun(args, world, *inputs)
         run.prepare()
         note("building")
@@ -119,8 +119,8 @@ def measure(argv):
                 note("rollout")
                 T.learn(run, step, batch)
                 note("update")
-        found = {"numbers": numbers, "plan": run.plan.peak + LATER["cpu"], "fullest": run.plan.fullest}
-        parts = run.plan.phases[run.plan.fullest] | {"code loaded later": LATER["cpu"]}
+        found = {"numbers": numbers, "plan": run.plan.peak + LATER, "fullest": run.plan.fullest}
+        parts = run.plan.phases[run.plan.fullest] | {"code loaded later": LATER}
         found |= {"parts": parts, "peaks": peaks}
         for line in world.gather(found):
             if world.is_main:

@@ -105,15 +105,18 @@ def planned(args, config, card, dtype, device, minimind):
         config.num_labels = 1
         reward = AutoModelForSequenceClassification.from_config(config)
     reward.to(torch.float32 if device.type == "cpu" and dtype == torch.float32 else torch.float16)
-    actor, reward = (Sizes.of(model, dtype) for model in (actor, reward))
+    start = (reward if args.reward_model else actor).base_model
+    actor, reward, start = (Sizes(model, dtype) for model in (actor, reward, start))
     actor.exact = dtype == torch.bfloat16 and not minimind  # saved in bf16; MiniMind's in fp16
     reward.exact = dtype == torch.float32
-    rewards = [reward] if args.reward_model else []
-    sizes = {"actor": actor, "rewards": rewards}
+    start.exact = reward.exact if args.reward_model else actor.exact
+    responses = max(args.batch_size, BATCH if args.eval_data_path else 0)
+    sizes = {"actor": actor, "rewards": [reward] if args.reward_model else [], "responses": responses}
+    sizes |= {"width": args.max_seq_len + args.max_gen_len, "demonstration": 0}
     if args.advantage == "gae":
-        sizes["critic"] = reward if rewards else actor
+        sizes["critic"] = start
     room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
-    return fitted_plan(args, sizes, device, dtype, BATCH if args.eval_data_path else 0, room)[0], sizes
+    return fitted_plan(args, sizes, device, dtype, room, processes=1)[0], sizes
 
 
 def commands_table():

@@ -150,7 +150,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
     ("a clip that allows any fall", {"clip_epsilon": 2}, "--clip_epsilon 2"),
     ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
-    ("warm-up in words", {"critic_warmup_steps": "some"}, "'some' is neither a whole number nor auto"),
+    ("warm-up in words", {"critic_warmup_steps": "some"}, "invalid steps_or_auto value: 'some'"),
     (
         "critic from no reward model",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},

@@ -7,6 +7,7 @@ CORPUS, or beside the test of their kind, with what went wrong.
 import copy
 import io
 import json
+import math
 import pickle
 import shutil
 import time
@@ -385,7 +386,7 @@ def values_of(flag):
 BOUNDED = {  # every number that the script declares, so that no new flag is left out
     name: values_of(flag)
     for name, flag in train_ppo.flag_parser().flags.items()
-    if (flag.at_least is not None or flag.above is not None) and name not in SET_BELOW
+    if max(flag.at_least, flag.above) > -math.inf and name not in SET_BELOW
 } | {
     "seed": ["-1", "0", str(2**63 - 1), str(2**63), "9" * 30],
     "kl_in": ["loss", "reward", "both"],

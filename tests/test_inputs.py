@@ -1,7 +1,6 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import argparse
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from tiny import tiny_llama
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, complete_flags, count_steps, load_inputs
+from trainer.inputs import DEMO, choose_rates, count_steps, load_inputs
 from trainer.runs.distributed import World
 
 
@@ -76,10 +75,6 @@ def test_a_flag_that_asks_for_what_is_the_case_is_never_refused(given, name):
 
 def test_without_a_critic_there_is_no_lambda():
     assert completed("--advantage", "reinforce").lam == 1
-    parser = train_ppo.flag_parser()
-    parser.set_defaults(lam=0.8)
-    parser.flags["lam"] = replace(parser.flags["lam"], default=0.8)
-    assert complete_flags(parser.parse_args(["--advantage", "reinforce"])).lam == 1
 
 
 def test_sizes_that_do_not_fit_are_refused():

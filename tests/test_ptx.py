@@ -202,8 +202,8 @@ def test_longer_demonstrations_need_more_memory(files, ptx_path):
     run, _ = make_run(files, ptx_data_path=ptx_path)
     plans = []
     for length in (0, 50, 500):
-        size = Sizes.of(run.actor, torch.float32)
-        sizes = {"actor": size, "critic": size, "rewards": [], "demonstration": length}
+        size = Sizes(run.actor, torch.float32)
+        sizes = {"actor": size, "rewards": [], "responses": 8, "width": 20, "demonstration": length}
         plan = memory_plan(run.args, sizes, torch.device("cpu"), torch.float32, budget=1 << 20)
         plans.append(sum(plan.phases["update"].values()))
     assert plans[0] <= plans[1] < plans[2]

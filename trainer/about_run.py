@@ -15,15 +15,21 @@ from dataset.turns import to_messages
 from errors import InputError
 from model.loading import most_positions, tokenizer_note
 from model.lora import describe as describe_adapters
-from trainer.flags import AUTO
 from trainer.inputs import longest_prompt
 from trainer.rewards.reward import SCORE_LIMIT
 from trainer.rewards.reward_models import parse_spec
-from trainer.rewards.rules import LENGTHS, THOUGHTS
 from trainer.runs.resume import short_hash, weights_hash
 
 LOOKED_AT = 64  # prompts that are looked at
 ANSWERS = "Seven.", "It is late, go home."  # two answers that no reward model should find the same
+# Parts of the reward that are a number's: their names in the metrics, and their flags
+FLAGS = {
+    "thinking": "thinking_reward",
+    "repetition": "repetition_penalty",
+    "length_reward": "length_reward",
+    "missing_eos": "missing_eos_penalty",
+    "overlong": "overlong_buffer",
+}
 THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
 
 
@@ -34,41 +40,23 @@ def describe_run(run) -> str:
     """What the run is made of, in a few lines."""
     args = run.args
     size = sum(p.numel() for p in run.ref.parameters()) / 1e6
-    adapters = describe_adapters(run.actor)
-    judges = ", ".join(filter(None, [*args.eval_reward_model, args.eval_reward_fn]))
-    data = f"prompts  {run.prompts.describe()}"
-    of_what = ""
-    if args.offline_data_path:  # a pair has two answers
-        data = f"answers  {run.prompts.describe()}"
-        of_what = "prompts "
+    data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.prompts.describe()}"
     if run.held_out:
-        data += f", {len(run.held_out)} {of_what}held out"
-    lines = [
-        f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}",
-        f"lora     {adapters}" if adapters else None,
-        f"reward   {describe_reward(args, run.reward)}",
-        f"judge    {judges}: only evaluates, as eval/judge" if run.judge.names else None,
-        data,
-        f"ptx      {run.ptx.describe()}" if run.ptx else None,
-    ]
+        data += f", {len(run.held_out)} prompts held out"
+    lines = [f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}"]
+    if adapters := describe_adapters(run.actor):
+        lines.append(f"lora     {adapters}")
+    lines += [f"reward   {describe_reward(args, run.reward)}", data]
+    if run.ptx:
+        lines.append(f"ptx      {run.ptx.describe()}")
     lines += describe_texts(args, (run.prompts, run.held_out, run.ptx and run.ptx.data))
-    if args.num_generations > 1:
-        lines.append(f"answers  {args.num_generations} to each prompt (--num_generations)")
-    if args.filter_groups and args.kl_target:
-        lines.append("note     --kl_target sees only the answers that --filter_groups keeps")
     if run.critic:
         lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
-    else:
-        lines.append(f"critic   none: --advantage {args.advantage} needs none")
-    lines.append(describe_warmup(args.critic_warmup_steps, run.total_steps // 4))
-    if args.thinking_ratio is not None:
-        share = args.thinking_ratio
-        switches = " and ".join(run.prompts.thinking.switches)
+    if args.critic_warmup_steps:
         lines.append(
-            f"thinking {share:.0%} of the prompts are rendered with {switches} true (--thinking_ratio "
-            f"{share:g})"
+            f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
         )
-    return "\n".join(line for line in [*lines, *run.notes] if line)
+    return "\n".join(lines + run.notes)
 
 
 def describe_texts(args, datasets) -> list[str]:
@@ -81,50 +69,29 @@ def describe_texts(args, datasets) -> list[str]:
     return lines
 
 
-def describe_warmup(warmup: int | str, quarter: int) -> str | None:
-    """A line on --critic_warmup_steps, None without any. quarter: of the run's steps, to which auto ends."""
-    if not warmup or (warmup == AUTO and not quarter):
-        return None
-    steps = "step 1 trains only" if warmup == 1 else f"steps 1 to {warmup} train only"
-    if warmup == AUTO:
-        steps = f"as long as its error falls, at most steps 1 to {quarter}, train only"
-    return f"warm-up  {steps} the critic (--critic_warmup_steps {warmup})"
-
-
 def describe_reward(args, reward):
-    """Every part of the score as the metrics call it, its range or weight and its flag, a line each."""
+    """Every part of the score as the metrics call it, with its weight or flag, a line each."""
     if args.offline_data_path:
         return f"the scores of {args.offline_data_path}"
     parts = {}
     limit = f"clipped to ±{SCORE_LIMIT:g}"
+    raw = "as it is"
     if args.normalize_reward:
-        limit = f"normalised and {limit} (--normalize_reward)"
+        raw = limit = f"normalised and {limit} (--normalize_reward)"
     if args.reasoning:
         parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
-    if size := args.thinking_reward:
-        few, many = THOUGHTS
-        about = f"a thought of {few} to {many} characters and one </think>"
-        parts["thinking"] = f"{-0.75 * size:g} to {1.25 * size:g} for {about} (--thinking_reward)"
     for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
         parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
     if args.reward_fn:
         parts["function"] = f"weight 1, as it is: {args.reward_fn}"
     if args.reward_url:
-        parts["server"] = f"weight 1, {limit if args.normalize_reward else 'as it is'}: {args.reward_url}"
-    if largest := args.repetition_penalty:
-        parts["repetition"] = f"0 to -{largest:g} for repeated trigrams (--repetition_penalty)"
-    if size := args.length_reward:
-        few, many = LENGTHS
-        parts["length_reward"] = f"{size:g} for {few} to {many} characters, else -{size:g} (--length_reward)"
-    if (penalty := args.missing_eos_penalty) != 0:
-        lost = "minus the scores' standard deviation" if penalty is None else f"-{penalty:g}"
-        parts["missing_eos"] = f"{lost} for a response that does not end (--missing_eos_penalty)"
-    if reward.overlong:
-        longest, buffer, largest = reward.overlong
-        first = f"0 up to {longest - buffer} tokens, -{largest:g} at {longest}"
-        parts["overlong"] = f"{first} (--overlong_buffer, --overlong_penalty)"
-    width = max(map(len, parts))
-    return "\n         ".join(["the sum of:", *(f"{name:<{width}}  {text}" for name, text in parts.items())])
+        parts["server"] = f"weight 1, {raw}: {args.reward_url}"
+    for name, flag in FLAGS.items():
+        if value := getattr(args, flag):
+            parts[name] = f"--{flag} {value:g}"
+    if args.missing_eos_penalty is None:
+        parts["missing_eos"] = "minus the scores' standard deviation (--missing_eos_penalty)"
+    return "\n         ".join(["the sum of:", *(f"{name:<14} {text}" for name, text in parts.items())])
 
 
 # ------------------------------------------------------------------------------ facts and fingerprints

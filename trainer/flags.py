@@ -25,7 +25,7 @@ from math import inf
 from pathlib import Path
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_CHOICES, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,28 +43,27 @@ class Flag:
     kind: type  # of its values; bool for a flag without a value
     # When a run is resumed: it changes what one sees or where it runs, or it names a file.
     may_change: bool = False
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
+    at_most: float = inf
+    at_least: float = -inf
+    above: float = -inf
     off: object = 0  # the value that asks for nothing, besides none at all
     needs: str | Mapping[str, str] = ""  # the flag without which it is of no use; or {its value: that flag}
     # {another flag, or "flag=value": why it excludes this one}
     not_with: Mapping[str, str] = field(default_factory=dict)
-    always: bool = False  # not_with holds for a default too that was edited in the script: it would do harm
 
     def problem(self, value: float) -> str:
         """The rule that a number breaks, '' if it breaks none."""
-        if self.above is not None and not value > self.above:
-            return f"above {self.above}"
-        if self.at_least is not None and not value >= self.at_least:
-            return f"at least {self.at_least}"
-        if self.at_most is not None and not value <= self.at_most:
+        if not value <= self.at_most:
             return f"at most {self.at_most}"
+        if value < self.at_least:
+            return f"at least {self.at_least}"
+        if value <= self.above:
+            return f"above {self.above}"
         return ""
 
     def asks(self, value: object) -> bool:
         """Whether this value asks for something to happen."""
-        return value not in (None, "", [], [""]) and value != self.off
+        return value not in (None, "", [], [""], self.off)
 
 
 class Flags(argparse.Namespace):
@@ -75,25 +74,22 @@ class Flags(argparse.Namespace):
 
 def steps_or_auto(text):
     """The ``type`` of ``--critic_warmup_steps``: a whole number or "auto"."""
-    try:
-        return text if text == AUTO else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO}") from None
+    return text if text == AUTO else int(text)
 
 
 def path(text):
-    """The ``type`` of flags that name a file or folder of this machine, or a hub name. A text is refused for
-    which asking whether it exists would fail; whether it has to exist is checked where it is opened."""
+    """The ``type`` of flags that name a file or folder of this machine, or a hub name. Whether it has to
+    exist is checked where it is opened."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text[:100]}: is an address; give a file or folder of this machine, such as a mounted volume "
             "(docs/scale.md)"
         )
     try:
-        os.stat(text)  # argparse refuses a text with which it raises ValueError
+        os.stat(text)  # argparse refuses a text for which this raises ValueError
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise argparse.ArgumentTypeError(f"{text[:100]}…: is too long for a path; shorten it") from error
+            raise ValueError from error
     return text
 
 
@@ -166,8 +162,7 @@ class FlagParser(argparse.ArgumentParser):
             if ours in self.flags:
                 value = f" (value: {VALUES[known]})" if known in VALUES else ""
                 return f"{word}: it is called --{ours} here{value}"
-            # The other reasons name flags of train_ppo.py.
-            if known in ONLY_DEMO or (known in NOT_HERE and "ppo_epochs" in self.flags):
+            if known in NOT_HERE and "ppo_epochs" in self.flags:  # reasons name flags of train_ppo.py
                 return f"{word}: not a flag here: {NOT_HERE[known]}"
             known = known.partition(".")[2]
         if not is_flag:
@@ -176,46 +171,28 @@ class FlagParser(argparse.ArgumentParser):
         hint = f"did you mean --{near[0]}? " if near else ""
         return f"{word}: no such flag; {hint}--help lists all flags"
 
-    def _check_value(self, action, value):
-        """argparse's check of choices, which knows the names that others have for them."""
-        if (ours := PEER_CHOICES.get(value)) in (action.choices or ()):
-            raise argparse.ArgumentError(action, f"{value} is called {ours} here")
-        super()._check_value(action, value)
-
     def error(self, message):
         raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")
 
 
 def check_together(args: Flags) -> None:
-    """Raise InputError where a flag excludes another, or is of no use without one, as they were declared.
-
-    Nobody has given a flag that has its default. So it is refused only where it would do harm (``always``),
-    as a default that was edited in the script may, and where it cannot do without another.
-    """
-    asked = [name for name, flag in args.declared.items() if flag.asks(getattr(args, name))]
-    given = [name for name in asked if getattr(args, name) != args.declared[name].default]
-
-    def said(name):
+    """Raise InputError where a flag excludes another, or is of no use without one, as they were declared."""
+    asked = {}
+    for name, flag in args.declared.items():
         value = getattr(args, name)
-        if isinstance(value, float):
-            value = f"{value:g}"
-        return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
-
-    for name in asked:
-        if name not in given and not args.declared[name].always:
-            continue
-        for condition, why in args.declared[name].not_with.items():
+        if flag.asks(value):
+            asked[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    for name, text in asked.items():
+        flag = args.declared[name]
+        for condition, why in flag.not_with.items():
             other, _, value = condition.partition("=")
-            if other in asked and value in ("", getattr(args, other)):
-                raise InputError(f"{said(name)}: not with {said(other)}: {why}; leave one of them out")
-    for name in asked:
-        needed = args.declared[name].needs
-        if not isinstance(needed, str):  # this value cannot do without it, even as the default
-            needed = needed.get(getattr(args, name))
-        elif name not in given:
-            continue
+            if other in asked and value in ("", asked[other]):
+                raise InputError(
+                    f"--{name} {text}: not with --{other} {asked[other]}: {why}; leave one of them out"
+                )
+        needed = flag.needs if isinstance(flag.needs, str) else flag.needs.get(text)
         if needed and needed not in asked:
-            raise InputError(f"{said(name)}: is of use only with --{needed}; set that too")
+            raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
 def add_machine_flags(p, seed):

@@ -66,7 +66,7 @@ def flag_parser():
     add("--data_path", path, "prompts: a file, or a hub name", not_with=LOGGED)
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
-    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS, always=True)
+    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
     add_data_flags(p, "prompts")
     share = "share of the prompts that are rendered with thinking"
     add("--thinking_ratio", float, share, at_most=1, off=None, not_with=LOGGED)
@@ -84,13 +84,7 @@ def flag_parser():
     add("--missing_eos_penalty", float, spread)
     costs = "tokens before --max_gen_len in which each costs more"
     add("--overlong_buffer", 0, costs, not_with=LOGGED)
-    add(
-        "--overlong_penalty",
-        1.0,
-        "what a response of --max_gen_len tokens loses",
-        needs="overlong_buffer",
-        not_with=LOGGED,
-    )
+    add("--overlong_penalty", 1.0, "what a response of --max_gen_len tokens loses")
     add("--repetition_penalty", 0.0, "largest penalty for repeated trigrams", not_with=LOGGED)
     add("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted", not_with=LOGGED)
     add("--normalize_reward", 0, "1: by running mean and standard deviation", choices=[0, 1], not_with=LOGGED)
@@ -104,7 +98,6 @@ def flag_parser():
         choices=[0, 1],
         may_change=True,
         not_with={"shard": "frozen models are shared out instead"},
-        always=True,
     )
     add_output_flags(p, save_interval=20, eval_interval=20)
     best = "says which weights are best; default: judge, function, accuracy or score"
@@ -117,7 +110,7 @@ def add_ppo_flags(p):
     """The flags of rollout and PPO."""
     add = p.add
     p.group("rollout")
-    add("--num_generations", 1, "responses to each prompt", at_least=1, off=1, not_with=LOGGED, always=True)
+    add("--num_generations", 1, "responses to each prompt", at_least=1, off=1, not_with=LOGGED)
     add("--batch_size", int, "responses per step and process [128]", at_least=1)
     add("--max_gen_len", 64, "longest response in tokens", at_least=1)
     add("--min_gen_len", 0, "shortest response, its EOS counted", not_with=LOGGED)
@@ -158,8 +151,8 @@ def add_ppo_flags(p):
         needs={"rloo": "num_generations", "group": "num_generations"},
     )
     add("--filter_groups", 0, again, needs="num_generations", not_with=NO_SAMPLES)
-    add("--vf_coef", 0.5, "weight of the value loss", not_with=NO_CRITIC)
-    add("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", not_with=NO_CRITIC)
+    add("--vf_coef", 0.5, "weight of the value loss")
+    add("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none")
     add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
     kl_in = "k2 in the loss, or k1 taken off the rewards"
     add(
@@ -169,7 +162,6 @@ def add_ppo_flags(p):
         choices=["loss", "reward"],
         off="loss",
         not_with=NO_SAMPLES | {"advantage=group": "it has the KL in the loss"},
-        always=True,
     )
     target = "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off"
     add("--kl_target", 0.0, target, needs="kl_coef", not_with=NO_SAMPLES)
@@ -193,9 +185,8 @@ def add_ppo_flags(p):
         at_most=1,
         off=1.0,
         not_with=NO_SAMPLES,
-        always=True,
     )
-    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE, always=True)
+    add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)
     add("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0, not_with=NO_CRITIC)
     add("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0, not_with=NO_CRITIC)
     add(
@@ -209,12 +200,7 @@ def add_ppo_flags(p):
     add("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]", not_with=NO_CRITIC)
     share = "share of the old average kept a batch, as 0.99; 0: none"
     add(
-        "--ema_beta",
-        0.0,
-        share,
-        at_most=0.999999,
-        not_with={"shard": "the average is kept of whole weights"},
-        always=True,
+        "--ema_beta", 0.0, share, at_most=0.999999, not_with={"shard": "the average is kept of whole weights"}
     )
     add("--ptx_coef", float, "weight of --ptx_data_path's loss [0.1]", above=0, needs="ptx_data_path")
     add(
@@ -224,7 +210,6 @@ def add_ppo_flags(p):
         at_least=1,
         off=1,
         not_with=NO_SAMPLES,
-        always=True,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import ROOT
 
-from trainer.compute import memory
+from trainer.compute import memory, threads
 from trainer.compute.memory import free_in_groups
 from trainer.compute.memory import free_memory as free
 
@@ -23,38 +23,33 @@ def write(folder, **files):
         (folder / name.replace("__", ".")).write_text(f"{content}\n")
 
 
-def test_a_container_of_version_2(tmp_path):
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """A folder of control groups."""
+    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(threads, "OWN", tmp_path / "own")
+    return tmp_path / "groups"
+
+
+def test_a_container(groups):
     """The tightest of its own group and those above it; pages of files can be taken back."""
-    own, groups = tmp_path / "own", tmp_path / "groups"
-    own.write_text("0::/a/b\n")
-    assert free_in_groups(groups, own) == UNLIMITED
+    threads.OWN.write_text("1:name=systemd:/x\n0::/a/b\n")
+    assert free_in_groups() == UNLIMITED
     write(groups / "a/b", memory__max="max", memory__current=5)
-    assert free_in_groups(groups, own) == UNLIMITED
+    assert free_in_groups() == UNLIMITED
     stat = "anon 7\nactive_file 100\ninactive_file 20"
     write(groups / "a", memory__max=1000, memory__current=600, memory__stat=stat)
-    assert free_in_groups(groups, own) == 1000 - 600 + 120
+    assert free_in_groups() == 1000 - 600 + 120
     write(groups / "a/b", memory__max=800, memory__current=500, memory__stat="active_file 0\ninactive_file 0")
-    assert free_in_groups(groups, own) == 300
-    write(groups / "a/b", memory__max=400)
-    assert free_in_groups(groups, own) == 0  # never negative
-
-
-def test_a_container_of_version_1(tmp_path):
-    own, groups = tmp_path / "own", tmp_path / "groups"
-    own.write_text("9:name=systemd:/\n4:cpuset,memory:/c\n1:cpu:/other\n0::/\n")
-    files = {"memory__usage_in_bytes": 300, "memory__stat": "total_active_file 10\ntotal_inactive_file 20"}
-    write(groups / "memory/c", memory__limit_in_bytes=2**63 - 4096, **files)
-    assert free_in_groups(groups, own) > 1 << 60  # no limit
-    write(groups / "memory/c", memory__limit_in_bytes=1000, **files)
-    assert free_in_groups(groups, own) == 730
+    assert free_in_groups() == 300
 
 
 @pytest.mark.parametrize("content", ["0::\n", "", "what\n"])
-def test_files_that_say_something_else_set_no_limit(tmp_path, content):
-    (tmp_path / "own").write_text(content)
-    write(tmp_path, memory__max="lots", memory__current=1)
-    assert free_in_groups(tmp_path, tmp_path / "own") == UNLIMITED
-    assert free_in_groups(tmp_path / "missing", tmp_path / "missing") == UNLIMITED
+def test_files_that_say_something_else_set_no_limit(groups, content):
+    assert free_in_groups() == UNLIMITED  # there are no files
+    threads.OWN.write_text(content)
+    write(groups, memory__max="lots", memory__current=1)
+    assert free_in_groups() == UNLIMITED
 
 
 def test_the_smaller_of_machine_and_container_is_shared_by_processes(monkeypatch):

@@ -19,36 +19,26 @@ from trainer.compute.threads import BUSY, QUIET, cpu_quota, cpu_seconds, cpus_ta
 pytestmark = pytest.mark.skipif(not LINUX, reason="other systems' threads are left as they are")
 
 
-QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # version 1
-
-
-def groups(folder, own, files):
-    """A folder of control groups -> (its path, the path of /proc/self/cgroup)."""
-    for name, text in files.items():
-        (folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "groups" / name).write_text(text)
-    (folder / "own").write_text(own)
-    return folder / "groups", folder / "own"
-
-
 @pytest.mark.parametrize(
     ("own", "files", "quota"),
     [
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container, version 2
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),  # in a container
         ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
         ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),  # a group above
         ("0::/a\n", {"cpu.max": "400000 100000", "a/cpu.max": "300000 100000"}, 3.0),  # the smallest counts
-        ("2:cpuset:/\n1:cpu,cpuacct:/c\n", {f"cpu/c/{QUOTA}": "50000", f"cpu/c/{PERIOD}": "100000"}, 0.5),
-        ("1:cpu:/\n", {f"cpu/{QUOTA}": "-1", f"cpu/{PERIOD}": "100000"}, float("inf")),
+        ("1:name=systemd:/\n0::/a\n", {"a/cpu.max": "50000 100000"}, 0.5),
         ("nonsense\n", {"cpu.max": "nonsense"}, float("inf")),
     ],
 )
-def test_the_quota_of_a_container(own, files, quota, tmp_path):
-    assert cpu_quota(*groups(tmp_path, own, files)) == quota
-
-
-def test_no_control_groups_mean_no_quota(tmp_path):
-    assert cpu_quota(tmp_path / "none", tmp_path / "none") == float("inf")
+def test_the_quota_of_a_container(monkeypatch, own, files, quota, tmp_path):
+    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(threads, "OWN", tmp_path / "own")
+    assert cpu_quota() == float("inf")  # there are no files
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert cpu_quota() == quota
 
 
 def test_cpus_taken_by_hand():

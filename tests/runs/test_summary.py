@@ -366,10 +366,10 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
         "model          weight 1, normalised and clipped to ±3 (--normalize_reward): "
         + files["reward_model"],
         f"function       weight 1, as it is: {files['reward_fn']}",
-        "repetition     0 to -0.25 for repeated trigrams (--repetition_penalty)",
-        "length_reward  0.5 for 20 to 800 characters, else -0.5 (--length_reward)",
-        "missing_eos    -1 for a response that does not end (--missing_eos_penalty)",
-        "warm-up  steps 1 to 2 train only the critic (--critic_warmup_steps 2)",
+        "repetition     --repetition_penalty 0.25",
+        "length_reward  --length_reward 0.5",
+        "missing_eos    --missing_eos_penalty 1",
+        "warm-up  at first only the critic trains: --critic_warmup_steps 2",
     ):
         assert f"{line}\n" in said
     assert "run      4 steps of 8 responses in minibatches of 4, " in said

@@ -16,7 +16,6 @@ import gc
 import os
 import sys
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import torch
@@ -24,7 +23,7 @@ import torch
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
-from trainer.compute.threads import CGROUPS, OWN, own_groups
+from trainer.compute.threads import own_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -53,9 +52,8 @@ def free_unused_memory():
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # not every C library has it
-        libc.malloc_trim(0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, dummy=None):
@@ -98,15 +96,14 @@ def keep_freed_memory(sharded=False):
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # not every C library has it
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3
-        if sharded:
-            libc.mallopt(mmap_threshold, 1 << 20)
-            return
-        libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
-        libc.mallopt(trim_threshold, (1 << 31) - 1)
-        libc.mallopt(top_pad, 1 << 26)
+    mallopt = ctypes.CDLL(None).mallopt
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    if sharded:
+        mallopt(mmap_threshold, 1 << 20)
+        return
+    mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 1 << 26)
 
 
 def peak_memory():
@@ -131,19 +128,16 @@ def free_memory(device: torch.device) -> int:
     return min(free + held - used, int(allowed) - used)
 
 
-def free_in_groups(groups: Path = CGROUPS, own: str | Path = OWN) -> float:
+def free_in_groups() -> float:
     """Bytes that the control groups of this process leave it, infinity if they have no limit: psutil does not
     know them. Pages of files count as free: the system takes them back where it needs memory."""
     free = [float("inf")]
-    version_2 = ["memory.max", "memory.current"]
-    version_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes"]
-    for group, words in own_groups("memory", version_2, version_1, groups, own):
-        with suppress(OSError, ValueError, KeyError):  # "max"
-            limit, used = map(int, words)
+    for group in own_groups():
+        with suppress(OSError, ValueError, KeyError):  # no limit: no such file, or "max"
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
             facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            names = ("active_file", "inactive_file")
-            files = sum(int(facts.get(f"total_{name}") or facts[name]) for name in names)  # version 1, 2
-            free.append(max(0, limit - used + files))
+            free.append(limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
     return min(free)
 
 

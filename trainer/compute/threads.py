@@ -23,9 +23,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
-CGROUPS, OWN = Path("/sys/fs/cgroup"), "/proc/self/cgroup"
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 PERIOD = 0.5  # seconds between two looks at what other programs use
 BUSY, QUIET = 0.3, 0.15  # CPUs that others take from us: threads sleep from BUSY on, and spin below QUIET
 SPINS = "300000"  # GNU OpenMP's own default
@@ -44,34 +43,23 @@ def set_up_threads() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
 
 
-def cpu_quota(groups: Path = CGROUPS, own: str | Path = OWN) -> float:
+def cpu_quota() -> float:
     """The CPUs that the control groups of this process grant it; infinity if there is no limit."""
     quotas = [float("inf")]
-    version_1 = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-    for _, words in own_groups("cpu", ["cpu.max"], version_1, groups, own):
-        with suppress(ValueError):  # "max"
-            limit, period = map(int, words)
-            quotas += [limit / period] if limit > 0 else []
+    for group in own_groups():
+        with suppress(OSError, ValueError):  # no limit: no such file, or "max"
+            limit, period = map(int, (group / "cpu.max").read_text().split())
+            quotas.append(limit / period)
     return min(quotas)
 
 
-def own_groups(controller: str, version_2: list, version_1: list, groups: Path, own: str | Path) -> list:
-    """The control groups that limit this process, its own and those above -> [(folder, words of its files)].
-
-    controller: "cpu" or "memory"; version_2, version_1: the files to read, in either version of control
-    groups; groups: where the groups lie; own: the file that says which are its own.
-    """
-    found = []
-    with suppress(OSError, ValueError):
-        for line in Path(own).read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
-            root = groups / controller if controller in controllers.split(",") else groups  # version 1, 2
-            folder = root / place.strip("/")
-            for group in (folder, *folder.parents):
-                for names in (version_2, version_1):
-                    with suppress(OSError):
-                        found.append((group, " ".join((group / name).read_text() for name in names).split()))
-    return found
+def own_groups() -> list[Path]:
+    """The folders of the control groups (version 2) that limit this process: its own and those above."""
+    place = ""
+    with suppress(OSError):
+        place = OWN.read_text().rpartition("0::/")[2].strip()
+    folder = CGROUPS / place
+    return [folder, *folder.parents]
 
 
 @contextmanager
@@ -116,6 +104,8 @@ def cpu_seconds(cpus: set) -> tuple:
 
     Time that a virtual machine wanted and did not get ("steal") counts as other programs'.
     """
+    import psutil  # not at the top: --help does not need it
+
     times = [x for cpu, x in enumerate(psutil.cpu_times(percpu=True)) if cpu in cpus]
     used = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in times)
     return time.monotonic(), time.process_time(), used
