@@ -770,6 +770,7 @@ ELSEWHERE = {
             "no gradient clip",
         ),
         ('group["lr"] = learner.learning_rate(number)', 'group["lr"] = learner.peak', "the rate never falls"),
+        ("run.loss_scale.scaled(loss).backward()", "loss.backward()", "fp16's scale forgets the losses", PTX),
     ],
     "trainer/generation/sampling.py": [
         (
@@ -1141,8 +1142,7 @@ REPORT = {
 
 LOGGED_DATA = {  # demonstrations and logged answers
     "trainer/ptx.py": [
-        ("(self.coef * loss)", "(loss)", "--ptx_coef is ignored"),
-        ("run.loss_scale.scaled(self.coef * loss)", "(self.coef * loss)", "fp16's scale forgets them", PTX),
+        ("return self.coef * loss, metrics", "return loss, metrics", "--ptx_coef is ignored"),
         ("loss = -logprobs.sum()", "loss = logprobs.sum()", "demonstrations are unlearned"),
         ("/ self.learned[number] +", "/ len(logprobs) +", "the mean of a micro-batch, not of all", PTX),
         (" + balance / self.size", "", "no balance loss of demonstrations"),

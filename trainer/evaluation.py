@@ -1,7 +1,7 @@
 """PPO's evaluation on held-out prompts: sampled and greedy, with the same sampling noise every time.
 
 The prompts are those of ``--eval_data_path``; without it there is no evaluation. It runs before training
-(step 0), after every ``--eval_interval`` batches and after the last one (``train`` in train_ppo.py).
+(step 0), after every ``--eval_interval`` batches and after the last one (loop.py).
 
 Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
 accuracy falls, the policy exploits the reward (reward hacking). There is none where most answers are too long

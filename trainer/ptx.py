@@ -21,6 +21,7 @@ from model.loading import check_ends, most_positions
 from trainer.compute.scoring import score_learned
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import accumulate
 
 
 class Demonstrations(SFTDataset):
@@ -64,17 +65,15 @@ class Ptx:
         """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
         micro-batches of at most ``token_budget`` tokens -> Metrics."""
         items = self.items[number]
-        metrics = Metrics()
-        actor = run.learners["actor"]
 
-        def learn_from(rows):
-            logprobs, balance = score_learned([items[row] for row in rows], actor.scorer)
-            loss = -logprobs.sum() / self.learned[number] + balance / self.size
-            run.loss_scale.scaled(self.coef * loss).backward()
+        def loss_of(rows):
+            metrics = Metrics()
+            logprobs, balance = score_learned([items[row] for row in rows], run.learners["actor"].scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
+            loss = -logprobs.sum() / self.learned[number] + balance / self.size
+            return self.coef * loss, metrics
 
-        actor.each_micro_batch(self.lengths(number), token_budget, learn_from)
-        return metrics
+        return accumulate(run, self.lengths(number), token_budget, loss_of)
 
     def describe(self):
         """A line on the demonstrations and their weight."""

@@ -21,6 +21,7 @@ from model.shards import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.best import KEPT, choose_best, remove_saved
+from trainer.collect import choose_missing_eos_penalty
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
@@ -60,6 +61,7 @@ class PpoRun:
     about = describe_run  # what the run is made of, in a few lines
     facts = start_facts  # what health.py says of its start
     fingerprints = fingerprints  # before frozen weights are rounded
+    begin = choose_missing_eos_penalty  # what is chosen before step 1
 
     def __init__(self, args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
@@ -70,7 +72,7 @@ class PpoRun:
         self.flags = args.declared  # {name: ``Flag``}
         self.world = world
         self.tokenizer = tokenizer
-        self.prompts = prompts
+        self.data = self.prompts = prompts
         self.held_out = held_out  # prompts of evaluation, or None
         self.actor = actor
         moe = "_moe" if is_moe(actor) else ""
@@ -322,6 +324,9 @@ class PpoRun:
     def about_best(self):
         """Words for summary.md on the file of the best evaluation, to stand behind those on the result."""
         return self.best.describe(self.best_path.name)
+
+    def complete(self):
+        """Nothing is left to do after the last step."""
 
     def prepare(self):
         """Make the models ready, after fingerprints were taken and before a checkpoint is loaded: round the

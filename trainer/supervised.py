@@ -1,51 +1,50 @@
-"""What stages 1 and 2 (train_sft.py, train_reward.py) share: training loop, evaluation, saving.
+"""What stages 1 and 2 (train_sft.py, train_reward.py) share: how a step learns, evaluation, saving.
 
     for each batch of records:                       the same records whatever the number of processes
         for each micro-batch, cut by tokens:         halved if memory runs out
             loss, a sum divided by the number of tokens or pairs of the whole batch
             backward
         sum gradients over processes, clip, step     AdamW; learning rate: warm-up, cosine down to a tenth
-        log, evaluate, save
+        log, evaluate, save                          loop.py
 
 A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and its result.
 """
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
-from dataset.data_order import RecordBatches, next_batch, record_loader
+from dataset.data_order import next_batch
 from dataset.formats import Keys
 from errors import InputError
 from model.loading import most_positions
-from progress_bar import phase
 from trainer.about_run import describe_texts
-from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.best import Best
+from trainer.compute.batching import tokens_per_pass
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.inputs import choose_rates
+from trainer.loop import build_and_train
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
-from trainer.runs.distributed import init_world, share_of
-from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import log_step, run_to_the_end, save
+from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, gradients_that_fit, note_steps, step_if_finite
-from trainer.runs.resume import short_hash, start_or_resume, weights_hash
+from trainer.runs.optimizer_step import Learner, accumulate, gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.resume import short_hash, weights_hash
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
 
 class SupervisedRun:
-    """A run of stage 1 or 2: what every run has (runs/resume.py), and what the loop below needs.
+    """A run of stage 1 or 2: what every run has (runs/resume.py), and what a step below needs.
 
     modules: {file name: module}, all that is trained, "model" first. data, held_out: Subsets of datasets of
     items; held_out is None without evaluation. Subclasses have ``script``, ``display``, ``rate`` (a kind of
@@ -59,11 +58,11 @@ class SupervisedRun:
         summarise(means)       -> the evaluation's metrics, made of the means of ``measure``
         save_result()          writes the result with every checkpoint
         results()              -> lines of text that name the result
-        complete()             called once after the last step, on all processes
     """
 
     files = ()
-    best_metric = ""  # the weights of the best evaluation are not kept
+    best = Best()  # the weights of the best evaluation are not kept
+    best_metric = ""
     held_out_pairs = None
     in_step = None  # nothing is sharded
 
@@ -103,7 +102,7 @@ class SupervisedRun:
         self.optimizers = {"optimizer": optimizer}
         steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
-        self.learner = Learner(
+        learner = Learner(
             model=self.trained,
             scorer=None,
             optimizer=optimizer,
@@ -111,6 +110,7 @@ class SupervisedRun:
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
+        self.learners = {"model": learner}
         self.loss_scale = LossScale(self.dtype)
         self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
@@ -139,6 +139,9 @@ class SupervisedRun:
 
     def prepare(self):
         """Nothing is left to do before a checkpoint is loaded."""
+
+    def begin(self, logger):
+        """Nothing is left to choose before step 1."""
 
     def complete(self):
         """Called once after the last step, on all processes."""
@@ -187,49 +190,49 @@ def split_records(args, kind: Callable, tokenizer, keys: Keys) -> tuple[Subset, 
     return Subset(data, range(first)), Subset(data, range(first, len(data)))
 
 
-def backward(run, items, lengths, totals, token_budget):
-    """Compute the gradients of this process' part of a batch, micro-batch by micro-batch -> Metrics."""
-    sums = Metrics()
-    with phase("gradients", len(lengths), "sequences") as bar:
-        for index in micro_batches(lengths, token_budget):
-            loss, metrics = run.loss([items[i] for i in index], totals)
-            run.loss_scale.scaled(loss).backward()
-            sums.merge(metrics)
-            bar.done += len(index)
-    for p in run.parameters:
-        if p.grad is None:  # of an expert that no token reached
-            p.grad = torch.zeros_like(p)
-    return sums
+def collect(run, step, batches, positions):
+    """-> the items of the next batch that this process learns from."""
+    with run.world.all_or_none():
+        return next_batch(batches)
 
 
-def learn(run: SupervisedRun, step: int, items: list) -> dict[str, float]:
-    """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}."""
-    args = run.args
+def learn(run: SupervisedRun, step: int, items: list) -> tuple[dict[str, float], dict]:
+    """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}, and
+    no rows to keep."""
     world = run.world
     start = time.perf_counter()
     lengths = [run.tokens(item) for item in items]
-    totals = [*run.loss_counts(items), sum(lengths)]
-    *totals, tokens = world.sum(torch.tensor(totals, dtype=torch.float64, device=world.device)).tolist()
-    sums = gradients_that_fit(run, lambda budget: backward(run, items, lengths, totals, budget), lengths)
-    means = sums.means(world)
-    taken = step_if_finite(run, run.learner, means["train/loss"], step)
+    counts = [*run.loss_counts(items), sum(lengths)]
+    *totals, tokens = world.sum(torch.tensor(counts, dtype=torch.float64, device=world.device)).tolist()
+
+    def backward(budget):
+        sums = accumulate(run, lengths, budget, lambda rows: run.loss([items[i] for i in rows], totals))
+        for p in run.trained.parameters():
+            if p.grad is None:  # of an expert that no token reached
+                p.grad = torch.zeros_like(p)
+        return sums
+
+    learner = run.learners["model"]
+    means = gradients_that_fit(run, backward, lengths).means(world)
+    taken = step_if_finite(run, learner, means["train/loss"], step)
     note_steps(run, [taken])
     seconds = time.perf_counter() - start
     return means | {
         "train/grad_norm": taken.norm,
-        "train/learning_rate": run.learner.learning_rate(step),
+        "train/learning_rate": learner.learning_rate(step),
         "train/skipped_steps": float(not taken.finite),
         "perf/step_seconds": seconds,
-        "perf/samples_per_second": args.batch_size * world.size / seconds,
+        "perf/samples_per_second": run.args.batch_size * world.size / seconds,
         "perf/tokens_per_second": tokens / seconds,
-    }
+    }, {}
 
 
 @torch.no_grad()
-def evaluate(run: SupervisedRun) -> dict[str, float]:
-    """Evaluate on the held-out records, shared between the processes -> {"eval/…": mean}, {} without any."""
+def evaluate(run: SupervisedRun, metrics: dict, rows: dict) -> tuple[dict, dict]:
+    """Metrics and rows of a step -> these, and with them the means of the held-out records, if there are any,
+    which the processes share."""
     if run.held_out is None:
-        return {}
+        return metrics, rows
     sums = Metrics()
     world = run.world
     with world.all_or_none():
@@ -240,50 +243,9 @@ def evaluate(run: SupervisedRun) -> dict[str, float]:
             lambda rows: sums.merge(run.measure([items[i] for i in rows])),
             "evaluation",
         )
-    return run.summarise(sums.means(world))
+    return metrics | run.summarise(sums.means(world)), rows
 
 
-def train(run: SupervisedRun, logger) -> None:
-    """The training loop, from the step after ``run.progress.step`` to the end, or until Ctrl-C or SIGTERM."""
-    args = run.args
-    world = run.world
-    progress = run.progress
-    total = run.total_steps
-    size = args.batch_size
-    order = RecordBatches(len(run.data), args.seed, progress.step, total, size, size, world.rank, world.size)
-    stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
-    with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:
-        if progress.step == total:  # killed between the last checkpoint and the result
-            save(run, logger)
-        if progress.step == 0:
-            log_step(run, logger, 0, evaluate(run))
-        for step in range(progress.step, total):
-            try:
-                with world.all_or_none():
-                    items = next_batch(batches)
-            except InputError:
-                save(run, logger)
-                raise
-            metrics = learn(run, step, items)
-            world.check_identical(model=run.trained)
-            progress.step = done = step + 1
-            last = done == total
-            signal = stop.agreed(world)
-            if last or (args.eval_interval and done % args.eval_interval == 0):
-                metrics |= evaluate(run)
-            log_step(run, logger, done, metrics)
-            if last or signal or done % args.save_interval == 0:
-                save(run, logger)
-            if signal and not last:
-                raise SystemExit(128 + signal)
-        run.complete()
-
-
-def run_stage(build, args, argv):
-    """Build, train and log a run: all that a script does. build(args, world) -> a SupervisedRun; argv: its
-    command line, None: the process' own."""
-    with init_world(args.device, args.ddp) as world:
-        with world.all_or_none():
-            run = build(args, world)
-        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
-        run_to_the_end(run, logger, train)
+def train(build: Callable, args, argv) -> None:
+    """All that a script does. build(args, world) -> a ``SupervisedRun``."""
+    build_and_train(partial(build, args), args, argv, collect, learn, evaluate)

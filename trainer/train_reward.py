@@ -430,7 +430,7 @@ def build(args, world, pair_run=PairRun):
 
 
 def main(argv=None, pair_run=PairRun):
-    supervised.run_stage(partial(build, pair_run=pair_run), parse_args(argv), argv)
+    supervised.train(partial(build, pair_run=pair_run), parse_args(argv), argv)
 
 
 if __name__ == "__main__":

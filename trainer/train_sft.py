@@ -12,8 +12,7 @@ on held-out records (``--eval_data_path``, or the last ``--eval_size`` of the fi
     torchrun --nproc_per_node 2 trainer/train_sft.py …                # two GPUs or processes
 
 It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
---reasoning 0`` starts, and the same model as a Hugging Face directory. The training loop is in supervised.py.
-Stopping, resuming and faults: docs/reliability.md.
+--reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in loop.py. Stopping, resuming and faults: docs/reliability.md.
 """
 
 import math
@@ -182,7 +181,7 @@ class SftRun(supervised.SupervisedRun):
 
 
 def main(argv=None):
-    supervised.run_stage(SftRun, parse_args(argv), argv)
+    supervised.train(SftRun, parse_args(argv), argv)
 
 
 if __name__ == "__main__":
