@@ -641,8 +641,7 @@ def said_command(capsys, word):
     return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
 
 
-@pytest.mark.parametrize("keys", [(), ("chosen", "rejected")])
-def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch, keys):
+def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, capsys, monkeypatch):
     """From a model without a tokenizer, with a template of the flags, relative paths, a space in one."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(files["model"], "start", ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
@@ -658,15 +657,9 @@ def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, c
     python, script, *argv = said_command(capsys, "talk ")
     assert (python, script) == (PYTHON, str(ROOT / "chat.py"))
     chat.main([*argv, "--prompt", "a", "--max_gen_len", "2", "--device", "cpu"])
-    named = {f"{key}_key": key for key in keys}
-    train_reward.main(
-        argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, **named, model="start")
-    )
+    train_reward.main(argv_of(files | {"pairs": "my pairs.jsonl"}, "reward", "out", **more, model="start"))
     python, script, *argv = said_command(capsys, "use ")
     assert (python, script) == (PYTHON, str(ROOT / "trainer" / "train_ppo.py"))
-    if keys:
-        assert argv[-2:] == ["--data_path", "prompts.jsonl"]
-        shutil.copyfile("my pairs.jsonl", "prompts.jsonl")
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
     train_ppo.main([*argv, *flags(**small)])
     config = json.loads(Path("ppo/run_1/config.json").read_text())

@@ -50,7 +50,6 @@ class SupervisedRun:
     items; held_out is None without evaluation. Subclasses have ``script``, ``display``, ``rate`` (a kind of
     ``suited_rate``) and
 
-        tokens(item)           -> the number of tokens of an item
         loss_counts(items)           -> [numbers] by which losses are divided, once summed over processes
         loss(items, totals)    -> (a micro-batch's share of the batch's loss, Metrics named train/…);
                                   totals: the numbers of ``loss_counts``, summed
@@ -116,6 +115,10 @@ class SupervisedRun:
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
         self.evaluated = None  # the held-out items of this process, made by the first evaluation
 
+    def tokens(self, item):
+        """The number of tokens of an item, which is lists of ids and one thing more."""
+        return sum(len(ids) for ids in item[:-1])
+
     def fingerprints(self):
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return {
@@ -137,14 +140,10 @@ class SupervisedRun:
         """The weights are whole in every process, so nothing has to be gathered before they are saved."""
         return contextlib.nullcontext()
 
-    def prepare(self):
-        """Nothing is left to do before a checkpoint is loaded."""
+    def prepare(self, *given):
+        """Nothing is left to do."""
 
-    def begin(self, logger):
-        """Nothing is left to choose before step 1."""
-
-    def complete(self):
-        """Called once after the last step, on all processes."""
+    begin = complete = prepare
 
     def about(self):
         """Lines that describe the run: its model and its data."""

@@ -59,7 +59,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
-import shutil
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -96,11 +96,11 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import DEMO, check_policy, check_sampling, load_trained_tokenizer
+from trainer.rewards.reward import RunningStats
 from trainer.rewards.reward_models import load_reward_model, score_places
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
-from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.resume import short_hash, weights_hash
 
@@ -202,9 +202,6 @@ class RewardRun(supervised.SupervisedRun):
             found["reference"] = self.reference.fingerprint()
         return found
 
-    def tokens(self, item):
-        return sum(len(ids) for ids in item[:-1])
-
     def loss_counts(self, items):
         return [len(items)]
 
@@ -230,17 +227,12 @@ class RewardRun(supervised.SupervisedRun):
         """Do nothing: see ``result_path``."""
 
     def complete(self):
-        if self.reference:
-            self.centre = centre(self)
-        self.write(self.hf_dir, reward_offset=self.centre[0])
-        self.result_path = self.hf_dir
-
-    def write(self, folder: Path, **fields) -> None:
-        """Write the classifier as a directory; fields: more entries for its config.json."""
-        with self.world.all_or_none():
+        with self.world.all_or_none(), writing(self.hf_dir):
             if self.world.is_main:
-                with writing(folder):
-                    save_directory(self.model, self.tokenizer, folder, **fields)
+                if self.reference:
+                    self.centre = centre(self)
+                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre[0])
+        self.result_path = self.hf_dir
 
     def results(self):
         line = f"model    {self.hf_dir}\nuse      {self.use()}"
@@ -252,8 +244,8 @@ class RewardRun(supervised.SupervisedRun):
         return line
 
     def use(self) -> str:
-        """The command for PPO, and what to change in it. The result's tokenizer has what the flags have made
-        of the model's: its chat template and system message."""
+        """The command for PPO. The result's tokenizer has what the flags have made of the model's: its chat
+        template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
         words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
@@ -262,13 +254,8 @@ class RewardRun(supervised.SupervisedRun):
         for name in SAME_IN_PPO:
             if (value := getattr(args, name)) != self.flags[name].default:
                 words += [f"--{name}", value]
-        prompts = full_path(args.data_path)
-        note = "with the prompts of this file; --data_path names others"
-        if args.chosen_key or args.rejected_key:  # PPO does not read pairs under keys of their own
-            prompts = "prompts.jsonl"
-            note = "put the file with your prompts in place of prompts.jsonl"
-        command = command_line("trainer/train_ppo.py", *words, "--data_path", prompts)
-        return f"{command}\n         ({note})"
+        command = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
+        return f"{command}\n         (with the prompts of this file; --data_path names others)"
 
 
 class PairRun(RewardRun):
@@ -311,16 +298,17 @@ class RatingRun(RewardRun):
     def measure(self, items):
         x = self.outputs([ids for ids, _ in items]).scores.double()
         y = self.last(items).double()
-        sums = {"loss": (x - y).square(), "x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
+        sums = {"loss": (x - y).square(), "x": x, "y": y, "xy": x * y}
+        sums |= {"x_mean_square": x * x, "y_mean_square": y * y}
         metrics = Metrics()
         metrics.add_all({name: values.sum() for name, values in sums.items()}, len(items))
         return metrics
 
     def summarise(self, means):
         """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
-        loss, x, y, xx, yy, xy = means.values()
-        spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
-        correlation = (xy - x * y) / spread**0.5 if spread > 1e-24 else 0.0
+        loss = means["loss"]
+        spread = means["x_std"] * means["y_std"]
+        correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
 
@@ -361,18 +349,17 @@ class Reference:
     def fingerprint(self):
         return short_hash([weights_hash(self.model), self.eos, self.prompts])
 
-    def answers(self, world, dtype, seed):
-        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)],
-        without the thoughts that PPO does not show to a reward model."""
-        places = share_of(range(len(self.prompts)), world)
-        asked = [self.prompts[i][1] for i in places]
-        sampler = Sampler(self.model.to(world.device), dtype)
-        keys = noise_keys(seed, EVAL_STEP, places)
-        rollout = sampler.sample(asked, keys, self.eos, self.max_gen_len, temperature=1.0)
+    def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple]:
+        """Sample an answer to each prompt, as PPO does -> [(prompt, response text)], without the thoughts
+        that PPO does not show to a reward model."""
+        prompts, ids = zip(*self.prompts, strict=True)
+        sampler = Sampler(self.model.to(device), dtype)
+        keys = noise_keys(seed, EVAL_STEP, range(len(ids)))
+        rollout = sampler.sample(ids, keys, self.eos, self.max_gen_len, temperature=1.0)
         self.model.to("cpu")
         texts = response_texts(rollout, self.tokenizer)
         said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
-        return [(self.prompts[i][0], text) for i, text in zip(places, said, strict=True)]
+        return list(zip(prompts, said, strict=True))
 
 
 def load_reference(args):
@@ -386,23 +373,16 @@ def load_reference(args):
 
 
 def centre(run: RewardRun) -> tuple[float, float]:
-    """-> the mean and the standard deviation of the scores of the reference's answers.
-
-    They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will compute.
-    """
-    world = run.world
-    draft = run.hf_dir.with_name(f".{run.hf_dir.name}.draft")
-    try:
-        run.write(draft)
-        with world.all_or_none():
-            reward_model = load_reward_model(str(draft), world.device, dtype=run.dtype)
-            scores = reward_model(run.reference.answers(world, run.dtype, run.args.seed)).double()
-        sums = Metrics()
-        sums.add_all({"score": scores.sum(), "score_mean_square": scores.square().sum()}, len(scores))
-        return tuple(sums.means(world).values())
-    finally:
-        if world.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
+    """-> the mean and the standard deviation of the scores of the reference's answers. The main process calls
+    it. They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will
+    compute."""
+    device = run.world.device
+    with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
+        save_directory(run.model, run.tokenizer, draft)
+        reward_model = load_reward_model(draft, device, dtype=run.dtype)
+        scores = reward_model(run.reference.answers(device, run.dtype, run.args.seed))
+    stats = RunningStats.of(scores)
+    return stats.mean, stats.std
 
 
 def build(args, world, pair_run=PairRun):

@@ -12,7 +12,8 @@ on held-out records (``--eval_data_path``, or the last ``--eval_size`` of the fi
     torchrun --nproc_per_node 2 trainer/train_sft.py …                # two GPUs or processes
 
 It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
---reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in loop.py. Stopping, resuming and faults: docs/reliability.md.
+--reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in
+loop.py. Stopping, resuming and faults: docs/reliability.md.
 """
 
 import math
@@ -137,9 +138,6 @@ class SftRun(supervised.SupervisedRun):
     @property
     def hf_dir(self):
         return Path(self.args.hf_dir or self.pth_path.with_suffix(""))
-
-    def tokens(self, item):
-        return len(item[0])
 
     def loss_counts(self, items):
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
