@@ -312,10 +312,8 @@ class PpoRun:
         """Lines for the end of a run: where the result and the best are, and how to talk to the result."""
         best = self.best
         words = ""
-        if best.step:
-            words = f"best     {self.best_path} ({best.metric} {best.value:.3f} at step {best.step})\n"
-        elif best.value is not None:
-            words = f"best     the start: {best.metric} {best.value:.3f} before training was not beaten\n"
+        if best.value is not None:
+            words = f"best     {best.describe(self.best_path)}\n"
         words += f"average  {ema_path(self)} (--ema_beta)\n" if self.ema.batches else ""
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
         talk = command_line("chat.py", "--model", self.pth_path, *own_code)
@@ -323,7 +321,8 @@ class PpoRun:
 
     def about_best(self):
         """Words for summary.md on the file of the best evaluation, to stand behind those on the result."""
-        return self.best.describe(self.best_path.name)
+        words = self.best.describe(self.best_path.name)
+        return words and f"; {words}"
 
     def complete(self):
         """Nothing is left to do after the last step."""

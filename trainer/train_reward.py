@@ -102,7 +102,6 @@ from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import short_hash, weights_hash
 
 SAME_IN_PPO = ("prompt_key", "answer_key", "max_seq_len", "max_gen_len")  # flags that mean the same there
 
@@ -196,12 +195,6 @@ class RewardRun(supervised.SupervisedRun):
     def result_file(self):
         return self.hf_dir / "config.json"
 
-    def fingerprints(self):
-        found = super().fingerprints()
-        if self.reference:
-            found["reference"] = self.reference.fingerprint()
-        return found
-
     def loss_counts(self, items):
         return [len(items)]
 
@@ -214,6 +207,16 @@ class RewardRun(supervised.SupervisedRun):
         states = output.last_hidden_state
         scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
         return Outputs(scores, states, self.balance(output, lengths))
+
+    def loss(self, items, totals):
+        loss, outputs, metrics = self.score_items(items, "train")
+        if self.balance.weight:
+            metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
+        conversations = len(outputs.scores) // len(items)  # of an item
+        return (loss + outputs.balance / conversations) / totals[0], metrics
+
+    def measure(self, items):
+        return self.score_items(items, "eval")[-1]
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
@@ -273,40 +276,31 @@ class PairRun(RewardRun):
         metrics.add_all({f"{prefix}/{name}": total for name, total in sums.items()}, len(items))
         return loss, outputs, metrics
 
-    def loss(self, items, totals):
-        loss, outputs, metrics = self.score_items(items, "train")
-        if self.balance.weight:
-            metrics.add("train/balance_loss", outputs.balance, 2 * len(items))
-        return (loss + outputs.balance / 2) / totals[0], metrics
-
-    def measure(self, items):
-        return self.score_items(items, "eval")[-1]
-
 
 class RatingRun(RewardRun):
     """A run on rated answers. Items: (conversation ids, given score)."""
 
     display = displays.RATINGS
 
-    def loss(self, items, totals):
+    def score_items(self, items, prefix):
+        """-> (summed squared error, ``Outputs``, Metrics: of an evaluation also what a correlation needs)."""
         outputs = self.outputs([ids for ids, _ in items])
-        error = (outputs.scores - self.last(items)).square().sum()
+        x = outputs.scores
+        y = self.last(items)
+        loss = (x - y).square().sum()
+        sums = {f"{prefix}/loss": loss}
+        if prefix == "eval":
+            x = x.double()
+            y = y.double()
+            moments = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
+            sums |= {name: values.sum() for name, values in moments.items()}
         metrics = Metrics()
-        metrics.add("train/loss", error, len(items))
-        return (error + outputs.balance) / totals[0], metrics
-
-    def measure(self, items):
-        x = self.outputs([ids for ids, _ in items]).scores.double()
-        y = self.last(items).double()
-        sums = {"loss": (x - y).square(), "x": x, "y": y, "xy": x * y}
-        sums |= {"x_mean_square": x * x, "y_mean_square": y * y}
-        metrics = Metrics()
-        metrics.add_all({name: values.sum() for name, values in sums.items()}, len(items))
-        return metrics
+        metrics.add_all(sums, len(items))
+        return loss, outputs, metrics
 
     def summarise(self, means):
         """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
-        loss = means["loss"]
+        loss = means["eval/loss"]
         spread = means["x_std"] * means["y_std"]
         correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
@@ -345,9 +339,6 @@ class Reference:
             raise InputError(
                 f"--max_gen_len {max_gen_len}: the reference has no room for any prompt; lower it"
             )
-
-    def fingerprint(self):
-        return short_hash([weights_hash(self.model), self.eos, self.prompts])
 
     def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple]:
         """Sample an answer to each prompt, as PPO does -> [(prompt, response text)], without the thoughts
