@@ -104,7 +104,7 @@ def build(files, kind, out_dir="/nowhere", **more):
     args = script.parse_args(argv_of(files, kind, out_dir, **more))
     if kind == "sft":
         return train_sft.SftRun(args, ALONE)
-    return train_reward.build(args, ALONE, make_reward.DemoRun if kind == "demo" else train_reward.PairRun)
+    return (make_reward.DemoRun if kind == "demo" else train_reward.RewardRun)(args, ALONE)
 
 
 def gradients_of(run, items, budget=4096):

@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 from dataset.data_order import next_batch
 from dataset.formats import Keys
 from errors import InputError
-from model.loading import most_positions
+from model.loading import load_policy, most_positions
 from trainer.about_run import describe_texts
 from trainer.best import Best
 from trainer.compute.batching import tokens_per_pass
@@ -31,7 +31,7 @@ from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
-from trainer.inputs import choose_rates
+from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
@@ -46,10 +46,11 @@ EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tent
 class SupervisedRun:
     """A run of stage 1 or 2: what every run has (runs/resume.py), and what a step below needs.
 
-    modules: {file name: module}, all that is trained, "model" first. data, held_out: Subsets of datasets of
-    items; held_out is None without evaluation. Subclasses have ``script``, ``display``, ``rate`` (a kind of
-    ``suited_rate``) and
+    data, held_out: Subsets of datasets of items; held_out is None without evaluation. Subclasses have
+    ``script``, ``display``, ``rate`` (a kind of ``suited_rate``), ``dataset`` (a class or function) and
 
+        new_model()            -> a policy with random weights, where --model is not given
+        start_from(policy)     -> {file name: module}, all that is trained, "model" first
         loss_counts(items)           -> [numbers] by which losses are divided, once summed over processes
         loss(items, totals)    -> (a micro-batch's share of the batch's loss, Metrics named train/…);
                                   totals: the numbers of ``loss_counts``, summed
@@ -65,15 +66,20 @@ class SupervisedRun:
     held_out_pairs = None
     in_step = None  # nothing is sharded
 
-    def __init__(self, args, world, tokenizer, modules, data, held_out):
+    def __init__(self, args, world):
+        """Flags -> the run, with all inputs checked. Raises InputError."""
         self.args = args
         self.flags = args.declared
         self.world = world
-        self.tokenizer = tokenizer
-        self.modules = modules
-        self.model = modules["model"]
-        self.data = data
-        self.held_out = held_out
+        self.tokenizer = load_trained_tokenizer(args)
+        if args.model:
+            policy = load_policy(args.model, args.trust_remote_code)
+        else:
+            policy = self.new_model()
+        check_policy(args, policy, self.tokenizer)
+        self.data, self.held_out = split_records(args, self.dataset, self.tokenizer)
+        self.modules = self.start_from(policy)
+        self.model = self.modules["model"]
         limit = most_positions(self.model.config)
         if args.max_seq_len > limit:
             raise InputError(
@@ -86,20 +92,22 @@ class SupervisedRun:
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         check_range(self.model, self.dtype, f"--model {args.model}: ")
-        self.trained = torch.nn.ModuleList(modules.values()).to(world.device).eval()  # no dropout, as in PPO
+        self.trained = (
+            torch.nn.ModuleList(self.modules.values()).to(world.device).eval()
+        )  # no dropout, as in PPO
         self.balance = BalanceLoss(self.model)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
-        self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
         optimizer = make_optimizer(
             groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
         )
         self.optimizers = {"optimizer": optimizer}
-        steps = math.ceil(args.epochs * len(data) / (args.batch_size * world.size))
+        steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
@@ -113,7 +121,6 @@ class SupervisedRun:
         self.loss_scale = LossScale(self.dtype)
         self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
-        self.evaluated = None  # the held-out items of this process, made by the first evaluation
 
     def tokens(self, item):
         """The number of tokens of an item, which is lists of ids and one thing more."""
@@ -162,23 +169,23 @@ class SupervisedRun:
         return "\n".join(filter(None, [*lines, self.note]))
 
 
-def split_records(args, kind: Callable, tokenizer, keys: Keys) -> tuple[Subset, Subset | None]:
-    """Flags -> (training records, held-out records or None), as Subsets. kind: of dataset.
+def split_records(args, dataset: Callable, tokenizer) -> tuple[Subset, Subset | None]:
+    """Flags -> (training records, held-out records or None), as Subsets.
 
     The held-out records are those of --eval_data_path, or else the last --eval_size of --data_path, which are
     then not trained on. Raises InputError if that leaves none to train on.
     """
+    sides = [getattr(args, name, "") for name in ("chosen_key", "rejected_key")]
 
     def load(path):
-        return kind(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
+        keys = Keys(args.prompt_key, args.answer_key, *sides)
+        return dataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
 
     data = load(args.data_path)
     if args.eval_data_path:
         held_out = load(args.eval_data_path)
         return Subset(data, range(len(data))), Subset(held_out, range(len(held_out)))
     kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
-    if not kept:
-        return Subset(data, range(len(data))), None
     first = len(data) - kept
     if first <= 0:
         raise InputError(
@@ -186,7 +193,7 @@ def split_records(args, kind: Callable, tokenizer, keys: Keys) -> tuple[Subset, 
             f"{args.data_path}; lower it"
         )
     data.hold_out(kept)
-    return Subset(data, range(first)), Subset(data, range(first, len(data)))
+    return Subset(data, range(first)), Subset(data, range(first, len(data))) if kept else None
 
 
 def collect(run, step, batches, positions):
@@ -235,7 +242,7 @@ def evaluate(run: SupervisedRun, metrics: dict, rows: dict) -> tuple[dict, dict]
     sums = Metrics()
     world = run.world
     with world.all_or_none():
-        run.evaluated = items = run.evaluated or share_of(run.held_out, world)
+        items = share_of(run.held_out, world)
         each_micro_batch(
             [run.tokens(item) for item in items],
             tokens_per_pass(world.device),

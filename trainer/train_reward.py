@@ -19,7 +19,6 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +71,6 @@ from transformers import (
 
 from atomic_files import writing
 from dataset.chat_template import encode, prompt_text, set_template
-from dataset.formats import Keys
 from dataset.lm_dataset import reward_dataset
 from model.half_precision import fp32_head
 from model.loading import (
@@ -95,7 +93,7 @@ from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.inputs import DEMO, check_policy, check_sampling, load_trained_tokenizer
+from trainer.inputs import DEMO, check_sampling
 from trainer.rewards.reward import RunningStats
 from trainer.rewards.reward_models import load_reward_model, score_places
 from trainer.rewards.rules import after_thinking, answer_text
@@ -174,18 +172,36 @@ class Outputs(NamedTuple):
 
 
 class RewardRun(supervised.SupervisedRun):
-    """What runs on pairs and on rated answers share. Items: (ids of each conversation …, margin or score)."""
+    """A run on pairs, whose items are (chosen ids, rejected ids, margin), or on rated answers, whose items
+    are (conversation ids, given score)."""
 
     script = "train_reward.py"
     rate = "reward"
+    dataset = staticmethod(reward_dataset)
     result_path = None  # the result is written at the end, because its zero is not known before
     reference = None  # scores are not centred
     centre = (0.0, 0.0)
 
-    @staticmethod
-    def start_from(policy, tokenizer):
+    def start_from(self, policy):
+        args = self.args
+        parts = [part for part in (self.held_out, self.data) if part]
+        kinds = {len(part[0]) for part in parts}
+        if len(kinds) > 1:
+            raise InputError(
+                f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
+                "kind"
+            )
+        self.rated = kinds == {2}
+        self.display = displays.RATINGS if self.rated else displays.PAIRS
+        if args.reference_samples:
+            speaker = load_reference(args) if args.reference else (policy, self.tokenizer)
+            self.reference = Reference(*speaker, parts[0], args.reference_samples, args.max_gen_len)
+        torch.manual_seed(args.seed)
+        return self.learning(policy)
+
+    def learning(self, policy) -> dict[str, torch.nn.Module]:
         """A policy -> {file name: module}, what is trained."""
-        return {"model": reward_from(policy, tokenizer)}
+        return {"model": reward_from(policy, self.tokenizer)}
 
     @property
     def hf_dir(self):
@@ -222,10 +238,6 @@ class RewardRun(supervised.SupervisedRun):
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
         return fp32_head(self.model.score, states).squeeze(-1)
 
-    def last(self, items: list[tuple]) -> torch.Tensor:
-        """The margins or scores of items, [B] fp32."""
-        return send(torch.tensor([item[-1] for item in items], dtype=torch.float32), self.world.device)
-
     def save_result(self):
         """Do nothing: see ``result_path``."""
 
@@ -260,46 +272,32 @@ class RewardRun(supervised.SupervisedRun):
         command = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
         return f"{command}\n         (with the prompts of this file; --data_path names others)"
 
-
-class PairRun(RewardRun):
-    """A run on pairs. Items: (chosen ids, rejected ids, margin)."""
-
-    display = displays.PAIRS
-
     def score_items(self, items, prefix):
-        """-> (summed pair loss, ``Outputs`` of all chosen and then all rejected answers, Metrics)."""
-        outputs = self.outputs([item[0] for item in items] + [item[1] for item in items])
-        chosen, rejected = outputs.scores.chunk(2)
-        loss = pair_loss(chosen, rejected, self.last(items))
-        sums = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
+        """-> (summed loss, ``Outputs``, of pairs of all chosen and then all rejected answers, Metrics)."""
+        *sides, given = zip(*items, strict=True)
+        outputs = self.outputs([ids for side in sides for ids in side])
+        given = send(torch.tensor(given, dtype=torch.float32), self.world.device)
+        scores = outputs.scores
+        sums = {}
+        if self.rated:
+            loss = (scores - given).square().sum()
+            if prefix == "eval":
+                x = scores.double()
+                y = given.double()
+                sums = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
+        else:
+            chosen, rejected = scores.chunk(2)
+            loss = pair_loss(chosen, rejected, given)
+            sums = {f"{prefix}/accuracy": chosen > rejected, f"{prefix}/distance": chosen - rejected}
         metrics = Metrics()
-        metrics.add_all({f"{prefix}/{name}": total for name, total in sums.items()}, len(items))
-        return loss, outputs, metrics
-
-
-class RatingRun(RewardRun):
-    """A run on rated answers. Items: (conversation ids, given score)."""
-
-    display = displays.RATINGS
-
-    def score_items(self, items, prefix):
-        """-> (summed squared error, ``Outputs``, Metrics: of an evaluation also what a correlation needs)."""
-        outputs = self.outputs([ids for ids, _ in items])
-        x = outputs.scores
-        y = self.last(items)
-        loss = (x - y).square().sum()
-        sums = {f"{prefix}/loss": loss}
-        if prefix == "eval":
-            x = x.double()
-            y = y.double()
-            moments = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
-            sums |= {name: values.sum() for name, values in moments.items()}
-        metrics = Metrics()
-        metrics.add_all(sums, len(items))
+        metrics.add(f"{prefix}/loss", loss, len(items))
+        metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return loss, outputs, metrics
 
     def summarise(self, means):
-        """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
+        """Ratings -> mean squared error, its root, Pearson's correlation (0 if a score never varies)."""
+        if not self.rated:
+            return means
         loss = means["eval/loss"]
         spread = means["x_std"] * means["y_std"]
         correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
@@ -376,32 +374,8 @@ def centre(run: RewardRun) -> tuple[float, float]:
     return stats.mean, stats.std
 
 
-def build(args, world, pair_run=PairRun):
-    """Flags -> the run, with all inputs checked. Raises InputError. pair_run: the class of a run on pairs."""
-    tokenizer = load_trained_tokenizer(args)
-    policy = load_policy(args.model, args.trust_remote_code)
-    check_policy(args, policy, tokenizer)
-    keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-    data, held_out = supervised.split_records(args, reward_dataset, tokenizer, keys)
-    kinds = {len(part[0]) for part in (data, held_out) if part}  # 3 for a pair, 2 for a rated answer
-    if len(kinds) > 1:
-        raise InputError(
-            f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same kind"
-        )
-    kind = pair_run if kinds == {3} else RatingRun
-    torch.manual_seed(args.seed)
-    modules = kind.start_from(policy, tokenizer)
-    reference = None
-    if args.reference_samples:
-        speaker = load_reference(args) if args.reference else (policy, tokenizer)
-        reference = Reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
-    run = kind(args, world, tokenizer, modules, data, held_out)
-    run.reference = reference
-    return run
-
-
-def main(argv=None, pair_run=PairRun):
-    supervised.train(partial(build, pair_run=pair_run), parse_args(argv), argv)
+def main(argv=None, kind=RewardRun):
+    supervised.train(kind, parse_args(argv), argv)
 
 
 if __name__ == "__main__":
