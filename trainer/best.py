@@ -15,17 +15,18 @@ removed when the first result is saved, as the result of that run is replaced (`
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from atomic_files import one_at_a_time, writing
 from errors import InputError
+from trainer.runs.checkpoints import Kept
 
 KEPT = "best.pth"  # in the run folder and in checkpoints
 
 
 @dataclass
-class Best:
+class Best(Kept):
     """The best evaluation so far. metric: "eval/…", "" without evaluations; source: what the values depend on
     besides the actor, as text: values of another source cannot be compared; successor: a metric that takes
     the place of ``metric`` from its first value above 0 on, "" for none.
@@ -41,6 +42,7 @@ class Best:
     step: int = 0
     since: int = 0
 
+    kept = ("metric", "source", "successor", "value", "step", "since")
     forgotten = False  # the checkpoint had one of another metric or source
 
     def beaten_by(self, metrics: dict[str, float]) -> bool:
@@ -69,21 +71,13 @@ class Best:
             return ""
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
 
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
-        return asdict(self)
-
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` returned, if it is of the same metric and source, or if nothing is
-        evaluated now. {}: a checkpoint from before there was a best. Raises KeyError for anything else."""
-        if not state:
-            return
+        evaluated now. Raises KeyError for anything else."""
         known = state["metric"] in (self.metric, self.successor) and state["source"] == self.source
         self.forgotten = bool(self.metric) and not known and state["value"] is not None
         if known or not self.metric:
-            for name in ("metric", "source", "value", "step"):
-                setattr(self, name, state[name])
-            self.since = state.get("since", 0)
+            super().load_state_dict(state | {"successor": self.successor})
 
 
 def choose_best(args, held_out, reward, judge, pairs=None) -> Best:

@@ -170,6 +170,7 @@ class PpoRun:
                 ppo_optimizer(model, peak, args),
                 peak,
                 total_steps=self.total_steps * per_batch,
+                per_batch=per_batch,
                 warmup_steps=args.lr_warmup_steps * per_batch,
                 schedule=args.lr_schedule,
             )
@@ -191,11 +192,9 @@ class PpoRun:
             self.display = displays.offline(self.held_out_pairs, self.best.metric)
         self.value_scale = ValueScale(self.critic) if self.critic else None
         self.advantage_scale = AdvantageScale()
-        self.critic_warmup = CriticWarmup(
-            learning, args.critic_warmup_steps, self.total_steps // 4, per_batch
-        )
-        self.kl = KlController(args, learning, per_batch, args.batch_size * world.size)
-        self.ema = Ema(learning, args.ema_beta, per_batch)
+        self.critic_warmup = CriticWarmup(learning, args.critic_warmup_steps, self.total_steps // 4)
+        self.kl = KlController(args, learning, args.batch_size * world.size)
+        self.ema = Ema(learning, args.ema_beta)
         positions = local_positions(
             args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations
         )

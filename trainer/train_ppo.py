@@ -428,7 +428,7 @@ def update(run, rollout, step, metrics):
     args = run.args
     count = run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
-    training = [name for name, learner in run.learners.items() if first >= learner.first_step]
+    training = [name for name, learner in run.learners.items() if step >= learner.first_batch]
     cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]

@@ -33,15 +33,18 @@ class Learner:
     optimizer: torch.optim.Optimizer
     peak: float  # the highest learning rate
     total_steps: int  # optimizer steps of the whole run
-    first_step: int = 0  # the optimizer step with which this model begins to train
+    per_batch: int = 1  # optimizer steps of a batch
+    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
 
     def learning_rate(self, number):
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
         model trains (learning_rate.py)."""
-        step, total = number - self.first_step, self.total_steps - self.first_step
-        return SCHEDULES[self.schedule](self.peak, step, total, self.warmup_steps)
+        first = self.first_batch * self.per_batch
+        return SCHEDULES[self.schedule](
+            self.peak, number - first, self.total_steps - first, self.warmup_steps
+        )
 
 
 def accumulate(run, lengths: list[int], token_budget: int, loss_of: Callable) -> Metrics:
