@@ -433,7 +433,7 @@ CRITIC = {
         ("if p.requires_grad}", "}", "frozen weights are averaged", EMA),
         ('self.batches = int(state["b', 'int(state["b', "resuming forgets how many batches count", EMA),
         ("with run.ema.in_place():\n            run", "if True:\n            run", "a copy", EMA),
-        ("        remove_saved(ema_path(run))\n", "        pass\n", "the file of an earlier run stays", EMA),
+        ("        remove_saved(run.ema_path)\n", "        pass\n", "the file of an earlier run stays", EMA),
     ],
     "trainer/ppo.py": [
         ("gather(entropy[mask].cpu())", "[entropy[mask].cpu()]", "a threshold of its own", ENTROPY_TOP),

@@ -75,16 +75,11 @@ def _on_host(p):
     return p.detach().to("cpu", torch.float32)
 
 
-def ema_path(run):
-    """Where the averaged actor is written: beside the result."""
-    return run.pth_path.with_name(f"{run.pth_path.stem}_ema.pth")
-
-
 def save_ema(run):
     """Write the averaged actor as a ``.pth`` and the folder beside it. Without an average that of an earlier
     run goes, as its result does."""
     if run.ema.batches:
         with run.ema.in_place():
-            run.save_actor(ema_path(run))
+            run.save_actor(run.ema_path)
     else:
-        remove_saved(ema_path(run))
+        remove_saved(run.ema_path)

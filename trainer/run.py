@@ -28,7 +28,7 @@ from trainer.compute.precision import check_range, keep_exact, round_frozen, set
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.critic_warmup import CriticWarmup
-from trainer.ema import Ema, ema_path, save_ema
+from trainer.ema import Ema, save_ema
 from trainer.endings import keep_endings, load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.stops import response_texts
@@ -80,8 +80,9 @@ class PpoRun:
         self.pth_path = Path(args.out_dir) / f"ppo_actor_{actor.config.hidden_size}{moe}.pth"
         self.result_path = self.result_file = self.pth_path
         self.best_path = self.pth_path.with_name(f"{self.pth_path.stem}_best.pth")
-        written = [path.resolve() for path in (self.pth_path, self.best_path, ema_path(self))]
-        if Path(args.model).resolve() in written:
+        self.ema_path = self.pth_path.with_name(f"{self.pth_path.stem}_ema.pth")
+        written = (self.pth_path, self.best_path, self.ema_path)
+        if Path(args.model).resolve() in [path.resolve() for path in written]:
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
@@ -167,7 +168,7 @@ class PpoRun:
             return Learner(
                 model,
                 scorer,
-                ppo_optimizer(model, peak, args),
+                None if sharded else ppo_optimizer(model, peak, args),  # else ``shard_models`` makes it
                 peak,
                 total_steps=self.total_steps * per_batch,
                 per_batch=per_batch,
@@ -240,11 +241,6 @@ class PpoRun:
         """[name in the run folder]: files that a checkpoint has a copy of"""
         return [KEPT] if self.best.step else []
 
-    @property
-    def best_metric(self):
-        """By which evaluations are compared, "eval/…"; "" without evaluations."""
-        return self.best.metric
-
     @contextmanager
     def sampling_from(self, model):
         """In this block ``respond`` samples from this model's weights."""
@@ -313,15 +309,10 @@ class PpoRun:
         words = ""
         if best.value is not None:
             words = f"best     {best.describe(self.best_path)}\n"
-        words += f"average  {ema_path(self)} (--ema_beta)\n" if self.ema.batches else ""
+        words += f"average  {self.ema_path} (--ema_beta)\n" if self.ema.batches else ""
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
         talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n{words}talk     {talk}"
-
-    def about_best(self):
-        """Words for summary.md on the file of the best evaluation, to stand behind those on the result."""
-        words = self.best.describe(self.best_path.name)
-        return words and f"; {words}"
 
     def complete(self):
         """Nothing is left to do after the last step."""
@@ -373,8 +364,6 @@ def shard_models(run):
     of sampling, and frees it after the rollout.
     """
     learners = run.learners.values()
-    for learner in learners:
-        learner.optimizer = None  # it would hold the whole weights
     scorers = [*(learner.scorer for learner in learners), *run.scorers.values()]
     for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, run.in_step, run.dtype)

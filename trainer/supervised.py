@@ -10,10 +10,10 @@
 A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and its result.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -62,9 +62,10 @@ class SupervisedRun:
 
     files = ()
     best = Best()  # the weights of the best evaluation are not kept
-    best_metric = ""
     held_out_pairs = None
     in_step = None  # nothing is sharded
+    gathered = nullcontext  # the weights are whole in every process before they are saved
+    facts = dict  # none for health.py
 
     def __init__(self, args, world):
         """Flags -> the run, with all inputs checked. Raises InputError."""
@@ -134,18 +135,8 @@ class SupervisedRun:
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
-    def facts(self):
-        return {}
-
     def summarise(self, means):
         return means
-
-    def about_best(self):
-        return ""
-
-    def gathered(self):
-        """The weights are whole in every process, so nothing has to be gathered before they are saved."""
-        return contextlib.nullcontext()
 
     def prepare(self, *given):
         """Nothing is left to do."""

@@ -51,9 +51,8 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     save_result()           writes the files that users load
     result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
     result_file             the last of them that is written, there or not
-    best_metric             by which evaluations are compared; "": as its display says
+    best                    the best evaluation (``Best`` in best.py)
     about(), results()      lines of text: what the run is made of; where its files are
-    about_best()            words on the weights of the best evaluation, where they are kept; "" if not
 """
 
 import contextlib
