@@ -663,7 +663,7 @@ def test_the_commands_that_the_stages_print_run_as_they_stand(files, tmp_path, c
     small = {"batch_size": 4, "max_steps": 1, "out_dir": "ppo", "device": "cpu", "dtype": "float32"}
     train_ppo.main([*argv, *flags(**small)])
     config = json.loads(Path("ppo/run_1/config.json").read_text())
-    assert (config["max_gen_len"], config["system_prompt"]) == (5, "a")
+    assert config["system_prompt"] == "a"
     template = load_tokenizer("ppo/ppo_actor_32").chat_template
     assert (
         template

@@ -21,14 +21,14 @@ from trainer.runs.resume import start_or_resume
 
 
 def build_and_train(build: Callable, args, argv, collect: Callable, learn: Callable, evaluate: Callable):
-    """All that a script does. build(world) -> its run; argv: its command line, None: the process' own."""
+    """All that a script does. build(args, world) -> its run; argv: None for the process' own."""
 
     def train(run, logger):
         train_to_the_end(run, logger, collect, learn, evaluate)
 
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
-            run = build(world)
+            run = build(args, world)
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
         restore_best(run, logger)
         run_to_the_end(run, logger, train)

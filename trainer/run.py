@@ -126,8 +126,7 @@ class PpoRun:
         if start:
             models["critic_learning_rate"] = ("critic", start)
         self.suited, rates = choose_rates(args, models, args.lora_r > 0)
-        notes = [*notes, rates, memory]
-        self.notes = [note for note in notes if note]  # lines that say what was chosen for the user
+        self.notes = [*notes, rates, memory]  # lines that say what was chosen for the user, or None
 
         # It generates with the weights of the old actor, or of the actor to evaluate it.
         self.sampler = None  # where nothing is sampled

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -245,4 +244,4 @@ def evaluate(run: SupervisedRun, metrics: dict, rows: dict) -> tuple[dict, dict]
 
 def train(build: Callable, args, argv) -> None:
     """All that a script does. build(args, world) -> a ``SupervisedRun``."""
-    build_and_train(partial(build, args), args, argv, collect, learn, evaluate)
+    build_and_train(build, args, argv, collect, learn, evaluate)

@@ -402,11 +402,10 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
     args = run.args
     learner = run.learners[name]
-    watched = ["value/loss"]
+    watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
     lengths = minibatch.lengths.tolist()
-    if name == "actor":
-        watched = ["policy/loss", "policy/approx_kl"]
-        lengths += run.ptx.lengths(number) if run.ptx else []
+    if name == "actor" and run.ptx:
+        lengths += run.ptx.lengths(number)
     gradients = partial(backward, run, minibatch, token_count, name, number=number)
     sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
     metrics.merge(sums)
@@ -468,13 +467,13 @@ def learn(run, step, batch):
     return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch, rollout)
 
 
+def build(args, world):
+    """Flags -> the run, with all inputs checked. Raises InputError."""
+    return PpoRun(args, world, *load_inputs(args, world))
+
+
 def main(argv=None):
-    args = parse_args(argv)
-
-    def build(world):
-        return PpoRun(args, world, *load_inputs(args, world))
-
-    build_and_train(build, args, argv, collect, learn, evaluate_actor)
+    build_and_train(build, parse_args(argv), argv, collect, learn, evaluate_actor)
 
 
 if __name__ == "__main__":

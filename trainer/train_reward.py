@@ -101,8 +101,6 @@ from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
 from trainer.runs.metrics import Metrics
 
-SAME_IN_PPO = ("prompt_key", "answer_key", "max_seq_len", "max_gen_len")  # flags that mean the same there
-
 
 def parse_args(argv=None):
     args = flag_parser().parse_args(argv)
@@ -266,9 +264,6 @@ class RewardRun(supervised.SupervisedRun):
         words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
         if args.trust_remote_code:
             words.append("--trust_remote_code")
-        for name in SAME_IN_PPO:
-            if (value := getattr(args, name)) != self.flags[name].default:
-                words += [f"--{name}", value]
         command = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
         return f"{command}\n         (with the prompts of this file; --data_path names others)"
 
