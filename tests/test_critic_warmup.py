@@ -14,21 +14,22 @@ from trainer.flags import AUTO, steps_or_auto
 from trainer.runs.optimizer_step import Learner
 
 assert files  # the fixture
+OPEN = float("inf")
 
 
 def warmup(steps, most=10):
     learner = Learner(None, None, None, peak=1.0, total_steps=400)
-    return CriticWarmup(learner, steps, most, per_batch=8)
+    return CriticWarmup(learner, steps, most)
 
 
 def note(it, errors, first=0):
-    """Batches whose values are off by these numbers -> the first optimizer step of the actor after each. The
+    """Batches whose values are off by these numbers -> the first batch of the actor after each. The
     returns' variance is 1."""
     mask, returns, found = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, 1.0]]), []
     for batch, error in enumerate(errors, first):
         rollout = SimpleNamespace(values=returns + error, mask=mask)
         it.note(batch, rollout, returns, lambda x: x)
-        found.append(it.learner.first_step)
+        found.append(it.learner.first_batch)
     return found
 
 
@@ -43,19 +44,19 @@ def test_the_error_is_measured_in_units_of_the_returns_variance():
 
 
 def test_a_number_is_a_number_of_batches():
-    assert note(warmup(2), [3.0, 2.0, 1.0]) == [16, 16, 16]
+    assert note(warmup(2), [3.0, 2.0, 1.0]) == [2, 2, 2]
     assert note(warmup(0), [3.0]) == [0]
 
 
 def test_auto_ends_when_the_error_no_longer_falls_by_a_tenth():
     """Squared errors 9, 4, 3.8: the third is not a tenth below 4, so the actor begins with batch 2."""
-    assert note(warmup(AUTO), [3.0, 2.0, 3.8**0.5, 0.1]) == [400, 400, 16, 16]
-    assert note(warmup(AUTO), [3.0, 2.0, 3.5**0.5, 3.0]) == [400, 400, 400, 24]
-    assert note(warmup(AUTO), [3.0, float("nan")]) == [400, 8]  # no number: it has not fallen
+    assert note(warmup(AUTO), [3.0, 2.0, 3.8**0.5, 0.1]) == [OPEN, OPEN, 2, 2]
+    assert note(warmup(AUTO), [3.0, 2.0, 3.5**0.5, 3.0]) == [OPEN, OPEN, OPEN, 3]
+    assert note(warmup(AUTO), [3.0, float("nan")]) == [OPEN, 1]  # no number: it has not fallen
 
 
 def test_auto_ends_after_a_quarter_of_the_run():
-    assert note(warmup(AUTO, most=2), [4.0, 2.0, 1.0]) == [400, 400, 16]
+    assert note(warmup(AUTO, most=2), [4.0, 2.0, 1.0]) == [OPEN, OPEN, 2]
     assert note(warmup(AUTO, most=0), [4.0]) == [0]
 
 
@@ -63,10 +64,10 @@ def test_what_a_checkpoint_keeps_restores_it():
     one, other = warmup(AUTO), warmup(AUTO)
     note(one, [3.0, 2.0])
     other.load_state_dict(one.state_dict())
-    assert note(other, [1.9], first=2) == note(one, [1.9], first=2) == [16]
+    assert note(other, [1.9], first=2) == note(one, [1.9], first=2) == [2]
     third = warmup(AUTO)
     third.load_state_dict(one.state_dict())
-    assert third.learner.first_step == 16
+    assert third.learner.first_batch == 2
 
 
 def test_the_actor_begins_with_its_own_schedule_when_the_critic_is_fitted(files, tmp_path):

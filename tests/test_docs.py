@@ -231,7 +231,9 @@ def test_the_table_of_files_is_complete():
 
 
 def test_names_of_other_trainers_are_answered_as_the_page_says():
-    table = re.findall(r"^\| `--([\w.]+)`.*?\| `--(\w+)", text_of(ROOT / "docs" / "migrating.md"), re.MULTILINE)
+    table = re.findall(
+        r"^\| `--([\w.]+)`.*?\| `--(\w+)", text_of(ROOT / "docs" / "migrating.md"), re.MULTILINE
+    )
     assert len(table) >= 10
     flags = train_ppo.flag_parser().flags
     for theirs, ours in table:

@@ -15,11 +15,11 @@ from trainer.runs.optimizer_step import Learner
 assert files  # the fixture
 
 
-def average_of(values, beta=0.5, first_step=0):
+def average_of(values, beta=0.5, first_batch=0):
     """Batches after which the only weight has these values -> (the average after each, the ``Ema``)."""
     model = torch.nn.Linear(1, 1, bias=False)
-    learner = Learner(model, None, None, peak=1.0, total_steps=400, first_step=first_step)
-    ema, found = Ema(learner, beta, 8), []
+    learner = Learner(model, None, None, peak=1.0, total_steps=400, first_batch=first_batch)
+    ema, found = Ema(learner, beta), []
     for batch, value in enumerate(values):
         model.weight.data.fill_(value)
         ema.follow(batch)
@@ -33,7 +33,7 @@ def test_the_average_by_hand():
 
 
 def test_batches_of_critic_warm_up_do_not_count():
-    assert average_of([9.0, 9.0, 1.0, 3.0], first_step=16)[0][2:] == pytest.approx([1, 3.5 / 1.5])
+    assert average_of([9.0, 9.0, 1.0, 3.0], first_batch=2)[0][2:] == pytest.approx([1, 3.5 / 1.5])
 
 
 def test_the_first_batch_is_all_of_it_bit_for_bit():
@@ -43,7 +43,7 @@ def test_the_first_batch_is_all_of_it_bit_for_bit():
 
 def test_without_a_beta_there_is_none():
     model = torch.nn.Linear(2, 2)
-    ema = Ema(Learner(model, None, None, peak=1.0, total_steps=4), 0.0, 1)
+    ema = Ema(Learner(model, None, None, peak=1.0, total_steps=4), 0.0)
     ema.follow(0)
     assert (ema.weights, ema.batches, bool(ema.beta)) == ({}, 0, False)
 

@@ -21,7 +21,7 @@ assert files  # the fixture
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):
     args = SimpleNamespace(kl_coef=coef, kl_target=target, kl_horizon=horizon, update_old_actor_freq=every)
     learner = Learner(None, None, None, peak=1.0, total_steps=400)
-    return KlController(args, learner, 8, responses)
+    return KlController(args, learner, responses)
 
 
 def follow(it, kls, batch=1, sum_over_processes=lambda x: x):
@@ -59,14 +59,14 @@ def test_all_processes_responses_count():
 
 def test_it_begins_with_the_first_batch_that_the_actor_has_learned_before():
     it = controller()
-    it.learner.first_step = 8  # critic warm-up in batch 0
+    it.learner.first_batch = 1  # critic warm-up in batch 0
     assert [follow(it, [0.0] * 4, batch) for batch in range(3)] == pytest.approx([0.1, 0.1, 0.1 * 0.98])
 
 
 def test_each_old_actor_counts_once():
     """Three batches each: batches 0 to 2 are samples of the start, their KL is 0 whatever the weight."""
     it = controller(every=3)
-    it.learner.first_step = 8
+    it.learner.first_batch = 1
     found = [follow(it, [9.0] * 4 if batch > 2 else [0.0] * 4, batch) for batch in range(7)]
     assert found == pytest.approx([0.1] * 3 + [0.1 * 1.02] * 3 + [0.1 * 1.02**2])
 
@@ -91,8 +91,6 @@ def test_what_a_checkpoint_keeps_restores_it():
     one, other = controller(), controller()
     follow(one, [9.0] * 4)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert other.coef == one.coef
-    other.load_state_dict({})  # of an older version
     assert other.coef == one.coef
 
 

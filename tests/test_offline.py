@@ -143,7 +143,7 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
     plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
     assert plain.best.metric == ""
-    with pytest.raises(InputError, match="--best_metric score: is not evaluated in this run"):
+    with pytest.raises(InputError, match="--best_metric score: no evaluation of this run"):
         make_run(files, best_metric="score")
 
 

@@ -250,7 +250,7 @@ def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path
     model = tiny_llama(len(tokenizer), spread=2.0)
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
     records = Subset(reward_dataset(data, tokenizer, 64), range(64))
-    said = Reference(model, tokenizer, records, 64, 12).answers(ALONE, torch.float32, 0)
+    said = Reference(model, tokenizer, records, 64, 12).answers(ALONE.device, torch.float32, 0)
     assert len(said) == 64 and not any("</think>" in text for _, text in said)
     assert any("<think>" in text for _, text in said)  # those that were never closed
 

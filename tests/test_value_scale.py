@@ -7,7 +7,6 @@ import torch
 from test_invariants import ALONE, files, make_run
 from tiny import tiny_llama
 
-from errors import InputError
 from model.critic import CriticModel
 from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import length_mask
@@ -198,8 +197,6 @@ def test_what_a_checkpoint_keeps_restores_it():
     assert critic.scale > 20
     assert other.scale == critic.scale
     assert other(tokens).equal(critic(tokens))
-    with pytest.raises(InputError, match="older version"):
-        restored.load_state_dict({})
 
 
 def test_returns_for_the_critic_have_a_lambda_of_their_own(files):
@@ -231,13 +228,11 @@ def test_what_advantages_are_divided_by():
     follows = (0.9 * 0.09 + 0.1 * 0.36) ** 0.5
     assert scale.unit(0.0, False) == pytest.approx(follows)
     assert math.isnan(scale.unit(math.nan, True)) and scale.unit(math.inf, True) == math.inf
-    restored, older = AdvantageScale(), AdvantageScale()
+    restored = AdvantageScale()
     restored.load_state_dict(scale.state_dict())
-    older.load_state_dict({})
     for each in (scale, restored):
         assert each.unit(0.003, True) == pytest.approx(0.1 * follows)
     assert restored.state_dict() == scale.state_dict()
-    assert older.state_dict() == AdvantageScale().state_dict()
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,37 @@ batch's returns. It is a rough measure: from 128 responses it is known to a tent
 change meanwhile, so the critic is fitted to one fixed policy (VAPO, arXiv:2504.05118, section 4.1).
 """
 
+import math
+
 from trainer import ppo
 from trainer.flags import AUTO
+from trainer.runs.checkpoints import Kept
 
 FALLING = 0.9  # times the error of the batch before: an error above that has stopped falling
 
 
-class CriticWarmup:
+class CriticWarmup(Kept):
     """Decides with which batch the actor begins to train, and tells its ``Learner``.
 
-    steps: the flag's value; most: batches after which "auto" ends; per_batch: optimizer steps of a batch.
-    ``error``: of the batch before; ``begins``: the actor's first batch, None while that is open.
+    steps: the flag's value; most: batches after which "auto" ends. ``error``: of the batch before.
     """
 
-    def __init__(self, learner, steps, most, per_batch):
+    kept = ("begins", "error")
+
+    def __init__(self, learner, steps, most):
         self.learner = learner
         self.most = most
-        self.per_batch = per_batch
         self.error = None
-        self._begin(None if steps == AUTO else steps)
+        self.begins = None if steps == AUTO else steps
 
-    def _begin(self, batch):
-        self.begins = batch
-        open_end = self.learner.total_steps
-        self.learner.first_step = open_end if batch is None else batch * self.per_batch
+    @property
+    def begins(self) -> int | None:
+        """The actor's first batch, None while that is open."""
+        return None if self.learner.first_batch == math.inf else self.learner.first_batch
+
+    @begins.setter
+    def begins(self, batch):
+        self.learner.first_batch = math.inf if batch is None else batch
 
     def note(self, batch, rollout, returns, sum_over_processes):
         """Before batch number ``batch`` is learned from; returns [B, R]: of Monte Carlo."""
@@ -40,15 +47,5 @@ class CriticWarmup:
         error = squares / count / (std**2 or 1.0)
         falls = self.error is None or error < FALLING * self.error
         if batch >= self.most or not falls:
-            self._begin(batch)
+            self.begins = batch
         self.error = error
-
-    def state_dict(self):
-        """What a checkpoint keeps."""
-        return {"begins": self.begins, "error": self.error}
-
-    def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned."""
-        if state:
-            self.error = state["error"]
-            self._begin(state["begins"])

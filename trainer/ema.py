@@ -21,15 +21,14 @@ from trainer.best import remove_saved
 
 
 class Ema:
-    """The average of what a ``Learner`` trains. beta: 0 for none; per_batch: its optimizer steps in a batch.
+    """The average of what a ``Learner`` trains. beta: 0 for none.
 
     ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
     """
 
-    def __init__(self, learner, beta, per_batch):
+    def __init__(self, learner, beta):
         self.learner = learner
         self.beta = beta
-        self.per_batch = per_batch
         self.batches = 0
         found = learner.model.named_parameters() if beta else ()
         self.trained = {name: p for name, p in found if p.requires_grad}
@@ -37,7 +36,7 @@ class Ema:
 
     def follow(self, batch):
         """Take in the weights after batch number ``batch`` was learned from, if the actor trained in it."""
-        if not self.beta or batch * self.per_batch < self.learner.first_step:
+        if not self.beta or batch < self.learner.first_batch:
             return
         self.batches += 1
         share = (1 - self.beta) / (1 - self.beta**self.batches)
@@ -76,16 +75,11 @@ def _on_host(p):
     return p.detach().to("cpu", torch.float32)
 
 
-def ema_path(run):
-    """Where the averaged actor is written: beside the result."""
-    return run.pth_path.with_name(f"{run.pth_path.stem}_ema.pth")
-
-
 def save_ema(run):
     """Write the averaged actor as a ``.pth`` and the folder beside it. Without an average that of an earlier
     run goes, as its result does."""
     if run.ema.batches:
         with run.ema.in_place():
-            run.save_actor(ema_path(run))
+            run.save_actor(run.ema_path)
     else:
-        remove_saved(ema_path(run))
+        remove_saved(run.ema_path)

@@ -1,7 +1,7 @@
 """PPO's evaluation on held-out prompts: sampled and greedy, with the same sampling noise every time.
 
 The prompts are those of ``--eval_data_path``; without it there is no evaluation. It runs before training
-(step 0), after every ``--eval_interval`` batches and after the last one (``train`` in train_ppo.py).
+(step 0), after every ``--eval_interval`` batches and after the last one (loop.py).
 
 Accuracy is measured against the answers in the records and is never a reward. If the score rises while the
 accuracy falls, the policy exploits the reward (reward hacking). There is none where most answers are too long
@@ -40,7 +40,7 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
     report.html. answers: to each prompt, where it is sampled; then "eval/pass@k" with k = 2, 4, … up to that
     number is the chance that one of k answers is right.
     roll_out(list of Prompt, temperature, answers to each) -> (rollout, response texts, {part of the score:
-    [B]}), the answers to a prompt one after the other. If it raises InputError in one process, all raise it.
+    [B]}), the answers to a prompt one after the other. It raises InputError in all processes or in none.
     """
     metrics = Metrics()
     shown = {}
@@ -50,8 +50,7 @@ def evaluate(roll_out, prompts, temperature, reasoning, world, answers=1):
             with world.all_or_none():
                 batch = [prompts[i] for i in places or [0]]  # no more at a time: their records can be large
             for kind, sampled_at, count in (("", temperature, answers), ("_greedy", 0.0, 1)):
-                with world.all_or_none():
-                    rollout, texts, parts = roll_out(batch, sampled_at, count)
+                rollout, texts, parts = roll_out(batch, sampled_at, count)
                 if not places:  # only other processes have prompts left; sharded models need all processes
                     continue
                 rows = answer_rows(texts, rollout, parts)[::count]  # the first answer to each

@@ -18,26 +18,27 @@ import math
 import torch
 
 from errors import InputError
+from trainer.runs.checkpoints import Kept
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given
 
 
-class KlController:
+class KlController(Kept):
     """Keeps ``coef``, the weight of the KL in reward units per nat. It is the same in all processes, and
-    checkpoints keep it (``state_dict``).
+    checkpoints keep it.
 
-    args: the flags; learner: the actor's ``Learner``; per_batch: its optimizer steps in a batch; responses:
-    of a batch of all processes. Raises InputError for a horizon shorter than a batch: the weight could become
-    negative.
+    args: the flags; learner: the actor's ``Learner``; responses: of a batch of all processes. Raises
+    InputError for a horizon shorter than a batch: the weight could become negative.
     """
 
-    def __init__(self, args, learner, per_batch, responses):
+    kept = ("coef",)
+
+    def __init__(self, args, learner, responses):
         self.coef = args.kl_coef
         self.target = args.kl_target
         self.every = args.update_old_actor_freq
         self.learner = learner
-        self.per_batch = per_batch
         self.horizon = args.kl_horizon or HORIZON * responses
         if self.target and self.horizon < responses:
             raise InputError(
@@ -47,7 +48,7 @@ class KlController:
     def follow(self, batch, rollout, count, sum_over_processes):
         """Take in batch number ``batch``: the last ``count`` rows of a ``Rollout`` with its log-probs under
         old actor and reference. A KL that is not finite changes nothing."""
-        learned = batch * self.per_batch > self.learner.first_step
+        learned = batch > self.learner.first_batch
         if not (self.target and learned and batch % self.every == 0):
             return
         old, ref, mask = (x[-count:] for x in (rollout.old_logprobs, rollout.ref_logprobs, rollout.mask))
@@ -61,11 +62,3 @@ class KlController:
     def metrics(self):
         """{name: number} of a step: the weight, where it can move."""
         return {"kl/coef": self.coef} if self.target else {}
-
-    def state_dict(self):
-        """What a checkpoint keeps."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned; {} is of a checkpoint from before there was a target."""
-        self.coef = float(state.get("coef", self.coef))

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
-from errors import InputError
 from model.loading import check_ends, most_positions
 from trainer.compute.scoring import score_learned
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
+from trainer.runs.optimizer_step import accumulate
 
 
 class Demonstrations(SFTDataset):
     """The records of --ptx_data_path."""
 
-    limits = "--max_seq_len + --max_gen_len"
+    limits = "--max_seq_len + --max_gen_len or the model"
 
 
 @dataclass
@@ -64,17 +64,15 @@ class Ptx:
         """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
         micro-batches of at most ``token_budget`` tokens -> Metrics."""
         items = self.items[number]
-        metrics = Metrics()
-        actor = run.learners["actor"]
 
-        def learn_from(rows):
-            logprobs, balance = score_learned([items[row] for row in rows], actor.scorer)
-            loss = -logprobs.sum() / self.learned[number] + balance / self.size
-            run.loss_scale.scaled(self.coef * loss).backward()
+        def loss_of(rows):
+            metrics = Metrics()
+            logprobs, balance = score_learned([items[row] for row in rows], run.learners["actor"].scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
+            loss = -logprobs.sum() / self.learned[number] + balance / self.size
+            return self.coef * loss, metrics
 
-        actor.each_micro_batch(self.lengths(number), token_budget, learn_from)
-        return metrics
+        return accumulate(run, self.lengths(number), token_budget, loss_of)
 
     def describe(self):
         """A line on the demonstrations and their weight."""
@@ -83,16 +81,10 @@ class Ptx:
 
 def load_ptx(args, world, tokenizer, actor, per_batch):
     """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. per_batch: optimizer steps of a batch.
-    Raises InputError for a wrong file or record, or for demonstrations that are longer than the model."""
+    Demonstrations longer than the model are dropped. Raises InputError for a wrong file or record."""
     if not args.ptx_data_path:
         return None
-    data = Demonstrations(
-        args.ptx_data_path, tokenizer, args.max_seq_len + args.max_gen_len, args.system_prompt
-    )
-    if data.longest > (limit := most_positions(actor.config)):
-        raise InputError(
-            f"--ptx_data_path {args.ptx_data_path}: a record has {data.longest} tokens, and {args.model} has "
-            f"{limit} positions; lower --max_seq_len or --max_gen_len, whose sum is the longest that is kept"
-        )
+    longest = min(args.max_seq_len + args.max_gen_len, most_positions(actor.config))
+    data = Demonstrations(args.ptx_data_path, tokenizer, longest, args.system_prompt)
     check_ends(data[0], tokenizer, actor)
     return Ptx(data, args.ptx_coef, args.seed, per_batch, args.mini_batch_size * world.size, world)

@@ -21,13 +21,14 @@ from model.shards import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.best import KEPT, choose_best, remove_saved
+from trainer.collect import choose_missing_eos_penalty
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.critic_warmup import CriticWarmup
-from trainer.ema import Ema, ema_path, save_ema
+from trainer.ema import Ema, save_ema
 from trainer.endings import keep_endings, load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.stops import response_texts
@@ -60,6 +61,7 @@ class PpoRun:
     about = describe_run  # what the run is made of, in a few lines
     facts = start_facts  # what health.py says of its start
     fingerprints = fingerprints  # before frozen weights are rounded
+    begin = choose_missing_eos_penalty  # what is chosen before step 1
 
     def __init__(self, args, world, actor, tokenizer, prompts, held_out=None, notes=()):
         """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
@@ -70,7 +72,7 @@ class PpoRun:
         self.flags = args.declared  # {name: ``Flag``}
         self.world = world
         self.tokenizer = tokenizer
-        self.prompts = prompts
+        self.data = self.prompts = prompts
         self.held_out = held_out  # prompts of evaluation, or None
         self.actor = actor
         moe = "_moe" if is_moe(actor) else ""
@@ -78,8 +80,9 @@ class PpoRun:
         self.pth_path = Path(args.out_dir) / f"ppo_actor_{actor.config.hidden_size}{moe}.pth"
         self.result_path = self.result_file = self.pth_path
         self.best_path = self.pth_path.with_name(f"{self.pth_path.stem}_best.pth")
-        written = [path.resolve() for path in (self.pth_path, self.best_path, ema_path(self))]
-        if Path(args.model).resolve() in written:
+        self.ema_path = self.pth_path.with_name(f"{self.pth_path.stem}_ema.pth")
+        written = (self.pth_path, self.best_path, self.ema_path)
+        if Path(args.model).resolve() in [path.resolve() for path in written]:
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
@@ -123,8 +126,7 @@ class PpoRun:
         if start:
             models["critic_learning_rate"] = ("critic", start)
         self.suited, rates = choose_rates(args, models, args.lora_r > 0)
-        notes = [*notes, rates, memory]
-        self.notes = [note for note in notes if note]  # lines that say what was chosen for the user
+        self.notes = [*notes, rates, memory]  # lines that say what was chosen for the user, or None
 
         # It generates with the weights of the old actor, or of the actor to evaluate it.
         self.sampler = None  # where nothing is sampled
@@ -165,9 +167,10 @@ class PpoRun:
             return Learner(
                 model,
                 scorer,
-                ppo_optimizer(model, peak, args),
+                None if sharded else ppo_optimizer(model, peak, args),  # else ``shard_models`` makes it
                 peak,
                 total_steps=self.total_steps * per_batch,
+                per_batch=per_batch,
                 warmup_steps=args.lr_warmup_steps * per_batch,
                 schedule=args.lr_schedule,
             )
@@ -189,11 +192,9 @@ class PpoRun:
             self.display = displays.offline(self.held_out_pairs, self.best.metric)
         self.value_scale = ValueScale(self.critic) if self.critic else None
         self.advantage_scale = AdvantageScale()
-        self.critic_warmup = CriticWarmup(
-            learning, args.critic_warmup_steps, self.total_steps // 4, per_batch
-        )
-        self.kl = KlController(args, learning, per_batch, args.batch_size * world.size)
-        self.ema = Ema(learning, args.ema_beta, per_batch)
+        self.critic_warmup = CriticWarmup(learning, args.critic_warmup_steps, self.total_steps // 4)
+        self.kl = KlController(args, learning, args.batch_size * world.size)
+        self.ema = Ema(learning, args.ema_beta)
         positions = local_positions(
             args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations
         )
@@ -238,11 +239,6 @@ class PpoRun:
     def files(self):
         """[name in the run folder]: files that a checkpoint has a copy of"""
         return [KEPT] if self.best.step else []
-
-    @property
-    def best_metric(self):
-        """By which evaluations are compared, "eval/…"; "" without evaluations."""
-        return self.best.metric
 
     @contextmanager
     def sampling_from(self, model):
@@ -310,18 +306,15 @@ class PpoRun:
         """Lines for the end of a run: where the result and the best are, and how to talk to the result."""
         best = self.best
         words = ""
-        if best.step:
-            words = f"best     {self.best_path} ({best.metric} {best.value:.3f} at step {best.step})\n"
-        elif best.value is not None:
-            words = f"best     the start: {best.metric} {best.value:.3f} before training was not beaten\n"
-        words += f"average  {ema_path(self)} (--ema_beta)\n" if self.ema.batches else ""
+        if best.value is not None:
+            words = f"best     {best.describe(self.best_path)}\n"
+        words += f"average  {self.ema_path} (--ema_beta)\n" if self.ema.batches else ""
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
         talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n{words}talk     {talk}"
 
-    def about_best(self):
-        """Words for summary.md on the file of the best evaluation, to stand behind those on the result."""
-        return self.best.describe(self.best_path.name)
+    def complete(self):
+        """Nothing is left to do after the last step."""
 
     def prepare(self):
         """Make the models ready, after fingerprints were taken and before a checkpoint is loaded: round the
@@ -370,8 +363,6 @@ def shard_models(run):
     of sampling, and frees it after the rollout.
     """
     learners = run.learners.values()
-    for learner in learners:
-        learner.optimizer = None  # it would hold the whole weights
     scorers = [*(learner.scorer for learner in learners), *run.scorers.values()]
     for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, run.in_step, run.dtype)

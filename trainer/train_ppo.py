@@ -12,6 +12,7 @@
                       one after the other: backward, clip, step            runs/optimizer_step.py
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor;
                   with 1, the default, it is the actor itself
+        log, evaluate, save, stop                                          loop.py
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
 
@@ -29,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from errors import InputError, run_script
+from errors import run_script
 from trainer.compute.threads import set_up_threads
 from trainer.flags import (
     DTYPES,
@@ -42,8 +43,7 @@ from trainer.flags import (
 )
 
 # Why flags exclude others, as declared with them below: {a flag, or "flag=value": why}.
-LOGGED = {"offline_data_path": "prompts, answers and scores are those of that file"}
-NO_SAMPLES = {"offline_data_path": "nothing is sampled"}
+LOGGED = {"offline_data_path": "nothing is sampled: prompts, answers and scores are those of that file"}
 NO_CRITIC = {"advantage": "it has no critic"}
 COMPARING = ("advantage=rloo", "advantage=group")
 NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
@@ -54,85 +54,69 @@ def flag_parser():
     """All flags, in the groups of --help. Edit the defaults here, or give them on the command line."""
     p = FlagParser(description=__doc__.split("\n\n")[0])
     add = p.add
+    switch = partial(add, choices=[0, 1])
+    sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
+    critic = partial(add, not_with=NO_CRITIC)
     p.group("models (without --model and --hidden_size: the bundled demo)")
     add("--model", path, "policy: a .pth, a directory or a hub name")
     add("--tokenizer", path, "directory or hub name; default: model's")
     add("--hidden_size", 0, "N: out/full_sft_N.pth", may_change=True)
     add("--num_hidden_layers", 0, "checked if given", may_change=True)
-    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    switch("--use_moe", 0, "1: load the _moe checkpoint", may_change=True)
     add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
     add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
     p.group("data")
-    add("--data_path", path, "prompts: a file, or a hub name", not_with=LOGGED)
+    sampled("--data_path", path, "prompts: a file, or a hub name")
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
     add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
     add_data_flags(p, "prompts")
-    share = "share of the prompts that are rendered with thinking"
-    add("--thinking_ratio", float, share, at_most=1, off=None, not_with=LOGGED)
+    sampled(
+        "--thinking_ratio", float, "share of the prompts that are rendered with thinking", at_most=1, off=None
+    )
     p.group("reward: the sum of what is given")
-    add("--reasoning", int, "1: reward <think> and <answer>; default: if used", choices=[0, 1])
-    add("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual", not_with=LOGGED)
-    add("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path, not_with=LOGGED)
+    switch("--reasoning", int, "1: reward <think> and <answer>; default: if used")
+    sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
+    sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
-    add("--reward_fn", path, "a function of yours: path.py:function", not_with=LOGGED)
-    add("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True, not_with=LOGGED)
+    sampled("--reward_fn", path, "a function of yours: path.py:function")
+    sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
     add("--eval_reward_model", [], "only evaluates", nargs="*", type=path)
     add("--eval_reward_fn", path, "only evaluates: path.py:function")
-    spread = "what a response without an EOS loses; default: the spread of the scores"
-    add("--missing_eos_penalty", float, spread)
-    costs = "tokens before --max_gen_len in which each costs more"
-    add("--overlong_buffer", 0, costs, not_with=LOGGED)
-    add("--overlong_penalty", 1.0, "what a response of --max_gen_len tokens loses")
-    add("--repetition_penalty", 0.0, "largest penalty for repeated trigrams", not_with=LOGGED)
-    add("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted", not_with=LOGGED)
-    add("--normalize_reward", 0, "1: by running mean and standard deviation", choices=[0, 1], not_with=LOGGED)
-    add_ppo_flags(p)
-    add_machine_flags(p, seed="of the prompt order and the sampling noise")
-    add("--shard", 0, "1: models are split over processes", choices=[0, 1], may_change=True)
     add(
-        "--offload_frozen",
-        0,
-        "1: frozen models leave the GPU",
-        choices=[0, 1],
-        may_change=True,
-        not_with={"shard": "frozen models are shared out instead"},
+        "--missing_eos_penalty",
+        float,
+        "what a response without an EOS loses; default: the spread of the scores",
     )
-    add_output_flags(p, save_interval=20, eval_interval=20)
-    best = "says which weights are best; default: judge, function, accuracy or score"
-    add("--best_metric", "", best, may_change=True)
-    add("--strict_health", 0, "1: end a run that is broken", choices=[0, 1], may_change=True)
-    return p
-
-
-def add_ppo_flags(p):
-    """The flags of rollout and PPO."""
-    add = p.add
+    sampled("--overlong_buffer", 0, "tokens before --max_gen_len in which each costs more")
+    sampled(
+        "--overlong_penalty",
+        1.0,
+        "what a response of --max_gen_len tokens loses",
+        needs="overlong_buffer",
+        off=1.0,
+    )
+    sampled("--repetition_penalty", 0.0, "largest penalty for repeated trigrams")
+    sampled("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted")
+    switch("--normalize_reward", 0, "1: by running mean and standard deviation", not_with=LOGGED)
     p.group("rollout")
-    add("--num_generations", 1, "responses to each prompt", at_least=1, off=1, not_with=LOGGED)
+    sampled("--num_generations", 1, "responses to each prompt", at_least=1, off=1)
     add("--batch_size", int, "responses per step and process [128]", at_least=1)
     add("--max_gen_len", 64, "longest response in tokens", at_least=1)
-    add("--min_gen_len", 0, "shortest response, its EOS counted", not_with=LOGGED)
+    sampled("--min_gen_len", 0, "shortest response, its EOS counted")
     add("--stop", [], "a response ends there; rewards see what is before", nargs="*")
     add("--stop_token_ids", [], "ids that end a response as the EOS does", nargs="*", type=int)
     add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     p.group("PPO")
     add("--epochs", 1, "passes over the prompts", at_least=1)
-    add("--replay_batches", 0, "older batches to learn from again", not_with=LOGGED)
+    sampled("--replay_batches", 0, "older batches to learn from again")
     add("--max_steps", 0, "stop after so many batches; 0: by --epochs")
     add("--ppo_epochs", 1, "passes over each batch", at_least=1)
     add("--mini_batch_size", int, "sequences per update and process [32]", at_least=1)
     add("--accumulation_steps", 1, "saves memory", at_least=1, may_change=True)
     add("--learning_rate", float, "actor's peak; default: by its size", above=0, at_most=1)
-    add(
-        "--critic_learning_rate",
-        float,
-        "critic's peak; default: by its size",
-        above=0,
-        at_most=1,
-        not_with=NO_CRITIC,
-    )
+    critic("--critic_learning_rate", float, "critic's peak; default: by its size", above=0, at_most=1)
     add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
     add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
     add("--lr_warmup_steps", 0, "batches in which the rates rise")
@@ -140,77 +124,86 @@ def add_ppo_flags(p):
     add("--clip_epsilon_high", float, "the clip above 1 [--clip_epsilon]", above=0)
     add("--dual_clip", 0.0, "a bad token counts at most X times; 0: no limit")
     add("--importance_cap", 2.0, "largest training / sampling probability; 0: off")
-    again = "up to N times: sample again where a prompt's answers score alike"
-    estimators = ["gae", "rloo", "group", "reinforce"]
     add(
         "--advantage",
         "gae",
         "all but gae need no critic: algorithms.md",
-        choices=estimators,
+        choices=["gae", "rloo", "group", "reinforce"],
         off="gae",
         needs={"rloo": "num_generations", "group": "num_generations"},
     )
-    add("--filter_groups", 0, again, needs="num_generations", not_with=NO_SAMPLES)
-    add("--vf_coef", 0.5, "weight of the value loss")
-    add("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none")
+    sampled(
+        "--filter_groups",
+        0,
+        "up to N times: sample again where a prompt's answers score alike",
+        needs="num_generations",
+    )
+    critic("--vf_coef", 0.5, "weight of the value loss", off=0.5)
+    critic("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", off=0.5)
     add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
-    kl_in = "k2 in the loss, or k1 taken off the rewards"
     add(
         "--kl_in",
         "loss",
-        kl_in,
+        "k2 in the loss, or k1 taken off the rewards",
         choices=["loss", "reward"],
         off="loss",
-        not_with=NO_SAMPLES | {"advantage=group": "it has the KL in the loss"},
+        not_with=LOGGED | {"advantage=group": "it has the KL in the loss"},
     )
-    target = "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off"
-    add("--kl_target", 0.0, target, needs="kl_coef", not_with=NO_SAMPLES)
-    add(
+    sampled(
+        "--kl_target",
+        0.0,
+        "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off",
+        needs="kl_coef",
+    )
+    sampled(
         "--kl_horizon",
         int,
         "responses; longer: it moves slower [4 batches]",
         at_least=1,
         at_most=10**9,
         needs="kl_target",
-        not_with=NO_SAMPLES,
     )
-    stop = "a batch's updates end at this KL to the old actor; not --kl_target"
-    add("--target_kl", 0.0, stop)
+    add("--target_kl", 0.0, "a batch's updates end at this KL to the old actor; not --kl_target")
     add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
-    add(
-        "--entropy_top",
-        1.0,
-        "share of tokens that learn; 1: all",
-        above=0,
-        at_most=1,
-        off=1.0,
-        not_with=NO_SAMPLES,
-    )
+    sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
     add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)
-    add("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0, not_with=NO_CRITIC)
-    add("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0, not_with=NO_CRITIC)
+    critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
+    critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
+    critic("--critic_init", "auto", "start of the critic", choices=["auto", "actor", "reward"], off="auto")
+    critic("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]")
     add(
-        "--critic_init",
-        "auto",
-        "start of the critic",
-        choices=["auto", "actor", "reward"],
-        off="auto",
-        not_with=NO_CRITIC,
-    )
-    add("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]", not_with=NO_CRITIC)
-    share = "share of the old average kept a batch, as 0.99; 0: none"
-    add(
-        "--ema_beta", 0.0, share, at_most=0.999999, not_with={"shard": "the average is kept of whole weights"}
+        "--ema_beta",
+        0.0,
+        "share of the old average kept a batch, as 0.99; 0: none",
+        at_most=0.999999,
+        not_with={"shard": "the average is kept of whole weights"},
     )
     add("--ptx_coef", float, "weight of --ptx_data_path's loss [0.1]", above=0, needs="ptx_data_path")
-    add(
+    sampled(
         "--update_old_actor_freq",
         1,
         "batches between two copies to the old actor",
         at_least=1,
         off=1,
-        not_with=NO_SAMPLES,
     )
+    add_machine_flags(p, seed="of the prompt order and the sampling noise")
+    switch("--shard", 0, "1: models are split over processes", may_change=True)
+    switch(
+        "--offload_frozen",
+        0,
+        "1: frozen models leave the GPU",
+        may_change=True,
+        not_with={"shard": "frozen models are shared out instead"},
+    )
+    add_output_flags(p, save_interval=20, eval_interval=20)
+    add(
+        "--best_metric",
+        "",
+        "says which weights are best; default: judge, function, accuracy or score",
+        may_change=True,
+    )
+    switch("--strict_health", 0, "1: end a run that is broken", may_change=True)
+    return p
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
@@ -219,12 +212,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 
 import torch
 
-from dataset.data_order import RecordBatches, minibatch_order, minibatch_rows, next_batch, record_loader
+from dataset.data_order import minibatch_order, minibatch_rows, next_batch
 from progress_bar import phase
 from trainer import ppo
-from trainer.best import keep_best, restore_best
 from trainer.collect import (
-    choose_missing_eos_penalty,
     sample_again,
     sample_and_score,
     step_noise,
@@ -234,15 +225,12 @@ from trainer.compute.batching import send
 from trainer.compute.scoring import score_entropy_too, score_policy, score_values
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import complete_flags, load_inputs
+from trainer.loop import build_and_train
 from trainer.offline import collect_logged, take_reference
 from trainer.replay import newest_rows
 from trainer.run import PpoRun
-from trainer.runs.distributed import init_world
-from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
-from trainer.runs.resume import start_or_resume
+from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.samples import rows_of_step
 from trainer.step_metrics import note_rollout, note_step, step_metrics
 
@@ -397,15 +385,12 @@ def backward(run, minibatch, token_count, name, token_budget, number=0):
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    sums = Metrics()
     loss_of = critic_loss if name == "critic" else actor_loss
 
-    def learn_from(rows):
-        loss, metrics = loss_of(run, minibatch.rows(rows), token_count)
-        run.loss_scale.scaled(loss).backward()
-        sums.merge(metrics)
+    def loss(rows):
+        return loss_of(run, minibatch.rows(rows), token_count)
 
-    run.learners[name].each_micro_batch(minibatch.lengths.tolist(), token_budget, learn_from)
+    sums = accumulate(run, minibatch.lengths.tolist(), token_budget, loss)
     if run.ptx and name == "actor":
         sums.merge(run.ptx.backward(run, number, token_budget))
     return sums
@@ -415,11 +400,10 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
     args = run.args
     learner = run.learners[name]
-    watched = ["value/loss"]
+    watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
     lengths = minibatch.lengths.tolist()
-    if name == "actor":
-        watched = ["policy/loss", "policy/approx_kl"]
-        lengths += run.ptx.lengths(number) if run.ptx else []
+    if name == "actor" and run.ptx:
+        lengths += run.ptx.lengths(number)
     gradients = partial(backward, run, minibatch, token_count, name, number=number)
     sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
     metrics.merge(sums)
@@ -441,7 +425,7 @@ def update(run, rollout, step, metrics):
     args = run.args
     count = run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
-    training = [name for name, learner in run.learners.items() if first >= learner.first_step]
+    training = [name for name, learner in run.learners.items() if step >= learner.first_batch]
     cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
@@ -481,71 +465,13 @@ def learn(run, step, batch):
     return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch, rollout)
 
 
-# -------------------------------------------------------------------------------------------- the loop
-
-
-def train(run, logger):
-    """The loop, from where the run stands to its end, or until someone asks it to stop or a reward fails."""
-    args = run.args
-    world = run.world
-    progress = run.progress
-    order = RecordBatches(
-        len(run.prompts),
-        args.seed,
-        progress.step,
-        run.total_steps,
-        args.batch_size,
-        args.mini_batch_size,
-        world.rank,
-        world.size,
-        args.num_generations,
-    )
-    stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
-    with record_loader(run.prompts, order, args.num_workers) as batches, stopping as stop:
-        if progress.step == run.total_steps:  # a run that was killed before its last .pth was there
-            save(run, logger)
-        if progress.step == 0:
-            choose_missing_eos_penalty(run, logger)
-            metrics, rows = evaluate_actor(run, {}, {})
-            log_step(run, logger, 0, metrics, rows)
-            keep_best(run, logger, metrics)
-            end_if_broken(run, logger)
-        for step in order.steps:
-            try:
-                batch = collect(run, step, batches, order.positions)
-            except InputError:
-                save(run, logger)
-                raise
-            metrics, rows = learn(run, step, batch)
-            world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
-            progress.step = done = step + 1
-            last = done == run.total_steps
-            signal = stop.agreed(world)
-            failed = None
-            if last or (args.eval_interval and done % args.eval_interval == 0):
-                try:
-                    metrics, rows = evaluate_actor(run, metrics, rows)
-                except InputError as error:  # a reward failed: first log and save what has been learned
-                    failed = error
-            log_step(run, logger, done, metrics, rows)
-            keep_best(run, logger, metrics)
-            if last or signal or failed or done % args.save_interval == 0:
-                save(run, logger)
-            if failed:
-                raise failed
-            end_if_broken(run, logger)
-            if signal and not last:
-                raise SystemExit(128 + signal)
+def build(args, world):
+    """Flags -> the run, with all inputs checked. Raises InputError."""
+    return PpoRun(args, world, *load_inputs(args, world))
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    with init_world(args.device, args.ddp) as world:
-        with world.all_or_none():
-            run = PpoRun(args, world, *load_inputs(args, world))
-        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
-        restore_best(run, logger)
-        run_to_the_end(run, logger, train)
+    build_and_train(build, parse_args(argv), argv, collect, learn, evaluate_actor)
 
 
 if __name__ == "__main__":

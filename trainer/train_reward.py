@@ -19,7 +19,6 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
-import shutil
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +71,6 @@ from transformers import (
 
 from atomic_files import writing
 from dataset.chat_template import encode, prompt_text, set_template
-from dataset.formats import Keys
 from dataset.lm_dataset import reward_dataset
 from model.half_precision import fp32_head
 from model.loading import (
@@ -95,16 +93,13 @@ from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.inputs import DEMO, check_policy, check_sampling, load_trained_tokenizer
+from trainer.inputs import DEMO, check_sampling
+from trainer.rewards.reward import RunningStats
 from trainer.rewards.reward_models import load_reward_model, score_places
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
-from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import short_hash, weights_hash
-
-SAME_IN_PPO = ("prompt_key", "answer_key", "max_seq_len", "max_gen_len")  # flags that mean the same there
 
 
 def parse_args(argv=None):
@@ -175,18 +170,36 @@ class Outputs(NamedTuple):
 
 
 class RewardRun(supervised.SupervisedRun):
-    """What runs on pairs and on rated answers share. Items: (ids of each conversation …, margin or score)."""
+    """A run on pairs, whose items are (chosen ids, rejected ids, margin), or on rated answers, whose items
+    are (conversation ids, given score)."""
 
     script = "train_reward.py"
     rate = "reward"
+    dataset = staticmethod(reward_dataset)
     result_path = None  # the result is written at the end, because its zero is not known before
     reference = None  # scores are not centred
     centre = (0.0, 0.0)
 
-    @staticmethod
-    def start_from(policy, tokenizer):
+    def start_from(self, policy):
+        args = self.args
+        parts = [part for part in (self.held_out, self.data) if part]
+        kinds = {len(part[0]) for part in parts}
+        if len(kinds) > 1:
+            raise InputError(
+                f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
+                "kind"
+            )
+        self.rated = kinds == {2}
+        self.display = displays.RATINGS if self.rated else displays.PAIRS
+        if args.reference_samples:
+            speaker = load_reference(args) if args.reference else (policy, self.tokenizer)
+            self.reference = Reference(*speaker, parts[0], args.reference_samples, args.max_gen_len)
+        torch.manual_seed(args.seed)
+        return self.learning(policy)
+
+    def learning(self, policy) -> dict[str, torch.nn.Module]:
         """A policy -> {file name: module}, what is trained."""
-        return {"model": reward_from(policy, tokenizer)}
+        return {"model": reward_from(policy, self.tokenizer)}
 
     @property
     def hf_dir(self):
@@ -195,15 +208,6 @@ class RewardRun(supervised.SupervisedRun):
     @property
     def result_file(self):
         return self.hf_dir / "config.json"
-
-    def fingerprints(self):
-        found = super().fingerprints()
-        if self.reference:
-            found["reference"] = self.reference.fingerprint()
-        return found
-
-    def tokens(self, item):
-        return sum(len(ids) for ids in item[:-1])
 
     def loss_counts(self, items):
         return [len(items)]
@@ -218,29 +222,30 @@ class RewardRun(supervised.SupervisedRun):
         scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
         return Outputs(scores, states, self.balance(output, lengths))
 
+    def loss(self, items, totals):
+        loss, outputs, metrics = self.score_items(items, "train")
+        if self.balance.weight:
+            metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
+        conversations = len(outputs.scores) // len(items)  # of an item
+        return (loss + outputs.balance / conversations) / totals[0], metrics
+
+    def measure(self, items):
+        return self.score_items(items, "eval")[-1]
+
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
         return fp32_head(self.model.score, states).squeeze(-1)
-
-    def last(self, items: list[tuple]) -> torch.Tensor:
-        """The margins or scores of items, [B] fp32."""
-        return send(torch.tensor([item[-1] for item in items], dtype=torch.float32), self.world.device)
 
     def save_result(self):
         """Do nothing: see ``result_path``."""
 
     def complete(self):
-        if self.reference:
-            self.centre = centre(self)
-        self.write(self.hf_dir, reward_offset=self.centre[0])
-        self.result_path = self.hf_dir
-
-    def write(self, folder: Path, **fields) -> None:
-        """Write the classifier as a directory; fields: more entries for its config.json."""
-        with self.world.all_or_none():
+        with self.world.all_or_none(), writing(self.hf_dir):
             if self.world.is_main:
-                with writing(folder):
-                    save_directory(self.model, self.tokenizer, folder, **fields)
+                if self.reference:
+                    self.centre = centre(self)
+                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre[0])
+        self.result_path = self.hf_dir
 
     def results(self):
         line = f"model    {self.hf_dir}\nuse      {self.use()}"
@@ -252,75 +257,45 @@ class RewardRun(supervised.SupervisedRun):
         return line
 
     def use(self) -> str:
-        """The command for PPO, and what to change in it. The result's tokenizer has what the flags have made
-        of the model's: its chat template and system message."""
+        """The command for PPO. The result's tokenizer has what the flags have made of the model's: its chat
+        template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
         words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
         if args.trust_remote_code:
             words.append("--trust_remote_code")
-        for name in SAME_IN_PPO:
-            if (value := getattr(args, name)) != self.flags[name].default:
-                words += [f"--{name}", value]
-        prompts = full_path(args.data_path)
-        note = "with the prompts of this file; --data_path names others"
-        if args.chosen_key or args.rejected_key:  # PPO does not read pairs under keys of their own
-            prompts = "prompts.jsonl"
-            note = "put the file with your prompts in place of prompts.jsonl"
-        command = command_line("trainer/train_ppo.py", *words, "--data_path", prompts)
-        return f"{command}\n         ({note})"
-
-
-class PairRun(RewardRun):
-    """A run on pairs. Items: (chosen ids, rejected ids, margin)."""
-
-    display = displays.PAIRS
+        command = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
+        return f"{command}\n         (with the prompts of this file; --data_path names others)"
 
     def score_items(self, items, prefix):
-        """-> (summed pair loss, ``Outputs`` of all chosen and then all rejected answers, Metrics)."""
-        outputs = self.outputs([item[0] for item in items] + [item[1] for item in items])
-        chosen, rejected = outputs.scores.chunk(2)
-        loss = pair_loss(chosen, rejected, self.last(items))
-        sums = {"loss": loss, "accuracy": (chosen > rejected).sum(), "distance": (chosen - rejected).sum()}
+        """-> (summed loss, ``Outputs``, of pairs of all chosen and then all rejected answers, Metrics)."""
+        *sides, given = zip(*items, strict=True)
+        outputs = self.outputs([ids for side in sides for ids in side])
+        given = send(torch.tensor(given, dtype=torch.float32), self.world.device)
+        scores = outputs.scores
+        sums = {}
+        if self.rated:
+            loss = (scores - given).square().sum()
+            if prefix == "eval":
+                x = scores.double()
+                y = given.double()
+                sums = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
+        else:
+            chosen, rejected = scores.chunk(2)
+            loss = pair_loss(chosen, rejected, given)
+            sums = {f"{prefix}/accuracy": chosen > rejected, f"{prefix}/distance": chosen - rejected}
         metrics = Metrics()
-        metrics.add_all({f"{prefix}/{name}": total for name, total in sums.items()}, len(items))
+        metrics.add(f"{prefix}/loss", loss, len(items))
+        metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return loss, outputs, metrics
 
-    def loss(self, items, totals):
-        loss, outputs, metrics = self.score_items(items, "train")
-        if self.balance.weight:
-            metrics.add("train/balance_loss", outputs.balance, 2 * len(items))
-        return (loss + outputs.balance / 2) / totals[0], metrics
-
-    def measure(self, items):
-        return self.score_items(items, "eval")[-1]
-
-
-class RatingRun(RewardRun):
-    """A run on rated answers. Items: (conversation ids, given score)."""
-
-    display = displays.RATINGS
-
-    def loss(self, items, totals):
-        outputs = self.outputs([ids for ids, _ in items])
-        error = (outputs.scores - self.last(items)).square().sum()
-        metrics = Metrics()
-        metrics.add("train/loss", error, len(items))
-        return (error + outputs.balance) / totals[0], metrics
-
-    def measure(self, items):
-        x = self.outputs([ids for ids, _ in items]).scores.double()
-        y = self.last(items).double()
-        sums = {"loss": (x - y).square(), "x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
-        metrics = Metrics()
-        metrics.add_all({name: values.sum() for name, values in sums.items()}, len(items))
-        return metrics
-
     def summarise(self, means):
-        """-> mean squared error, its root, Pearson's correlation (0 if either score never varies)."""
-        loss, x, y, xx, yy, xy = means.values()
-        spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
-        correlation = (xy - x * y) / spread**0.5 if spread > 1e-24 else 0.0
+        """Ratings -> mean squared error, its root, Pearson's correlation (0 if a score never varies)."""
+        if not self.rated:
+            return means
+        loss = means["eval/loss"]
+        spread = means["x_std"] * means["y_std"]
+        correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
 
@@ -358,21 +333,17 @@ class Reference:
                 f"--max_gen_len {max_gen_len}: the reference has no room for any prompt; lower it"
             )
 
-    def fingerprint(self):
-        return short_hash([weights_hash(self.model), self.eos, self.prompts])
-
-    def answers(self, world, dtype, seed):
-        """Sample answers to this process' share of the prompts, as PPO does -> [(prompt, response text)],
-        without the thoughts that PPO does not show to a reward model."""
-        places = share_of(range(len(self.prompts)), world)
-        asked = [self.prompts[i][1] for i in places]
-        sampler = Sampler(self.model.to(world.device), dtype)
-        keys = noise_keys(seed, EVAL_STEP, places)
-        rollout = sampler.sample(asked, keys, self.eos, self.max_gen_len, temperature=1.0)
+    def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple]:
+        """Sample an answer to each prompt, as PPO does -> [(prompt, response text)], without the thoughts
+        that PPO does not show to a reward model."""
+        prompts, ids = zip(*self.prompts, strict=True)
+        sampler = Sampler(self.model.to(device), dtype)
+        keys = noise_keys(seed, EVAL_STEP, range(len(ids)))
+        rollout = sampler.sample(ids, keys, self.eos, self.max_gen_len, temperature=1.0)
         self.model.to("cpu")
         texts = response_texts(rollout, self.tokenizer)
         said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
-        return [(self.prompts[i][0], text) for i, text in zip(places, said, strict=True)]
+        return list(zip(prompts, said, strict=True))
 
 
 def load_reference(args):
@@ -386,51 +357,20 @@ def load_reference(args):
 
 
 def centre(run: RewardRun) -> tuple[float, float]:
-    """-> the mean and the standard deviation of the scores of the reference's answers.
-
-    They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will compute.
-    """
-    world = run.world
-    draft = run.hf_dir.with_name(f".{run.hf_dir.name}.draft")
-    try:
-        run.write(draft)
-        with world.all_or_none():
-            reward_model = load_reward_model(str(draft), world.device, dtype=run.dtype)
-            scores = reward_model(run.reference.answers(world, run.dtype, run.args.seed)).double()
-        sums = Metrics()
-        sums.add_all({"score": scores.sum(), "score_mean_square": scores.square().sum()}, len(scores))
-        return tuple(sums.means(world).values())
-    finally:
-        if world.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
+    """-> the mean and the standard deviation of the scores of the reference's answers. The main process calls
+    it. They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will
+    compute."""
+    device = run.world.device
+    with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
+        save_directory(run.model, run.tokenizer, draft)
+        reward_model = load_reward_model(draft, device, dtype=run.dtype)
+        scores = reward_model(run.reference.answers(device, run.dtype, run.args.seed))
+    stats = RunningStats.of(scores)
+    return stats.mean, stats.std
 
 
-def build(args, world, pair_run=PairRun):
-    """Flags -> the run, with all inputs checked. Raises InputError. pair_run: the class of a run on pairs."""
-    tokenizer = load_trained_tokenizer(args)
-    policy = load_policy(args.model, args.trust_remote_code)
-    check_policy(args, policy, tokenizer)
-    keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-    data, held_out = supervised.split_records(args, reward_dataset, tokenizer, keys)
-    kinds = {len(part[0]) for part in (data, held_out) if part}  # 3 for a pair, 2 for a rated answer
-    if len(kinds) > 1:
-        raise InputError(
-            f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same kind"
-        )
-    kind = pair_run if kinds == {3} else RatingRun
-    torch.manual_seed(args.seed)
-    modules = kind.start_from(policy, tokenizer)
-    reference = None
-    if args.reference_samples:
-        speaker = load_reference(args) if args.reference else (policy, tokenizer)
-        reference = Reference(*speaker, held_out or data, args.reference_samples, args.max_gen_len)
-    run = kind(args, world, tokenizer, modules, data, held_out)
-    run.reference = reference
-    return run
-
-
-def main(argv=None, pair_run=PairRun):
-    supervised.run_stage(partial(build, pair_run=pair_run), parse_args(argv), argv)
+def main(argv=None, kind=RewardRun):
+    supervised.train(kind, parse_args(argv), argv)
 
 
 if __name__ == "__main__":

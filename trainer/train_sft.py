@@ -12,8 +12,8 @@ on held-out records (``--eval_data_path``, or the last ``--eval_size`` of the fi
     torchrun --nproc_per_node 2 trainer/train_sft.py …                # two GPUs or processes
 
 It writes ``<out_dir>/full_sft_<hidden_size>.pth`` (fp16), from which ``train_ppo.py --hidden_size …
---reasoning 0`` starts, and the same model as a Hugging Face directory. The training loop is in supervised.py.
-Stopping, resuming and faults: docs/reliability.md.
+--reasoning 0`` starts, and the same model as a Hugging Face directory. The loop is in
+loop.py. Stopping, resuming and faults: docs/reliability.md.
 """
 
 import math
@@ -57,14 +57,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from atomic_files import writing
-from dataset.formats import Keys
 from dataset.lm_dataset import SFTDataset
-from model.loading import check_ends, is_moe, load_policy
+from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.scoring import PolicyScorer, score_learned
-from trainer.inputs import check_policy, load_trained_tokenizer
 from trainer.runs import displays
 from trainer.runs.commands import command_line
 from trainer.runs.metrics import Metrics
@@ -81,27 +79,6 @@ def parse_args(argv=None):
     return args
 
 
-def new_model(args, tokenizer) -> LlamaForCausalLM:
-    """A Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied embeddings.
-
-    Raises InputError if --hidden_size is not a multiple of 16.
-    """
-    torch.manual_seed(args.seed)
-    hidden_size = args.hidden_size or HIDDEN_SIZE
-    minimind = MiniMindConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=args.num_hidden_layers or LAYERS,
-        initializer_range=hidden_size**-0.5,  # keeps activations' size; 0.02 learns slowly at this width
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    config = plain_config(minimind)
-    del config.minimind_version  # it never was one
-    return LlamaForCausalLM(config).eval()
-
-
 class SftRun(supervised.SupervisedRun):
     """A run of stage 1. Items: (token ids, mask), the mask 1 on learned tokens; see ``SupervisedRun``."""
 
@@ -109,24 +86,42 @@ class SftRun(supervised.SupervisedRun):
     display = displays.SFT
     rate = "sft"
 
+    dataset = SFTDataset
+
     def __init__(self, args, world):
-        """Flags -> the run, with all inputs checked. Raises InputError."""
-        tokenizer = load_trained_tokenizer(args)
-        if args.model:
-            model = load_policy(args.model, args.trust_remote_code)
-        else:
-            model = new_model(args, tokenizer)
-        check_policy(args, model, tokenizer)
-        keys = Keys(args.prompt_key, args.answer_key)
-        data, held_out = supervised.split_records(args, SFTDataset, tokenizer, keys)
-        check_ends(data[0], tokenizer, model)
-        super().__init__(args, world, tokenizer, {"model": model}, data, held_out)
-        self.scorer = PolicyScorer(model, self.dtype)
+        super().__init__(args, world)
+        self.scorer = PolicyScorer(self.model, self.dtype)
         if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
             raise InputError(
                 f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.pth_path}; "
                 "to train that file, move it and name it with --model, else move it or name another --out_dir"
             )
+
+    def new_model(self) -> LlamaForCausalLM:
+        """A Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied embeddings.
+
+        Raises InputError if --hidden_size is not a multiple of 16.
+        """
+        args = self.args
+        tokenizer = self.tokenizer
+        torch.manual_seed(args.seed)
+        hidden_size = args.hidden_size or HIDDEN_SIZE
+        minimind = MiniMindConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            num_hidden_layers=args.num_hidden_layers or LAYERS,
+            initializer_range=hidden_size**-0.5,  # keeps activations' size; 0.02 learns slowly at this width
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        config = plain_config(minimind)
+        del config.minimind_version  # it never was one
+        return LlamaForCausalLM(config).eval()
+
+    def start_from(self, policy):
+        check_ends(self.data[0], self.tokenizer, policy)
+        return {"model": policy}
 
     @property
     def pth_path(self):
@@ -138,9 +133,6 @@ class SftRun(supervised.SupervisedRun):
     @property
     def hf_dir(self):
         return Path(self.args.hf_dir or self.pth_path.with_suffix(""))
-
-    def tokens(self, item):
-        return len(item[0])
 
     def loss_counts(self, items):
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
@@ -182,7 +174,7 @@ class SftRun(supervised.SupervisedRun):
 
 
 def main(argv=None):
-    supervised.run_stage(SftRun, parse_args(argv), argv)
+    supervised.train(SftRun, parse_args(argv), argv)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import math
 
 import torch
 
-from errors import InputError
 from trainer import ppo
+from trainer.runs.checkpoints import Kept
 
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # times the variance so far, or that of the batch before, is the most that a batch counts with
@@ -30,11 +30,13 @@ SMALL = 0.1  # times it: values that vary less say next to nothing
 LEAST_SHARE = 0.1  # of the running scale: the least that a batch's advantages are divided by
 
 
-class RunningScale:
-    """A running standard deviation. Checkpoints keep it (``state_dict``). It is the same in all processes.
+class RunningScale(Kept):
+    """A running standard deviation. It is the same in all processes.
 
     A batch with an outlier counts little; if the next one is like it, the change is taken over.
     """
+
+    kept = ("batches", "variance", "last")
 
     def __init__(self):
         self.batches = 0
@@ -52,15 +54,6 @@ class RunningScale:
         limit = GROWTH * max(self.variance, self.last) if self.variance else math.inf
         self.variance += max(1 / self.batches, RATE) * (min(variance, limit) - self.variance)
         self.last = variance
-
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
-        return {"batches": self.batches, "variance": self.variance, "last": self.last}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take over what ``state_dict`` returned; {} is of a checkpoint from before there was this scale."""
-        if state:
-            self.batches, self.variance, self.last = (state[name] for name in ("batches", "variance", "last"))
 
 
 class AdvantageScale(RunningScale):
@@ -114,12 +107,5 @@ class ValueScale(RunningScale):
         return {**super().state_dict(), "scale": self.critic.scale}
 
     def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned, after the critic's weights. InputError if it is empty: then
-        an older version wrote the checkpoint, and the critic's weights mean something else."""
-        if not state:
-            raise InputError(
-                "--resume: the checkpoint is of an older version, whose values had no scale; finish the run "
-                "with that version, or start another"
-            )
         super().load_state_dict(state)
-        self.critic.scale = float(state["scale"])
+        self.critic.scale = state["scale"]

@@ -55,16 +55,15 @@ def deepened(policy, extra_layers):
     return deeper
 
 
-class DemoRun(train_reward.PairRun):
+class DemoRun(train_reward.RewardRun):
     """A run on pairs with the additional losses."""
 
     script = "../dataset/demo/make_reward.py"  # from trainer/
 
-    @staticmethod
-    def start_from(policy, tokenizer):
+    def learning(self, policy):
         with torch.random.fork_rng(devices=[]):
             deeper = deepened(policy, EXTRA_LAYERS)
-        modules = train_reward.PairRun.start_from(deeper, tokenizer)
+        modules = super().learning(deeper)
         modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
         if policy.config.tie_word_embeddings:
             head.weight = modules["model"].get_input_embeddings().weight

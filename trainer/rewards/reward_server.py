@@ -32,7 +32,7 @@ class RewardServer:
     be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4 and 8
     seconds. Raises InputError after the last try; at once if the server refuses the request (4xx, except 408
     and 429); and for a reply that does not have one number per response. The run then saves a checkpoint and
-    ends with that line (``train`` in train_ppo.py); it can be resumed, also with another URL.
+    ends with that line (trainer/loop.py); it can be resumed, also with another URL.
     """
 
     def __init__(self, url: str, timeout: float):

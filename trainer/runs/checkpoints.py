@@ -58,6 +58,21 @@ class Progress:
     skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
 
 
+class Kept:
+    """An option of a run. Checkpoints keep those of its attributes that ``kept`` names."""
+
+    kept = ()
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over what ``state_dict`` returned. Raises KeyError for anything else."""
+        for name in self.kept:
+            setattr(self, name, state[name])
+
+
 def save(folder: str | Path, run, config: dict, keep: int) -> None:
     """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
 

@@ -52,7 +52,7 @@ def end_if_broken(run, logger):
     """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
     and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
     """
-    finding = run.args.strict_health and run.world.gather(logger.broken)[0]
+    finding = getattr(run.args, "strict_health", 0) and run.world.gather(logger.broken)[0]
     if finding:
         save(run, logger)
         logger.ended_by = finding

@@ -7,6 +7,7 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.distributed import sum_gradients
 from trainer.runs.learning_rate import SCHEDULES
+from trainer.runs.metrics import Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 
@@ -31,24 +33,36 @@ class Learner:
     optimizer: torch.optim.Optimizer
     peak: float  # the highest learning rate
     total_steps: int  # optimizer steps of the whole run
-    first_step: int = 0  # the optimizer step with which this model begins to train
+    per_batch: int = 1  # optimizer steps of a batch
+    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
 
     def learning_rate(self, number):
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
         model trains (learning_rate.py)."""
-        step, total = number - self.first_step, self.total_steps - self.first_step
-        return SCHEDULES[self.schedule](self.peak, step, total, self.warmup_steps)
+        first = self.first_batch * self.per_batch
+        return SCHEDULES[self.schedule](
+            self.peak, number - first, self.total_steps - first, self.warmup_steps
+        )
 
-    def each_micro_batch(self, lengths, token_budget, work):
-        """Call ``work(rows)``, a forward and a backward, for every micro-batch of at most ``token_budget``
-        tokens. lengths: of the sequences."""
-        if self.scorer.in_step:
-            self.scorer.in_step.train(lengths, token_budget, work)
-            return
+
+def accumulate(run, lengths: list[int], token_budget: int, loss_of: Callable) -> Metrics:
+    """Add the gradients of ``loss_of(rows)`` -> (loss, ``Metrics``) of every micro-batch of at most
+    ``token_budget`` tokens -> their metrics. lengths: of the sequences."""
+    sums = Metrics()
+
+    def learn_from(rows):
+        loss, metrics = loss_of(rows)
+        run.loss_scale.scaled(loss).backward()
+        sums.merge(metrics)
+
+    if run.in_step:
+        run.in_step.train(lengths, token_budget, learn_from)
+    else:
         for rows in micro_batches(lengths, token_budget):
-            work(rows)
+            learn_from(rows)
+    return sums
 
 
 def gradients_that_fit(run, backward, lengths, pieces=1):

@@ -26,7 +26,7 @@ run folder, but replaces the result of an earlier run with the same name.
 
 ``--resume auto`` or ``--resume PATH`` picks the run folder and its newest undamaged checkpoint
 (checkpoints.py), or the one that PATH names. Weights, moments and ``Progress`` are loaded from it; training
-continues with the next batch (``train`` in train_ppo.py and supervised.py). The log files are cut back to
+continues with the next batch (trainer/loop.py). The log files are cut back to
 that step (run_logger.py), and later checkpoints are deleted. A run that was killed before its first
 checkpoint starts from the beginning. Prompt order, sampling noise and learning rates follow from seed and
 step, so the result is the same as without the stop. A flag that would change it is refused by name; files are
@@ -46,12 +46,13 @@ Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
     fingerprints()          {flag: hash of what it names}: what resuming compares
     facts()                 {name: value}: what health.py says of a run's start
     prepare()               makes the models ready for training, before a checkpoint is loaded
+    begin(logger)           chooses what is chosen before step 1
+    complete()              called once after the last step, on all processes
     save_result()           writes the files that users load
     result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
     result_file             the last of them that is written, there or not
-    best_metric             by which evaluations are compared; "": as its display says
+    best                    the best evaluation (``Best`` in best.py)
     about(), results()      lines of text: what the run is made of; where its files are
-    about_best()            words on the weights of the best evaluation, where they are kept; "" if not
 """
 
 import contextlib

@@ -82,7 +82,7 @@ def in_words(run, records: Records) -> list[str]:
     """What came of a run -> sentences. records: all lines of metrics.jsonl."""
     size = run.args.batch_size * run.world.size
     held_out = len(run.held_out_pairs or run.held_out or ())
-    words = verdict(records, run.display, size, held_out, run.best_metric)
+    words = verdict(records, run.display, size, held_out, run.best.metric)
     steps = trained(records)
     if steps and steps[-1]["step"] < run.total_steps:
         words.append(f"The run stopped after step {steps[-1]['step']} of {run.total_steps}.")

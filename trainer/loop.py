@@ -1,0 +1,89 @@
+"""The loop of all three scripts: batch after batch, in the order of the seed; log, evaluate, save, stop.
+
+A script builds its run (``PpoRun`` in run.py, ``SupervisedRun`` in supervised.py) and gives three functions:
+
+    collect(run, step, batches, positions) -> what the step learns from. InputError where a record or a
+                                              reward is wrong: then the run is saved and ends
+    learn(run, step, batch)                -> (metrics, {file: rows to keep})
+    evaluate(run, metrics, rows)           -> the same two, and with them what an evaluation finds
+"""
+
+import sys
+from collections.abc import Callable
+
+from dataset.data_order import RecordBatches, record_loader
+from errors import InputError
+from trainer.best import keep_best, restore_best
+from trainer.runs.distributed import init_world
+from trainer.runs.interrupts import StopRequest
+from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
+from trainer.runs.resume import start_or_resume
+
+
+def build_and_train(build: Callable, args, argv, collect: Callable, learn: Callable, evaluate: Callable):
+    """All that a script does. build(args, world) -> its run; argv: None for the process' own."""
+
+    def train(run, logger):
+        train_to_the_end(run, logger, collect, learn, evaluate)
+
+    with init_world(args.device, args.ddp) as world:
+        with world.all_or_none():
+            run = build(args, world)
+        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
+        restore_best(run, logger)
+        run_to_the_end(run, logger, train)
+
+
+def train_to_the_end(run, logger, collect, learn, evaluate):
+    """From where the run stands to its end, or until someone asks it to stop or a reward fails."""
+    args = run.args
+    world = run.world
+    progress = run.progress
+    order = RecordBatches(
+        len(run.data),
+        args.seed,
+        progress.step,
+        run.total_steps,
+        args.batch_size,
+        getattr(args, "mini_batch_size", args.batch_size),  # stages 1 and 2 have one minibatch a batch
+        world.rank,
+        world.size,
+        getattr(args, "num_generations", 1),
+    )
+    stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
+    with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:
+        if progress.step == run.total_steps:  # a run that was killed before its last result was there
+            save(run, logger)
+        if progress.step == 0:
+            run.begin(logger)
+            metrics, rows = evaluate(run, {}, {})
+            log_step(run, logger, 0, metrics, rows)
+            keep_best(run, logger, metrics)
+            end_if_broken(run, logger)
+        for step in order.steps:
+            try:
+                batch = collect(run, step, batches, order.positions)
+            except InputError:
+                save(run, logger)
+                raise
+            metrics, rows = learn(run, step, batch)
+            world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
+            progress.step = done = step + 1
+            last = done == run.total_steps
+            signal = stop.agreed(world)
+            failed = None
+            if last or (args.eval_interval and done % args.eval_interval == 0):
+                try:
+                    metrics, rows = evaluate(run, metrics, rows)
+                except InputError as error:  # a reward failed: first log and save what has been learned
+                    failed = error
+            log_step(run, logger, done, metrics, rows)
+            keep_best(run, logger, metrics)
+            if last or signal or failed or done % args.save_interval == 0:
+                save(run, logger)
+            if failed:
+                raise failed
+            end_if_broken(run, logger)
+            if signal and not last:
+                raise SystemExit(128 + signal)
+        run.complete()
