@@ -34,11 +34,11 @@ def sample_tokens(logits, temperature, u):
         token = logits.argmax(-1, keepdim=True)
         return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
     probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
-    coarse = running_sum(probs.sum(-1).double())  # [B, blocks]
+    coarse = running_sum(probs.sum(-1))  # [B, blocks]
     target = u[:, None] * coarse[:, -1:]
     block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
     inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
-    fine = running_sum(inside.double())
+    fine = running_sum(inside)
     end, total = coarse.gather(1, block), fine[:, -1:]
     # How much of the block lies below the target. Clamped, because the two levels round differently.
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
@@ -48,17 +48,9 @@ def sample_tokens(logits, temperature, u):
 
 
 def running_sum(x):
-    """x [B, n] -> its cumulative sums. torch's on a GPU are refused under ``--deterministic 1``: there they
-    are a product with a triangle, whose rounding may not let a sum be below the one before it."""
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return x.cumsum(-1)
-    return triangle_sum(x)
-
-
-def triangle_sum(x):
-    """The cumulative sums of x [B, n] >= 0 by a matrix product."""
-    triangle = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu_()
-    return (x @ triangle).cummax(-1).values
+    """Probabilities x [B, n] -> their cumulative sums, in fp64 and in steps of 2^-52: sums of whole numbers
+    never fall, and a GPU's are the same in every run (``--deterministic 1`` refuses its others)."""
+    return (x.double() * 2**52).long().cumsum(-1).double() / 2**52
 
 
 def _signed(x):
