@@ -617,7 +617,7 @@ CRITIC = {
             "the old answers are kept",
             SEVERAL,
         ),
-        ("batch.raw = batch.raw.replaced(", "batch.raw.replaced(", "the old scores are kept", SEVERAL),
+        ("batch.raw.replace(rows, ", "(lambda *new: None)(rows, ", "the old scores are kept", SEVERAL),
         (
             "run.sampling_from(run.old_actor):\n        rollout",
             "run.sampling_from(run.actor):\n        rollout",
@@ -773,8 +773,8 @@ ELSEWHERE = {
     ],
     "trainer/generation/sampling.py": [
         (
-            "for value in (step, prompt_index, sample_index)",
-            "for value in (prompt_index, sample_index)",
+            "for value in others:",
+            "for value in others[1:]:",
             "no step",
             ENGINE,
         ),
@@ -1204,7 +1204,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
     ],
     "trainer/memory_plan.py": [
         ("(longest + demonstration)", "longest", "long demonstrations need no memory", PTX),
-        ("size // parts for name", "size for name", "weights are not shared", SHARED),
+        ("else parts) for name", "else 1) for name", "weights are not shared", SHARED),
         ("4 * trained[name] // parts", "4 * trained[name]", "gradients are not shared", SHARED),
         ("if parts == 1:\n        standing |=", "if True:\n        standing |=", "the sampler stays", SHARED),
         ("2 * small * layer + root", "small * layer + root", "one layer", GATHERED),
@@ -1505,7 +1505,7 @@ REST = {
         ("now == 0 or now < GONE * start", "now < GONE * start", "advantages of 0 are fine", ALL_0),
     ],
     "trainer/rewards/reward.py": [
-        ("self.judging_seconds + new.judging_seconds", "new.judging_seconds", "only the last call", REWARDS),
+        ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),
     ],
     "trainer/collect.py": [
         ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),

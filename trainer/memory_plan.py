@@ -160,7 +160,8 @@ def memory_plan(
         trained = {name: args.lora_r * sizes[name].adapters for name in trained}
     weights = _weights(args, sizes, trained, small, shared=parts == 1)
     weights["moments"] = 2 * (2 if args.moments_dtype == "bfloat16" else 4) * sum(trained.values())
-    standing = {name: size // parts for name, size in weights.items()}
+    # Reward models stay whole.
+    standing = {name: size // (1 if name == "reward models" else parts) for name, size in weights.items()}
     rollout = {"logits": 16 * slots * actor.config.vocab_size}  # fp32, and what sampling makes of them
     if parts == 1:
         standing |= sampler

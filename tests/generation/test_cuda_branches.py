@@ -46,7 +46,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     return monkeypatch
 
 
@@ -104,7 +103,6 @@ def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count
     """Here it is the compiled attention of a CPU, on a GPU Triton's: columns make no further graphs."""
     expected = draw(model, range(24))
     monkeypatch.setattr(engine, "CudaGraphs", Replayed)
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
     sampler = Sampler(model, slots=7)
     rollout = answers(sampler)
@@ -404,24 +402,6 @@ def test_on_a_cpu_an_engine_has_the_sizes_of_its_call(model):
     sampler = Sampler(model, sizes=(24, 200, 100))
     answers(sampler, range(3))
     assert sampler.engine.sizes == (3, 13, 10)
-
-
-def test_the_cache_of_a_gpu_gets_a_share_of_what_is_free(model, monkeypatch):
-    figures = {"memory_reserved": 7000, "memory_allocated": 5000, "mem_get_info": (6000, 20_000)}
-    figures["get_per_process_memory_fraction"] = 1.0
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value, raising=False)
-    card, cpu = torch.device("cuda"), torch.device("cpu")
-    assert engine.cache_room(card) == (6000 + 7000 - 5000) // 4
-    with monkeypatch.context() as part:  # torch may use so much of the GPU
-        part.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.4)
-        assert engine.cache_room(card) == (8000 - 5000) // 4
-    assert engine.cache_room(cpu) == engine.CACHE_BYTES
-    torch.use_deterministic_algorithms(True)
-    try:  # the same number of slots in every run
-        assert engine.cache_room(card) == engine.CACHE_BYTES
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_the_bytes_of_the_cache_can_be_given(model):

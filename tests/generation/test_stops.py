@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from recorded_graphs import RecordedGraphs, without_kernels
 from tiny import (
     flags,
@@ -122,6 +123,7 @@ def test_by_hand():
     assert end_of(wanted, tokens, least=4) == 6
     assert wanted.cut(tokens) == "ab\n\nab"
     assert wanted.cut([ids["a"], ids["</s>"]]) == "a"
+    assert wanted.cut([ids["a"], ids["ĊĊ"], ids["</s>"]]) == "a\n\n"  # ignored, and then an EOS
 
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -170,6 +172,9 @@ def test_a_response_is_cut_and_nothing_else_changes(model, wanted, cut, slots):
     sampler = Sampler(model, slots=slots)
     rollout = sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted)
     check(rollout, cut)
+    with torch.inference_mode():
+        sampler.engine.begun.fill_(1)  # what the last ones have left
+    check(sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted), cut)
     again = sampler.sample(PROMPTS, keys(), [0], 10, 1.0)
     assert again.responses() == sample(model, PROMPTS, keys(), [0], 10, 1.0).responses()
     alone = sampler.sample(PROMPTS[5:6], keys([5]), [0], 10, 1.0, stops=wanted)
@@ -186,7 +191,6 @@ def test_captured_steps_give_the_same(model, wanted, cut, monkeypatch, slots):
     without_kernels(monkeypatch)
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     sampler = Sampler(model, slots=slots)
     for _ in range(2):
         check(sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted), cut)

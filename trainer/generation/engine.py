@@ -17,7 +17,7 @@ from progress_bar import phase
 from trainer.compute.batching import micro_batches, pad_right, send, tokens_per_pass
 from trainer.compute.kernels import kernels_for
 from trainer.compute.logprobs import head_logits
-from trainer.compute.memory import attempt, free_memory, out_of_memory_error
+from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import check_finite
 from trainer.compute.rollout_data import as_rollout
 from trainer.generation.cuda_graphs import CudaGraphs
@@ -28,9 +28,7 @@ from trainer.generation.stops import early_ends
 
 SLOTS = 256  # at most so many sequences decode together
 NONE = (0, 0, 0)  # sizes of calls to come: none known
-# At most this much memory for their keys and values, on a GPU a share of what is free (``cache_room``)
-CACHE_BYTES = 4 << 30
-CACHE_SHARE = 1 / 4
+CACHE_BYTES = 4 << 30  # at most this much memory for their keys and values, where nothing else is asked for
 # Compact the batch once an eighth of the rows have finished, because moving cache rows costs time
 COMPACT_AT = 8
 STEPS_PER_CHECK = 4  # on a GPU, decoding steps between two checks for finished sequences
@@ -43,7 +41,7 @@ ROW_MULTIPLE = 8
 class Sampler:
     """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it.
 
-    cache_bytes: of keys and values, at most; None: ``cache_room``. sizes: (most prompts of a call, longest
+    cache_bytes: of keys and values, at most; None: ``CACHE_BYTES``. sizes: (most prompts of a call, longest
     prompt plus response, longest response) of the calls to come, as far as they are known: the engine is
     built with room for them. device: default the policy's.
     """
@@ -104,23 +102,15 @@ class Sampler:
         """See to an engine for a call of these sizes, with as many slots as there is room for."""
         if self.engine and all(a >= b for a, b in zip(self.engine.sizes, needs, strict=True)):
             return
-        if self.engine:  # it goes before the new one allocates, and before free memory is counted
+        if self.engine:  # it goes before the new one allocates
             self.sizes = self.engine.sizes
             self.release()
         rows, width, limit = map(max, self.sizes, needs)
         model = self.copy.model
-        room = cache_room(model.device) if self.cache_bytes is None else self.cache_bytes
+        room = self.cache_bytes or CACHE_BYTES
         most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE
         self.tried = min(self.slots, most, max(1, room // sequence_bytes(model, width)))
         self.engine = Engine(model, self.tried, rows, width, limit, self.graphs)
-
-
-def cache_room(device):
-    """The most bytes for keys and values, where nothing else is asked for: on a GPU a share of the memory
-    that is not in use; on a CPU, and with deterministic algorithms, a fixed number."""
-    if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-        return CACHE_BYTES
-    return int(CACHE_SHARE * free_memory(device))
 
 
 def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SLOTS):
@@ -213,7 +203,7 @@ class Engine:
         self.key = (temperature, *ends)  # what a captured step depends on, besides its shape
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
         self.limit.fill_(max_gen_len)
-        self.noise[: len(keys), :max_gen_len] = uniform(send(keys, self.device), max_gen_len)
+        self.noise[: len(keys), :max_gen_len] = send(uniform(keys, max_gen_len), self.device)
         self.response_len.zero_()
         self.finished.zero_()
         self.longest = 0  # at most how many tokens the sequence in a slot has
