@@ -102,7 +102,7 @@ def sample_again(run, step, positions, batch: Batch) -> None:
         start = time.perf_counter()
         new, texts = run.respond(asked, keys, args.temperature)
         batch.seconds["rollout"] += time.perf_counter() - start
-        batch.raw = batch.raw.replaced(rows, run.raw_scores(run.reward, asked, new, texts))
+        batch.raw.replace(rows, run.raw_scores(run.reward, asked, new, texts))
         order = list(range(len(batch.prompts)))
         for place, row in enumerate(rows):
             order[row] = len(batch.prompts) + place

@@ -40,10 +40,8 @@ from trainer.ptx import load_ptx
 from trainer.replay import Replay
 from trainer.rewards.reward import Request, Reward, load_judge, load_reward
 from trainer.rewards.reward_models import (
-    ClassifierRewardModel,
     critic_start,
     modules_of,
-    scoring_models,
 )
 from trainer.runs import displays
 from trainer.runs.adamw import make_optimizer
@@ -96,7 +94,7 @@ class PpoRun:
         check_range(actor, self.dtype, f"--model {args.model}: ")
 
         # The reward, and that of evaluations, which never trains.
-        self.reward, self.judge = load_rewards(args, device, self.dtype, prompts, held_out, sharded)
+        self.reward, self.judge = load_rewards(args, device, self.dtype, prompts, held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         actor.eval().requires_grad_(not args.lora_r)
         if not sharded:  # else it need not fit on a GPU
@@ -230,9 +228,6 @@ class PpoRun:
             kept["replay"] = self.replay
         if self.ema.beta:
             kept["ema"] = self.ema
-        for name, (model, _) in self.reward.models.items():
-            if hasattr(model, "state_dict"):
-                kept[f"reward_{name}"] = model
         return kept
 
     @property
@@ -324,15 +319,12 @@ class PpoRun:
             shard_models(self)
 
 
-def load_rewards(args, device, dtype, prompts, held_out, sharded):
+def load_rewards(args, device, dtype, prompts, held_out):
     """-> (``Reward`` of the run, its ``Judge``), with their reward models."""
-    place = None
-    if sharded and not (args.trust_remote_code or args.filter_groups):  # else each process has whole ones
-        place = torch.device("cpu")  # until they are sharded
-    judge = load_judge(args, device, dtype, held_out, place)
+    judge = load_judge(args, device, dtype, held_out)
     if args.offline_data_path:  # logged answers come with their scores
         return Reward(reasoning=False), judge
-    return load_reward(args, device, dtype, prompts, held_out, place=place), judge
+    return load_reward(args, device, dtype, prompts, held_out), judge
 
 
 def prepare_frozen(run):
@@ -355,8 +347,8 @@ def prepare_frozen(run):
 
 
 def shard_models(run):
-    """``--shard 1``: shard actor, critic, old actor, reference and reward models that are classifiers
-    (compute/sharding.py), and make their optimizers anew: of what each process keeps.
+    """``--shard 1``: shard actor, critic, old actor and reference (compute/sharding.py), and make their
+    optimizers anew: of what each process keeps. Reward models stay whole.
 
     All processes have loaded and built whole models in main memory, as those of an unsharded run do. The
     sampler is not sharded: before a rollout every process gathers a whole copy of the old actor, in the dtype
@@ -367,10 +359,6 @@ def shard_models(run):
     for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, run.in_step, run.dtype)
         scorer.in_step = run.in_step
-    for model in scoring_models(run.reward, run.judge):
-        # With --filter_groups each process calls them as often as its own prompts ask for.
-        if isinstance(model, ClassifierRewardModel) and not run.args.filter_groups:
-            model.shard(run.in_step)
     for learner in learners:
         learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
 

@@ -69,7 +69,7 @@ def test_three_optimizer_steps_are_those_of_a_whole_model(found):
 
 def test_the_sampler_gathers_whole_weights_and_frees_them(found):
     for mine in found:
-        assert mine["sampler"] == {"freed": 0, "equal": True, "packed": True}
+        assert mine["sampler"] == {"freed": 0, "equal": True}
 
 
 def test_processes_make_the_same_number_of_passes(found):

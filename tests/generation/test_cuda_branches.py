@@ -18,11 +18,10 @@ from model.model_minimind import MiniMindConfig
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
-from trainer.generation.engine import Sampler
+from trainer.generation.engine import HostCopy, Sampler
 from trainer.generation.kv_cache import sequence_bytes
 from trainer.generation.sampler_copy import FEW_TOKENS, SamplerCopy, use_all_experts
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import HostCopy
 
 SIZES = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -47,7 +46,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     return monkeypatch
 
 
@@ -105,9 +103,7 @@ def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count
     """Here it is the compiled attention of a CPU, on a GPU Triton's: columns make no further graphs."""
     expected = draw(model, range(24))
     monkeypatch.setattr(engine, "CudaGraphs", Replayed)
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     monkeypatch.setattr(engine, "MIN_GRAPH_COLUMNS", 4)
-    monkeypatch.setattr(engine, "MIN_GRAPH_ROWS", 2)
     sampler = Sampler(model, slots=7)
     rollout = answers(sampler)
     if sampler.engine.cache.needs_columns:
@@ -115,7 +111,7 @@ def test_steps_that_read_lengths_on_the_device_have_one_shape_for_each_row_count
     assert rollout.responses() == expected.responses()
     assert (rollout.sampler_logprobs - expected.sampler_logprobs).abs().max() < 1e-5
     assert {key[:2] for key in sampler.graphs.captured} == {
-        (n, sampler.engine.cache.width) for n in (2, 4, 7)
+        (n, sampler.engine.cache.width) for n in (1, 4, 7)
     }
 
 
@@ -234,9 +230,6 @@ def test_out_of_memory_in_a_capture_takes_half_the_slots_and_keeps_graphs(model,
     sampler.release()
     answers(sampler)
     assert sampler.engine.slots == 3  # what did not fit is not tried again
-    sampler.release()
-    answers(sampler, range(24), limit=2)
-    assert sampler.engine.slots == 6  # the same memory holds more sequences if they are shorter
 
 
 def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(monkeypatch):
@@ -411,24 +404,6 @@ def test_on_a_cpu_an_engine_has_the_sizes_of_its_call(model):
     assert sampler.engine.sizes == (3, 13, 10)
 
 
-def test_the_cache_of_a_gpu_gets_a_share_of_what_is_free(model, monkeypatch):
-    figures = {"memory_reserved": 7000, "memory_allocated": 5000, "mem_get_info": (6000, 20_000)}
-    figures["get_per_process_memory_fraction"] = 1.0
-    for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value, raising=False)
-    card, cpu = torch.device("cuda"), torch.device("cpu")
-    assert engine.cache_room(card) == (6000 + 7000 - 5000) // 4
-    with monkeypatch.context() as part:  # torch may use so much of the GPU
-        part.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.4)
-        assert engine.cache_room(card) == (8000 - 5000) // 4
-    assert engine.cache_room(cpu) == engine.CACHE_BYTES
-    torch.use_deterministic_algorithms(True)
-    try:  # the same number of slots in every run
-        assert engine.cache_room(card) == engine.CACHE_BYTES
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_the_bytes_of_the_cache_can_be_given(model):
     one = sequence_bytes(model, 16)
     assert one == 16 * 2 * 2 * 16 * 4  # keys and values, two layers, one head of 16, fp32
@@ -465,16 +440,15 @@ def test_a_rollout_waits_only_for_its_results(model, gpu):
 def test_rows_are_those_of_the_check_before():
     done = torch.tensor([False, True, False, False])
     late = HostCopy(done, late=True)
-    assert late.receive(done).tolist() == []  # nothing has been sent
+    assert late.receive(done) == []  # nothing has been sent
     late.send(done[:3])
     done[0] = True
-    assert late.receive(done).tolist() == [False, True, False]
+    assert late.receive(done) == [False, True, False]
     late.send(done)
-    received = late.receive(done)
+    assert late.receive(done) == [True, True, False, False]
     late.send(done[:1])  # slots behind were emptied, and are filled again
-    assert received.tolist() == [True, True, False, False]
-    assert late.receive(done).tolist() == [True]
-    assert HostCopy(done, late=False).receive(done[:2]).tolist() == [True, True]
+    assert late.receive(done) == [True]
+    assert HostCopy(done, late=False).receive(done[:2]) == [True, True]
 
 
 def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
@@ -484,10 +458,9 @@ def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
     compact = engine.Engine.compact
 
     def look(self):
-        live.append((self.done[: self.live].sum().item(), self.flags.receive(self.done).sum().item()))
+        live.append((self.done[: self.live].sum().item(), sum(self.flags.receive(self.done))))
         compact(self)
-        true, counted = self.position[: self.live].tolist(), self.lengths
-        assert all(0 <= most - length <= 2 * 3 for length, most in zip(true, counted, strict=True))
+        assert max(self.position.tolist()) <= self.longest <= self.cache.width
 
     gpu.setattr(engine.Engine, "compact", look)
     rollout = answers(sampler)
@@ -509,7 +482,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine.Engine, "advance", interrupted)
         answers(sampler)
-    assert sampler.engine.flags.receive(None).any()
+    assert any(sampler.engine.flags.receive(None))
     assert answers(sampler).responses() == plain(model).responses()
 
 
@@ -541,17 +514,12 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
 # ------------------------------------------------------------------------ mixtures of experts
 
 
-EXPERTS = {
-    "minimind2": MiniMindConfig(minimind_version=2, **MINIMIND),
-    "minimind3": MiniMindConfig(minimind_version=3, **MINIMIND),
-    "qwen3": T.Qwen3MoeConfig(head_dim=8, **MOE, **SIZES),
-    "mixtral": T.MixtralConfig(num_local_experts=4, **SIZES),
-}
+EXPERTS = {version: MiniMindConfig(minimind_version=version, **MINIMIND) for version in (2, 3)}
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_all_experts_compute_what_the_chosen_ones_compute(name):
-    policy, other = build(EXPERTS[name], SPREAD), build(EXPERTS[name], SPREAD)
+@pytest.mark.parametrize("version", EXPERTS)
+def test_all_experts_compute_what_the_chosen_ones_compute(version):
+    policy, other = build(EXPERTS[version], SPREAD), build(EXPERTS[version], SPREAD)
     use_all_experts(other)
     replaced = [m for m in other.modules() if "forward" in vars(m)]
     assert len(replaced) == 2  # one a layer
@@ -559,34 +527,23 @@ def test_all_experts_compute_what_the_chosen_ones_compute(name):
     with torch.no_grad():
         a, b = policy(tokens).logits, other(tokens).logits
     assert torch.allclose(a, b, atol=1e-4 * a.abs().max().item())
-    inputs = _expert_inputs(replaced[0])
     with Waits(refuse=True), torch.inference_mode():
-        replaced[0](*inputs)
+        replaced[0](torch.randn(3, 1, 32))
 
 
-def _expert_inputs(module):
-    if hasattr(module, "gate"):
-        return (torch.randn(3, 1, 32),)
-    return torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.rand(3, 2)
-
-
-@pytest.mark.parametrize("name", ["minimind3", "qwen3"])
-def test_many_tokens_go_only_through_the_experts_that_they_chose(name, monkeypatch):
-    policy = build(EXPERTS[name], SPREAD)
+def test_many_tokens_go_only_through_the_experts_that_they_chose(monkeypatch):
+    policy = build(EXPERTS[3], SPREAD)
     use_all_experts(policy)
     module = next(m for m in policy.modules() if "forward" in vars(m))
-    monkeypatch.setattr(type(module), "forward", lambda self, x, *more: x + 41)
+    monkeypatch.setattr(type(module), "forward", lambda self, x: x + 41)
     few, many = torch.zeros(1, FEW_TOKENS, 32), torch.zeros(1, FEW_TOKENS + 1, 32)
-    chosen = (torch.zeros(FEW_TOKENS + 1, 2, dtype=torch.int64), torch.ones(FEW_TOKENS + 1, 2))
-    more = [] if name == "minimind3" else chosen
-    shape = (lambda x: x) if name == "minimind3" else (lambda x: x[0])
-    assert (module(shape(many), *more) == 41).all()
-    assert not (module(shape(few), *(x[:FEW_TOKENS] for x in more)) == 41).any()
+    assert (module(many) == 41).all()
+    assert not (module(few) == 41).any()
 
 
 def test_an_expert_that_was_not_chosen_may_be_infinite():
     """In fp16 an expert may overflow for a token that is not its own."""
-    policy = build(EXPERTS["minimind3"], SPREAD)
+    policy = build(EXPERTS[3], SPREAD)
     moe = next(m for m in policy.modules() if hasattr(m, "experts"))
     with torch.no_grad():
         moe.experts[1].down_proj.weight.fill_(torch.inf)
@@ -596,15 +553,3 @@ def test_an_expert_that_was_not_chosen_may_be_infinite():
     use_all_experts(policy)
     assert expected.isfinite().all()
     assert torch.allclose(moe(hidden), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("numbers", ["set", "zero"])
-def test_experts_that_compute_something_else_stay_as_they_are(monkeypatch, numbers):
-    policy = build(EXPERTS["qwen3"], SPREAD)
-    if numbers == "zero":
-        torch.nn.utils.vector_to_parameters(torch.zeros(10**6), policy.parameters())
-    experts = next(m for m in policy.modules() if hasattr(m, "gate_up_proj"))
-    own = type(experts).forward
-    monkeypatch.setattr(type(experts), "forward", lambda *args: 1.1 * own(*args))  # of another layout, say
-    use_all_experts(policy)
-    assert "forward" not in vars(experts)

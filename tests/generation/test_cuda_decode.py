@@ -208,6 +208,8 @@ class Slots:
             return torch.tensor(values, device=DEVICE)
 
         self.row, self.token, self.count = ids(4, 8, 0, 2, 7, 8), ids(3, 3, 3, 3, 3, 3), ids(0, 2, 3, 1, 4, 0)
+        self.position = 7 + self.count
+        self.begun = ids(0, 1, 1, 0, 0, 1)
         self.done = ids(0, 1, 0, 0, 0, 1).bool()
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
         self.eos, self.limit, self.early_ends = ids(1, 4, 6), ids(5), EarlyEnds(2, [1, 4, 6])
@@ -218,6 +220,8 @@ class Slots:
         self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
         self.unread_row, self.unread_column, self.temperature = 8, 5, 0.8
         self._logits = lambda states: states
+        self.stop_table, self.least = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE), 2
+        self.stop_table[0, 2], self.stop_table[1, 3] = 1, 2  # token 3 ends a response, behind token 2
 
 
 def test_what_is_kept_of_a_token(monkeypatch):
@@ -234,7 +238,7 @@ def test_what_is_kept_of_a_token(monkeypatch):
             patch.setattr("trainer.generation.engine.kernels_for", lambda *tensors: cuda)
             Engine._sample_and_store(fused, slice(0, 3), logits[:3])
             Engine._sample_and_store(fused, slice(3, 6), logits[3:])
-        for name in ("row", "count", "done", "response_len", "finished"):
+        for name in ("row", "position", "count", "done", "response_len", "finished"):
             assert getattr(fused, name).equal(getattr(plain, name)), name
         assert fused.token[~plain.done].equal(plain.token[~plain.done])
         assert fused.tokens[:8, :5].equal(plain.tokens[:8, :5])
@@ -351,7 +355,6 @@ def test_joined_weights_keep_their_place(dtype, monkeypatch):
     own, names = other.model.layers[1].self_attn, ("q_proj", "k_proj", "v_proj")
     assert attention.qkv.weight.equal(torch.cat([getattr(own, x).weight for x in names]).to(dtype))
     assert attention.qkv.bias.equal(torch.cat([getattr(own, x).bias for x in names]).to(dtype))
-    stored = [x.untyped_storage() for x in sampler.copy.weights.values()]
-    stored += [x.untyped_storage() for layer in joined for x in (layer.weight, layer.bias) if x is not None]
+    stored = [x.untyped_storage() for places in sampler.copy.places.values() for x in places]
     stored = {x.data_ptr(): x.nbytes() for x in stored}
     assert sum(stored.values()) == sum(p.numel() for p in model.parameters()) * dtype.itemsize

@@ -262,12 +262,13 @@ def test_attention_reads_no_more_than_the_longest_live_row():
     assert keys.data_ptr() == cache.keys[0].data_ptr()  # a view: nothing is copied
 
 
-def test_a_newer_policy_can_be_loaded(model):
-    sampler, keys = Sampler(model), noise_keys(7, 3, range(24))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_newer_policy_can_be_loaded(model, dtype):
+    sampler, keys = Sampler(model, dtype), noise_keys(7, 3, range(24))
     other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
     mine = sampler.sample(PROMPTS, keys, [0], 10, 1.0).responses()
     theirs = sampler.load(other).sample(PROMPTS, keys, [0], 10, 1.0).responses()
-    assert theirs == sample(other, PROMPTS, keys, [0], 10, 1.0).responses()
+    assert theirs == Sampler(other, dtype).sample(PROMPTS, keys, [0], 10, 1.0).responses()
     assert mine != theirs
     assert mine == sampler.load(model).sample(PROMPTS, keys, [0], 10, 1.0).responses()
 

@@ -71,7 +71,6 @@ def test_neither_slots_nor_captured_steps_change_a_token(model, monkeypatch):
     without_kernels(monkeypatch)
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
-    monkeypatch.setattr(engine, "cache_room", lambda device: 1 << 30)
     sampler = Sampler(model, slots=7)
     for least in (5, 3, 5):
         got = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), ENDS, 8, 1.0, least)

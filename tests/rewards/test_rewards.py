@@ -164,16 +164,15 @@ def test_some_raw_scores_are_replaced_by_hand():
         steps=[[(5, 5.0)], []],
         judging_seconds=0.25,
     )
-    found = old.replaced([1, 3], new)
-    assert found.parts["model"].tolist() == [1, 5, 3, 6]
-    assert found.has_block.tolist() == [True, False, False, True]
-    assert found.blocks["model"].tolist() == [10, 5, 3, 60]
-    assert found.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
-    assert found.judging_seconds == 0.75  # of all calls of the reward models
-    assert old.steps[1] == [(1, 2.0)] and old.parts["model"].tolist() == [1, 2, 3, 4]
+    old.replace([1, 3], new)
+    assert old.parts["model"].tolist() == [1, 5, 3, 6]
+    assert old.has_block.tolist() == [True, False, False, True]
+    assert old.blocks["model"].tolist() == [10, 5, 3, 60]
+    assert old.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
+    assert old.judging_seconds == 0.75  # of all calls of the reward models
     no_model = RawScores({"function": torch.tensor([5.0, 6])}, steps=[[], []])
-    found = no_model.replaced([1], RawScores({"function": torch.tensor([7.0])}, steps=[[]]))
-    assert found.parts["function"].tolist() == [5, 7]
+    no_model.replace([1], RawScores({"function": torch.tensor([7.0])}, steps=[[]]))
+    assert no_model.parts["function"].tolist() == [5, 7]
 
 
 def test_without_reasoning_only_the_whole_is_scored():

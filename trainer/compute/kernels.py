@@ -5,8 +5,8 @@ the same functions; only those of token log-probs differ in what they take (logp
 ``kernels_for`` with its tensors, and computes with torch's operations where the answer is None.
 
 ``difference`` tries what is fast against what is known to be right, before it is used: packed rows
-(packing.py), fused layers (fused_layers.py), flash attention (attention.py), a GPU's kernels
-(cuda/kernels.py) and experts that compute all tokens (generation/sampler_copy.py).
+(packing.py), fused layers (fused_layers.py), flash attention (attention.py) and a GPU's kernels
+(cuda/kernels.py).
 """
 
 import warnings

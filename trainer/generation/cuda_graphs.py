@@ -13,10 +13,8 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 
 - this file: capture and replay;
 - generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
-  sequences, in few shapes; the size of the KV cache (``cache_room``); logits in fp32 (``_logits``); the
-  kernel that samples and stores (``_sample_and_store``);
-- generation/stops.py (``HostCopy``): which sequences have finished, and the tokens that are searched for stop
-  strings, copied without waiting;
+  sequences, in few shapes; which have finished, copied without waiting (``HostCopy``); logits in fp32
+  (``_logits``); the kernel that samples and stores (``_sample_and_store``);
 - generation/sampler_copy.py (``use_all_experts``): a mixture of experts without shapes that depend on data;
 - generation/kv_cache.py (``tabulate_rotary``, ``by_position``);
 - compute/cuda: the Triton kernels;

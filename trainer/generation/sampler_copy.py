@@ -16,48 +16,41 @@ from torch import nn
 from model.lora import merged
 from model.model_minimind import MoEFeedForward
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
-from trainer.compute.kernels import difference
 from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import onednn_takes_bf16
 
 
 class JoinedLinear(nn.Module):
-    """Linear layers with the same input, computed as one, from a copy of their weights. On a CPU these are
-    laid out for products of few rows, in oneDNN's blocked layout (bf16) or transposed (fp32): once a rollout,
-    not once a call. ``pack`` writes to the same memory each time: CUDA graphs have captured its address, and
-    on a CPU new memory would leave gaps that nothing else fits into."""
+    """Linear layers with the same input, computed as one, from a copy of their weights in ``weight`` and
+    ``bias``. On a CPU these are laid out for products of few rows: transposed (fp32), or in oneDNN's blocked
+    layout (bf16), into which ``pack`` copies them once a rollout, not once a call. Other memory stays the
+    same: CUDA graphs have captured its address, and on a CPU new memory would leave gaps that nothing else
+    fits into."""
 
     def __init__(self, linears, on_cpu):
         super().__init__()
-        self.sizes = [linear.out_features for linear in linears]
-        self.dtype = linears[0].weight.dtype
-        self.transposed = on_cpu
-        self.blocked = on_cpu and self.dtype == torch.bfloat16 and onednn_takes_bf16()
-        self.weight = self.bias = None
+        weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self.pack([linear.weight for linear in linears], biases)
+        self.sizes = [len(x) for x in weights]
+        self.is_blocked = on_cpu and weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
+        self.transposed = on_cpu and not self.is_blocked
+        self.weight = torch.cat([x.t() for x in weights], 1) if self.transposed else torch.cat(weights)
+        self.bias = torch.cat(biases) if biases else None
 
-    def pack(self, weights, biases):
-        """Copy the weights [out, in] and the biases, if any, of the linear layers into the layout."""
-        if biases:
-            self.bias = self._join(self.bias, biases, 0)
-        if self.blocked:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self._join(None, weights, 0), 64)
-        elif self.transposed:
-            self.weight = self._join(self.weight, [x.t() for x in weights], 1)
-        else:
-            self.weight = self._join(self.weight, weights, 0)
+    def parts(self):
+        """The weights [out, in] of the linear layers, then their biases, if any: views."""
+        whole = self.weight.t() if self.transposed else self.weight
+        return [*whole.split(self.sizes), *(() if self.bias is None else self.bias.split(self.sizes))]
 
-    def _join(self, joined, parts, dim):
-        if joined is None:
-            return torch.cat([x.to(self.dtype) for x in parts], dim)
-        for own, part in zip(joined.split(self.sizes, dim), parts, strict=True):
-            own.copy_(part)
-        return joined
+    def pack(self):
+        """Make the blocked layout of the weights, which are not needed any more then."""
+        if self.is_blocked:
+            self.blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, 64)
+            self.weight.untyped_storage().resize_(0)
 
     def forward(self, x):
-        if self.blocked:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if self.is_blocked:
+            return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
         y = x.reshape(-1, x.shape[-1])
@@ -76,11 +69,12 @@ class SamplerCopy:
         self.model = copy.deepcopy(policy).eval().requires_grad_(False)
         pack_sequences(self.model.float().base_model)
         self._cast(dtype)
-        self.weights = dict(self.model.named_parameters())  # those that are copied as they are
-        self.joined = {}  # {name of a weight or bias: the joined layer that has it}
-        self.freed = []  # (storage, its size in bytes)
         self.model.to(device)
         self._lay_out(torch.device(device).type == "cpu")
+        places = [place for places in self.places.values() for place in places]
+        self.storages = [(place.untyped_storage(), place.untyped_storage().nbytes()) for place in places]
+        for layer in self.joined:
+            layer.pack()
 
     def _cast(self, dtype):
         """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""
@@ -93,85 +87,78 @@ class SamplerCopy:
 
     def _lay_out(self, on_cpu):
         """Lay the weights out as products read them fastest: linear layers of a fused layer that have the
-        same input are joined, and on a CPU all others are laid out too. One after the other, so that there
-        are never two copies of all weights."""
-        names, modules = {id(p): name for name, p in self.weights.items()}, list(self.model.modules())
-        others = (module for module in modules if type(module) is not nn.Linear)
-        read = {id(p) for module in others for p in module.parameters(recurse=False)}  # a tied head's weight
+        same input are joined, and on a CPU all others are laid out too. ``places``: {name of a weight: the
+        tensors that it is copied to}, more than one for a tied head on a CPU."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self.places = {name: [] for name in names.values()}
+        self.joined = []
 
         def joined(*linears):
             layer = JoinedLinear(linears, on_cpu)
-            layer.weight_names = [names[id(linear.weight)] for linear in linears]
-            layer.bias_names = [names[id(linear.bias)] for linear in linears if linear.bias is not None]
-            for linear in linears:
-                for p in linear.parameters():
-                    self.joined[names[id(p)]] = layer
-                    if id(p) not in read:
-                        del self.weights[names[id(p)]]
+            self.joined.append(layer)
+            own = [linear.weight for linear in linears]
+            own += [linear.bias for linear in linears if linear.bias is not None]
+            for p, part in zip(own, layer.parts(), strict=True):
+                self.places[names[id(p)]].append(part)
             return layer
 
-        for module in modules:
+        # Not the linear layers: what has been joined goes, so that there are never two copies of all weights.
+        for module in [module for module in self.model.modules() if type(module) is not nn.Linear]:
             if is_fused(module, attention_forward):
                 module.qkv = joined(module.q_proj, module.k_proj, module.v_proj)
                 module.q_proj = module.k_proj = module.v_proj = None
             if is_fused(module, mlp_forward):
                 module.gate_up = joined(module.gate_proj, module.up_proj)
                 module.gate_proj = module.up_proj = None
-        for module in modules if on_cpu else ():
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
+                if on_cpu and type(child) is nn.Linear:
                     setattr(module, name, joined(child))
+        for p in self.model.parameters():
+            self.places[names[id(p)]].append(p.data)
         if not on_cpu:
             use_all_experts(self.model)
 
     def unload(self):
         """Free the memory of all weights, which keep their shapes and views, until the next ``load``."""
-        for storage in (x.untyped_storage() for x in self.weights.values()):
-            if storage.nbytes():
-                self.freed.append((storage, storage.nbytes()))
-                storage.resize_(0)
-        for layer in self.joined.values():
-            layer.weight = layer.bias = None
+        for storage, _ in self.storages:
+            storage.resize_(0)
+        for layer in self.joined:
+            layer.blocked = None
 
     @torch.no_grad()
     def load(self, policy):
-        while self.freed:
-            storage, size = self.freed.pop()
-            storage.resize_(size)
-        missing, arrived = self.weights.keys() | self.joined.keys(), {}
+        for storage, size in self.storages:
+            if not storage.nbytes():
+                storage.resize_(size)
+        missing = set(self.places)
         for name, x in merged(policy):
+            for place in self.places.get(name, ()):
+                place.copy_(x)
             missing.discard(name)
-            if name in self.weights:
-                self.weights[name].copy_(x)
-            if layer := self.joined.get(name):
-                arrived[name] = x
-                weights, biases = layer.weight_names, layer.bias_names
-                if arrived.keys() >= {*weights, *biases}:
-                    layer.pack([arrived.pop(x) for x in weights], [arrived.pop(x) for x in biases])
         if missing:
             raise KeyError(f"the policy has no {', '.join(missing)}")
+        for layer in self.joined:
+            layer.pack()
 
 
 # ------------------------------------------------------------------------------------------------ experts
 # Usually an expert computes the tokens that chose it. How many that are is known only when the router has
 # computed, so the host must wait for the GPU in each layer, and a step cannot be captured (cuda_graphs.py). A
 # decoding step has few tokens: there every expert computes every token, what was not chosen counts 0, and the
-# results are the same. Forwards of many tokens, which are prefills, stay as they are.
+# results are the same. Forwards of many tokens, which are prefills, stay as they are. transformers' own
+# mixtures do not wait: their experts are one grouped product.
 
 FEW_TOKENS = 1024  # up to so many tokens, every expert computes every token
 
 
 def use_all_experts(model):
-    """Replace the ``forward`` of a model's mixtures of experts, MiniMind's and transformers' own, where the
-    new one gives the same results. Other modules do not change."""
+    """Replace the ``forward`` of MiniMind's mixtures of experts."""
     for module in model.modules():
         if isinstance(module, MoEFeedForward):
-            module.forward = MethodType(_minimind_forward, module)
-        elif getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3 and _gives_same_results(module):
-            module.forward = MethodType(_joined_forward, module)
+            module.forward = MethodType(_all_experts, module)
 
 
-def _minimind_forward(moe, hidden):
+def _all_experts(moe, hidden):
     """``MoEFeedForward.forward``: hidden [B, T, H] -> the same shape."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     if len(tokens) > FEW_TOKENS:
@@ -181,45 +168,8 @@ def _minimind_forward(moe, hidden):
     shares = weights.new_zeros(len(tokens), len(moe.experts)).scatter(1, chosen, weights)
     out = torch.zeros_like(tokens)
     for share, expert in zip(shares.unsqueeze(-1).unbind(1), moe.experts, strict=True):
-        out = out + _weighed(expert(tokens), share).to(out.dtype)
+        # 0 where the share is 0, even if the result is infinite
+        out = out + (expert(tokens) * share).masked_fill(share == 0, 0).to(out.dtype)
     for expert in moe.shared_experts:
         out = out + expert(tokens)
     return out.view_as(hidden)
-
-
-def _joined_forward(experts, tokens, chosen, weights):
-    """The forward of transformers' experts, whose weights are joined: tokens [N, H], chosen experts [N, k]
-    and their weights [N, k] -> [N, H]."""
-    if len(tokens) > FEW_TOKENS:
-        return type(experts).forward(experts, tokens, chosen, weights)
-    count = len(experts.down_proj)
-    shares = weights.new_zeros(len(tokens), count).scatter(1, chosen, weights).t().unsqueeze(-1)  # [E, N, 1]
-    inner = torch.bmm(tokens.expand(count, -1, -1), experts.gate_up_proj.transpose(1, 2))
-    out = torch.bmm(experts._apply_gate(inner), experts.down_proj.transpose(1, 2))
-    return _weighed(out, shares).sum(0).to(tokens.dtype)
-
-
-def _weighed(results, shares):
-    """Results of experts times their shares; 0 where the share is 0, even if the result is infinite."""
-    return (results * shares).masked_fill(shares == 0, 0)
-
-
-def _gives_same_results(experts):
-    """Whether ``_joined_forward`` computes what the module's own forward does; it may lay out its weights in
-    another way, or have biases. It is tried with other numbers: its own may be zeros."""
-    experts = copy.deepcopy(experts, {id(p): _numbers_like(p) for p in experts.parameters()})
-    weight, count = experts.gate_up_proj, len(experts.gate_up_proj)
-    tokens = torch.linspace(-2, 3, 6 * weight.shape[2]).view(6, -1).sin().to(weight)
-    chosen = torch.arange(12, device=weight.device).view(6, 2) % count
-    weights = torch.linspace(0.1, 0.9, 12).view(6, 2).to(weight)
-    inputs = experts, tokens, chosen, weights
-    own = type(experts).forward
-    return not difference(
-        lambda: own(*inputs), lambda: _joined_forward(*inputs), weight.device, tolerance=1e-2
-    )
-
-
-def _numbers_like(p):
-    """A parameter with other numbers, always the same ones."""
-    numbers = torch.arange(p.numel(), device=p.device, dtype=torch.float32).mul(0.7).sin().mul(0.1)
-    return nn.Parameter(numbers.view(p.shape).to(p.dtype), requires_grad=False)

@@ -9,6 +9,7 @@ resumed run draws what the uninterrupted run would have drawn. There is no rando
 save.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,11 +35,11 @@ def sample_tokens(logits, temperature, u):
         token = logits.argmax(-1, keepdim=True)
         return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
     probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
-    coarse = running_sum(probs.sum(-1).double())  # [B, blocks]
+    coarse = running_sum(probs.sum(-1))  # [B, blocks]
     target = u[:, None] * coarse[:, -1:]
     block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
     inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
-    fine = running_sum(inside.double())
+    fine = running_sum(inside)
     end, total = coarse.gather(1, block), fine[:, -1:]
     # How much of the block lies below the target. Clamped, because the two levels round differently.
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
@@ -48,47 +49,36 @@ def sample_tokens(logits, temperature, u):
 
 
 def running_sum(x):
-    """x [B, n] -> its cumulative sums. torch's on a GPU are refused under ``--deterministic 1``: there they
-    are a product with a triangle, whose rounding may not let a sum be below the one before it."""
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return x.cumsum(-1)
-    return triangle_sum(x)
-
-
-def triangle_sum(x):
-    """The cumulative sums of x [B, n] >= 0 by a matrix product."""
-    triangle = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu_()
-    return (x @ triangle).cummax(-1).values
-
-
-def _signed(x):
-    """An unsigned 64-bit constant -> the int64 with the same bits, because torch computes in int64."""
-    return x - (1 << 64) if x >= 1 << 63 else x
+    """Probabilities x [B, n] -> their cumulative sums, in fp64 and in steps of 2^-52: sums of whole numbers
+    never fall, and a GPU's are the same in every run (``--deterministic 1`` refuses its others)."""
+    return (x.double() * 2**52).long().cumsum(-1).double() / 2**52
 
 
 def _mix(x):
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, which wrap as uint64 does."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on an array of uint64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9
+    x = (x ^ x >> 27) * 0x94D049BB133111EB
+    return x ^ x >> 31
 
 
 def _absorb(state, value):
-    """Mix one more index (int64) into a hash state -> the new state."""
-    return _mix((state ^ _mix(value + _signed(0x9E3779B97F4A7C15))) * 3 + _signed(0xD1B54A32D192ED03))
+    """Mix one more index into a hash state, both arrays of uint64 -> the new state."""
+    return _mix((state ^ _mix(value + 0x9E3779B97F4A7C15)) * 3 + 0xD1B54A32D192ED03)
 
 
 def noise_keys(seed, step, prompt_index, sample_index=0):
     """-> [B] int64 keys, one a row. prompt_index [B]: the place of each prompt in the *global* batch (of all
     processes); in evaluation, its place in the data."""
-    prompt_index = torch.as_tensor(prompt_index, dtype=torch.int64)
-    state = torch.full_like(prompt_index, seed)
-    for value in (step, prompt_index, sample_index):
-        state = _absorb(state, value + torch.zeros_like(prompt_index))
-    return state
+    indices = np.broadcast_arrays(
+        *(np.asarray(x, np.int64) for x in (seed, step, prompt_index, sample_index))
+    )
+    state, *others = (x.astype(np.uint64) for x in indices)
+    for value in others:
+        state = _absorb(state, value)
+    return torch.from_numpy(state.view(np.int64))
 
 
 def uniform(keys, count):
     """keys [B] -> fp64 [B, count] in [0, 1), with 32 random bits each. Column t is for response token t."""
-    bits = _absorb(keys[:, None], torch.arange(count, device=keys.device)) >> 32 & 0xFFFFFFFF
-    return bits.double() / (1 << 32)
+    bits = _absorb(keys.numpy().view(np.uint64)[:, None], np.arange(count, dtype=np.uint64)) >> 32
+    return torch.from_numpy(bits.astype(np.float64) / 2**32)

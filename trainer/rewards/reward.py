@@ -44,7 +44,6 @@ from trainer.rewards.reward_server import RewardServer
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
-PENALTY_OF_BEFORE = 1.0  # the default of --missing_eos_penalty before it followed the rewards
 
 
 @dataclass
@@ -69,23 +68,16 @@ class RawScores:
     steps: list = field(default_factory=list)
     judging_seconds: float = 0.0  # how long the reward models took for them
 
-    def replaced(self, rows: list[int], new: "RawScores") -> "RawScores":
-        """-> the same for all responses but those of ``rows``, which get what ``new`` says of them."""
-        where = torch.tensor(rows)
-        steps = list(self.steps)
-
-        def merged(mine, theirs):
-            return {name: scores.index_copy(0, where, theirs[name]) for name, scores in mine.items()}
-
+    def replace(self, rows: list[int], new: "RawScores") -> None:
+        """The responses of ``rows`` get what ``new`` says of them."""
+        for name, scores in new.parts.items():
+            self.parts[name][rows] = scores
+        for name, scores in new.blocks.items():
+            self.blocks[name][rows] = scores
+            self.has_block[rows] = new.has_block
         for row, pairs in zip(rows, new.steps, strict=False):
-            steps[row] = pairs
-        return RawScores(
-            parts=merged(self.parts, new.parts),
-            blocks=merged(self.blocks, new.blocks),
-            has_block=self.has_block.index_copy(0, where, new.has_block) if self.blocks else None,
-            steps=steps,
-            judging_seconds=self.judging_seconds + new.judging_seconds,
-        )
+            self.steps[row] = pairs
+        self.judging_seconds += new.judging_seconds
 
 
 @dataclass
@@ -103,9 +95,7 @@ class RunningStats:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> "RunningStats":
-        """The statistics of a tensor's numbers, which must be finite. The tensor may be empty."""
-        if not x.numel():
-            return cls()
+        """The statistics of a tensor's numbers, which must be finite."""
         x = x.double()
         return cls(x.numel(), x.mean().item(), (x - x.mean()).square().sum().item())
 
@@ -118,8 +108,8 @@ class RunningStats:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 if there are no numbers yet, so that ``scale`` changes nothing."""
-        return math.sqrt(self.squares / self.count) if self.count else 1.0
+        """The population's standard deviation."""
+        return math.sqrt(self.squares / self.count)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         """(x - mean) / std for a tensor x -> fp32 of the same shape."""
@@ -218,13 +208,12 @@ class Reward:
         answers = [rules.answer_text(r) if self.reasoning else None for r in responses]
         raw.has_block = torch.tensor([answer is not None for answer in answers])
         asked = [prompt.prompt for prompt in prompts]
-        whole = list(zip(asked, responses, strict=True))
-        blocks = [pair for pair in zip(asked, answers, strict=True) if pair[1] is not None]
-        found = {name: model(whole + blocks) for name, (model, _) in self.models.items()}
-        for name, scores in found.items():  # all have scored: sharded ones need all processes
-            scores = finite("--reward_model", scores, [text for _, text in whole + blocks])
-            raw.parts[name], of_blocks = scores.split([len(whole), len(blocks)])
-            raw.blocks[name] = raw.parts[name].masked_scatter(raw.has_block, of_blocks)
+        pairs = list(zip([*asked, *asked], [*responses, *answers], strict=True))
+        pairs = [pair for pair in pairs if pair[1] is not None]
+        for name, (model, _) in self.models.items():
+            scores = finite("--reward_model", model(pairs), [text for _, text in pairs])
+            raw.parts[name] = scores[: len(asked)]
+            raw.blocks[name] = raw.parts[name].masked_scatter(raw.has_block, scores[len(asked) :])
         raw.judging_seconds = time.perf_counter() - start
 
     def combine(self, raw: RawScores, world=None) -> dict[str, torch.Tensor]:
@@ -236,28 +225,26 @@ class Reward:
         statistics first take in the raw scores of all its processes, so all processes must call this.
         Evaluation gives none: the statistics then stay as they are.
         """
+        if not raw.parts:
+            return {}
         raws = {name: scores for name, scores in raw.parts.items() if name in self.normalized}
         if world and self.normalize:
             for theirs in world.gather({name: RunningStats.of(x) for name, x in raws.items()}):
                 for name, new in theirs.items():
                     self.running[name] = self.running.get(name, RunningStats()) + new
-        parts = {name: self._as_learned(name, raw) for name in raw.parts}
-        if not parts:
-            return {}
+        parts = {}
+        for name, scores in raw.parts.items():
+            if name in self.models:
+                whole, block = self._clipped(name, scores), self._clipped(name, raw.blocks[name])
+                mixed = torch.where(raw.has_block, 0.4 * whole + 0.6 * block, whole)
+                parts[name] = self._weight(name) * mixed
+            else:
+                parts[name] = self._clipped(name, scores) if name in raws else scores
         scores = parts | {"score": total(parts)}
         if raws:
             scores |= {f"{name}_raw": x for name, x in raws.items()}
             scores["score_raw"] = total(parts | {name: self._weight(name) * x for name, x in raws.items()})
         return scores
-
-    def _as_learned(self, name, raw):
-        """The scores of a part as they are summed: normalised, clipped, mixed and weighted."""
-        whole = raw.parts[name]
-        if name in self.models:
-            whole = self._clipped(name, whole)
-            block = self._clipped(name, raw.blocks[name])
-            return self._weight(name) * torch.where(raw.has_block, 0.4 * whole + 0.6 * block, whole)
-        return self._clipped(name, whole) if name in self.normalized else whole
 
     def _clipped(self, name, scores):
         """Scores clipped to ±3, normalised before if their part is."""
@@ -288,10 +275,9 @@ class Reward:
         return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
     def load_state_dict(self, state: dict):
-        """Take over what ``state_dict`` returned. A penalty that is given stays; a checkpoint from before it
-        was chosen has that of then."""
+        """Take over what ``state_dict`` returned. A penalty that is given stays."""
         running = dict(state)
-        kept = float(running.pop("missing_eos_penalty", PENALTY_OF_BEFORE))
+        kept = running.pop("missing_eos_penalty", 1.0)  # what it was before it was chosen
         self.running = {part: RunningStats(**stats) for part, stats in running.items()}
         if self.missing_eos_penalty is None:
             self.missing_eos_penalty = kept
@@ -330,20 +316,18 @@ def total(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def finite(flag: str, scores: torch.Tensor, responses: list[str]) -> torch.Tensor:
     """Return the scores [B]. Raises InputError if one is NaN or infinite: it would spoil the whole batch."""
-    wrong = (~scores.isfinite()).nonzero()
-    if len(wrong):
-        score = scores[wrong[0]].item()
-        response = json.dumps(responses[wrong[0]], ensure_ascii=False)[:80]
-        raise InputError(f"{flag}: the score {score} for the response {response}; scores must be finite")
+    for score, response in zip(scores.tolist(), responses, strict=True):
+        if not math.isfinite(score):
+            shown = json.dumps(response, ensure_ascii=False)[:80]
+            raise InputError(f"{flag}: the score {score} for the response {shown}; scores must be finite")
     return scores
 
 
-def load_reward(args, device, dtype, *datasets, place=None) -> Reward:
-    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for, or None.
-    place: as of ``load_reward_model``."""
+def load_reward(args, device, dtype, *datasets) -> Reward:
+    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for, or None."""
     function = load_reward_function(args.reward_fn, *datasets)  # before the models, which take long
     return Reward(
-        models=load_reward_models(args.reward_model, args, device, dtype, place),
+        models=load_reward_models(args.reward_model, args, device, dtype),
         function=function,
         server=RewardServer(args.reward_url, args.reward_timeout) if args.reward_url else None,
         reasoning=args.reasoning,
@@ -359,14 +343,13 @@ def load_reward(args, device, dtype, *datasets, place=None) -> Reward:
     )
 
 
-def load_judge(args, device, dtype, held_out, place=None) -> Judge:
+def load_judge(args, device, dtype, held_out) -> Judge:
     """Flags -> the ``Judge`` of the run. held_out: the dataset whose records its function may ask for, or
-    None. place: as of ``load_reward_model``. Raises InputError as ``load_reward`` does, with the names of
-    these flags."""
+    None. Raises InputError as ``load_reward`` does, with the names of these flags."""
     with named_as_evaluation():
         function = load_reward_function(args.eval_reward_fn, held_out)
         return Judge(
-            models=load_reward_models(args.eval_reward_model, args, device, dtype, place),
+            models=load_reward_models(args.eval_reward_model, args, device, dtype),
             function=function,
             timeout=args.reward_timeout,
             whole=bool(args.reasoning),

@@ -29,9 +29,9 @@ for a new rule inside this program see reward.py.
 import copy
 import importlib.util
 import inspect
-import operator
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,6 @@ RECORDS = "records"  # the parameter that gets whole records
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
-LARGEST = 3.4e38  # of fp32
 
 
 class Wanted(NamedTuple):
@@ -73,9 +72,7 @@ def load_reward_function(spec: str, *datasets):
     sys.modules[module_spec.name] = module  # dataclasses look up their module there
     try:
         module_spec.loader.exec_module(module)
-    except KeyboardInterrupt:  # Ctrl-C while loading
-        raise
-    except BaseException as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:
         raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -89,10 +86,7 @@ def load_reward_function(spec: str, *datasets):
 def wanted(function) -> Wanted:
     """The function's parameters. Raises InputError unless the first three can be prompts, responses and
     answers."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions that are not written in Python do not say
-        return Wanted({}, False, set())
+    parameters = list(inspect.signature(function).parameters.values())
     kinds = {p.kind for p in parameters}
     placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     first, more = placed[:3], placed[3:] + [p for p in parameters if p.kind == p.KEYWORD_ONLY]
@@ -169,16 +163,11 @@ def as_scores(returned, responses):
     Raises InputError that says what is wrong with what was returned.
     """
     count = len(responses)
-    if isinstance(returned, str | bytes | dict | set) or not hasattr(type(returned), "__iter__"):
-        wrong = _shown(returned)
-    elif len(shape := getattr(returned, "shape", [count])) != 1:
-        wrong = f"the shape {list(shape)}"
-    else:
-        scores = list(returned)
-        wrong = f"{len(scores)} scores for {count} responses" if len(scores) != count else ""
-    if wrong:
+    scores = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | dict) else []
+    if len(scores) != count:
         raise InputError(
-            f"--reward_fn: returned {wrong}; return a list of {count} numbers, one for each response"
+            f"--reward_fn: returned {_shown(returned)}; return a list of {count} numbers, one for each "
+            "response"
         )
     found = []
     steps = []
@@ -199,18 +188,13 @@ def _steps(pairs, place, length):
             raise InputError(
                 f"--reward_fn: {here} is {_shown(pair)}; a list must hold pairs (character offset, score)"
             )
-        offset = pair[0]
-        score = _number(pair[1], f"{here}: its score")
-        if not abs(score) <= LARGEST:
-            raise InputError(f"--reward_fn: {here}: the score {score}; scores must be finite")
-        if offset is not None:
-            if not (hasattr(offset, "__index__") and 0 <= offset <= length):
-                raise InputError(
-                    f"--reward_fn: {here}: the offset {_shown(offset)} is no whole number from 0 to "
-                    f"{length}, the number of characters; count them from 0, or give None for the end"
-                )
-            offset = operator.index(offset)
-        steps.append((offset, score))
+        offset, score = pair
+        if offset is not None and not (hasattr(offset, "__index__") and 0 <= offset <= length):
+            raise InputError(
+                f"--reward_fn: {here}: the offset {_shown(offset)} is no whole number from 0 to "
+                f"{length}, the number of characters; count them from 0, or give None for the end"
+            )
+        steps.append((offset, _number(score, f"{here}: its score")))
     return steps
 
 

@@ -8,10 +8,7 @@ Code from outside runs as its authors ran it: weights in the dtype of the checkp
 score head is made fp32.
 """
 
-import math
 import sys
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,9 +36,9 @@ from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import Layout, pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
-from trainer.compute.sharding import shard
 
-CHECKED = 8  # conversations that a model's get_score and get_scores both score, to be compared
+# Conversations that a model's get_score and get_scores both score, to be compared
+CHECKED = [("a b c", "d e f g " * count) for count in (1, 3, 9)]
 TOLERANCE = 1e-3  # of a score between -1 and 1
 TOLERANCE_16 = 2e-2  # the same of a model in 16 bits
 
@@ -59,15 +56,12 @@ class ClassifierRewardModel:
         self.tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification
         self.model = load_pretrained(auto_class, path, trust_remote_code, weights)
-        if is_from_outside(self.model):
-            self.dtype = torch.float32  # of mixed precision: none
-            run_as_outside_code(self.model, device, weights)
-        else:
-            self.dtype = dtype
+        outside = is_from_outside(self.model)
+        self.dtype = torch.float32 if outside else dtype  # of mixed precision
+        if not outside:
             keep_in_half(self.model)
             fill_buffers(self.model, torch.float32)
-            self.model.to(device).eval().requires_grad_(False)
-            make_score_heads(self.model)
+        make_ready(self.model, device, outside and weights == "auto")
         # Several labels, or ids without an embedding, mean that this is the wrong model.
         if self.model.config.num_labels != 1:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
@@ -80,16 +74,8 @@ class ClassifierRewardModel:
         plain = isinstance(head, torch.nn.Linear) and backbone is not self.model
         self.packs = plain and pack_sequences(backbone)
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
-        self.offset = reward_offset(self.model.config)
-        self.root = None  # what is sharded
-
-    def shard(self, in_step):
-        """Keep only a part of the weights in each process (``--shard``). From then on all processes must call
-        the model together. Code from outside stays whole: it may use its weights in other ways."""
-        if not is_from_outside(self.model):
-            self.root = self.model.base_model if self.packs else self.model
-            shard(self.root, in_step, self.dtype, self.model)
-            self.root.in_step = in_step
+        # What train_reward.py has put there, as a linear head without a bias cannot hold it.
+        self.offset = float(getattr(self.model.config, "reward_offset", 0.0))
 
     @torch.no_grad()
     def __call__(self, conversations):
@@ -98,26 +84,16 @@ class ClassifierRewardModel:
         Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
         its beginning, because the score is read at the end.
         """
-        in_step = getattr(self.root, "in_step", None)
-        agreed = in_step.world.all_or_none if in_step else nullcontext
-        with agreed():
-            ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
+        ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
         scores = torch.empty(len(ids))
-        found = []
-        places = []
 
-        def score_some(index):
-            found.append(self._score([ids[i] for i in index]))
-            places.extend(index)
+        def score_some(rows):
+            scores[rows] = self._score([ids[row] for row in rows]).cpu()
 
-        lengths, dummy = [len(x) for x in ids], partial(self._score, [[0]])
-        budget = tokens_per_pass(self.model.device)
-        each_micro_batch(lengths, budget, score_some, "reward model", self.root, dummy)
-        if found:
-            scores[places] = torch.cat(found).cpu()  # one copy from the device
-        with agreed():
-            if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
-                check_finite(scores, self.dtype, "the --reward_model")
+        lengths = [len(x) for x in ids]
+        each_micro_batch(lengths, tokens_per_pass(self.model.device), score_some, "reward model")
+        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+            check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):
@@ -157,44 +133,25 @@ def score_places(tokens, lengths, pad_id):
     return lengths.cumsum(0) - lengths + last
 
 
-def reward_offset(config):
-    """``reward_offset`` in a classifier's config, 0 if it has none: the number to subtract from its scores.
-
-    It is in the config because a linear head without a bias cannot hold it. trainer/train_reward.py writes
-    it. Raises InputError if it is not a finite number.
-    """
-    offset = config.to_dict().get("reward_offset", 0.0)
-    if type(offset) not in (int, float) or not math.isfinite(offset):
-        raise InputError(f"the reward_offset of its config.json is {offset!r:.50}; make it a number")
-    return float(offset)
-
-
 class RemoteRewardModel:
     """A reward model whose own code has ``get_score(tokenizer, messages)``.
 
-    If the code also has ``get_scores(tokenizer, conversations)`` and both agree on some conversations of the
-    first call, conversations are scored in batches. ``batched``: whether they are, None until then.
-    Checkpoints keep it (``state_dict``), so that a resumed run scores in the same way.
+    If the code also has ``get_scores(tokenizer, conversations)`` and both agree on some conversations,
+    ``batched`` is True: conversations are scored in batches.
     """
 
     def __init__(self, path, device, weights):
         self.tokenizer = load_tokenizer(path, trust_remote_code=True)
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
         self.model = load_pretrained(AutoModel, path, True, weights, use_cache=False)
-        run_as_outside_code(self.model, device, weights)
+        make_ready(self.model, device, weights == "auto")
         if not hasattr(self.model, "get_score"):
             raise InputError("its code has no get_score(tokenizer, messages)")
-        self.batched = None if hasattr(self.model, "get_scores") else False
+        self.batched = hasattr(self.model, "get_scores") and self._agrees()
 
     @torch.no_grad()
     def __call__(self, conversations):
         """N pairs (prompt, response) -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        if self.batched is None and conversations:
-            by_length = sorted(conversations, key=lambda pair: len(pair[1]))
-            difference = self._disagreement(by_length[:: -(-len(by_length) // CHECKED)])
-            self.batched = not difference
-            if difference:
-                tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
         return self._in_batches(conversations) if self.batched else self._one_by_one(conversations)
 
     def _one_by_one(self, conversations):
@@ -219,27 +176,21 @@ class RemoteRewardModel:
             each_micro_batch(lengths, tokens_per_pass(self.model.device), fill, "reward model")
         return scores
 
-    def _disagreement(self, conversations):
-        """What get_scores does otherwise than get_score, '' if nothing."""
-        expected = self._one_by_one(conversations)
+    @torch.no_grad()
+    def _agrees(self):
+        """Whether get_scores does the same as get_score; says so where it does not."""
+        expected = self._one_by_one(CHECKED)
         try:
-            found = self._in_batches(conversations)
+            gap = (self._in_batches(CHECKED) - expected).abs()
         except InputError as error:
-            return str(error).removeprefix("--reward_model: ")
-        gap = (found - expected).abs()
-        tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
-        if (gap <= tolerance * expected.abs().clamp_min(1)).all():
-            return ""
-        return f"its get_scores and get_score differ by {gap.max():.2g}"
-
-    def state_dict(self):
-        """What a checkpoint keeps."""
-        return {"batched": self.batched}
-
-    def load_state_dict(self, state):
-        """Take over what ``state_dict`` returned; an empty one leaves the decision open."""
-        if self.batched is None:
-            self.batched = state.get("batched")
+            difference = str(error).removeprefix("--reward_model: ")
+        else:
+            tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
+            if (gap <= tolerance * expected.abs().clamp_min(1)).all():
+                return True
+            difference = f"its get_scores and get_score differ by {gap.max():.2g}"
+        tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
+        return False
 
 
 def as_chat(prompt, response):
@@ -247,25 +198,24 @@ def as_chat(prompt, response):
     return [*to_messages(prompt), {"role": "assistant", "content": response}]
 
 
-def run_as_outside_code(model, device, weights):
-    """Make a loaded model of code from outside ready to score: on its device, its score head in fp32.
+def make_ready(model, device, widen):
+    """Make a loaded model ready to score: on its device, its score head in fp32.
 
-    weights: what ``load_pretrained`` was asked for. fp16 that nobody asked for becomes fp32 on a CPU: the
-    numbers are the same, and CPUs compute in fp16 slowly or not at all.
+    widen: whether fp16 becomes fp32 on a CPU: the numbers are the same, and CPUs compute in fp16 slowly or
+    not at all.
     """
-    if weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
+    if widen and device.type == "cpu" and model.dtype == torch.float16:
         model.float()
         fill_buffers(model)
     model.to(device).eval().requires_grad_(False)
     make_score_heads(model)
 
 
-def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto", place=None):
+def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto"):
     """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
 
-    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. place:
-    where it waits until it is sharded; default: on the device. Raises InputError if it cannot be loaded or is
-    not a reward model.
+    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. Raises
+    InputError if it cannot be loaded or is not a reward model.
     """
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
@@ -276,7 +226,7 @@ def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32
             if weights == "auto" and (device.type, dtype) == ("cpu", torch.float32):
                 # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
                 weights = "auto" if is_from_outside(config) else torch.float32
-            return ClassifierRewardModel(path, place or device, trust_remote_code, dtype, weights)
+            return ClassifierRewardModel(path, device, trust_remote_code, dtype, weights)
         if "AutoModel" in config.to_dict().get("auto_map", {}):
             if not trust_remote_code:
                 raise InputError("it brings its own code; add --trust_remote_code to run it")
@@ -329,12 +279,11 @@ def parse_spec(text):
     return path, weight
 
 
-def load_reward_models(specs: list[str], args, device, dtype, place=None) -> dict:
+def load_reward_models(specs: list[str], args, device, dtype) -> dict:
     """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
 
     A single model is the part "model"; several are named after their folders, "model_<folder>". args: the
-    flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision; place: as of
-    ``load_reward_model``.
+    flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision.
     """
     loaded = {}
     weights = "auto" if args.reward_dtype == "auto" else getattr(torch, args.reward_dtype)
@@ -343,16 +292,11 @@ def load_reward_models(specs: list[str], args, device, dtype, place=None) -> dic
         name = "model" if len(specs) == 1 else f"model_{Path(path).name}"
         while name in loaded:
             name += "_"
-        model = load_reward_model(path, device, args.trust_remote_code, dtype, weights, place)
+        model = load_reward_model(path, device, args.trust_remote_code, dtype, weights)
         loaded[name] = model, weight
     return loaded
 
 
-def scoring_models(*rewards):
-    """The reward models of these rewards (``Reward``, ``Judge``), as a list."""
-    return [model for reward in rewards for model, _ in reward.models.values()]
-
-
 def modules_of(*rewards):
-    """The frozen modules of the reward models of these rewards, as a list."""
-    return [model.model for model in scoring_models(*rewards)]
+    """The frozen modules of the reward models of these rewards (``Reward``, ``Judge``), as a list."""
+    return [model.model for reward in rewards for model, _ in reward.models.values()]

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from errors import InputError
 from progress_bar import phase
-from trainer.rewards.time_limit import TimeUp, time_limit
 
 BATCH = 64  # responses in one request
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
@@ -28,11 +27,11 @@ PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the
 class RewardServer:
     """Call it with a ``Request`` (reward.py) of B responses -> scores [B].
 
-    timeout: ``--reward_timeout``, the seconds that one request may take, 0 for no limit. If the server cannot
-    be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4 and 8
-    seconds. Raises InputError after the last try; at once if the server refuses the request (4xx, except 408
-    and 429); and for a reply that does not have one number per response. The run then saves a checkpoint and
-    ends with that line (trainer/loop.py); it can be resumed, also with another URL.
+    timeout: ``--reward_timeout``, the seconds without a byte of the reply, 0 for no limit. If the server
+    cannot be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4
+    and 8 seconds. Raises InputError after the last try; at once if the server refuses the request (4xx,
+    except 408 and 429); and for a reply that does not have one number per response. The run then saves a
+    checkpoint and ends with that line (trainer/loop.py); it can be resumed, also with another URL.
     """
 
     def __init__(self, url: str, timeout: float):
@@ -46,7 +45,7 @@ class RewardServer:
                 part = slice(first, first + BATCH)
                 scores += self._ask(request.prompts[part], request.responses[part])
                 bar.done = len(scores)
-        return torch.tensor(scores)
+        return torch.tensor(scores, dtype=torch.float32)
 
     def _ask(self, prompts, responses):
         asked = {
@@ -58,26 +57,25 @@ class RewardServer:
         }
         reply = self._post_until_it_works(json.dumps(asked).encode())
         scores = reply.get("rewards") if isinstance(reply, dict) else None
-        numbers = isinstance(scores, list) and all(type(score) in (int, float) for score in scores)
-        if not numbers or len(scores) != len(responses):
+        kinds = [type(score) for score in scores] if isinstance(scores, list) else []
+        if len(kinds) != len(responses) or not {int, float}.issuperset(kinds):
             raise InputError(
                 f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                 f'{{"rewards": [a number for each of {len(responses)} responses]}}'
             )
-        return [float(score) for score in scores]
+        return scores
 
     def _post_until_it_works(self, data):
         request = Request(self.url, data, {"Content-Type": "application/json"}, method="POST")
         for pause in (*PAUSES, None):
             try:
-                # The socket's own limit is for systems where TimeUp cannot end the wait (time_limit.py).
-                with time_limit(self.timeout), urlopen(request, timeout=self.timeout or None) as reply:
+                with urlopen(request, timeout=self.timeout or None) as reply:
                     return json.loads(reply.read())
             except HTTPError as error:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
-            except (TimeUp, TimeoutError):
+            except TimeoutError:
                 reason = f"no answer after {self.timeout:g} s"
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
                 reason = str(error) or type(error).__name__
