@@ -50,7 +50,7 @@ from atomic_files import writing
 from dataset.chat_template import TEMPLATE_KWARGS
 from model import saving
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
-from model.model_minimind import as_minimind, as_plain
+from model.model_minimind import as_plain
 from model.saving import rounded_copy, save_policy
 
 
@@ -182,8 +182,9 @@ def main(argv=None):
         check_free(args.target.removesuffix(".pth"))
     figures = read_figures(args.run)
     model = load_policy(args.source, args.trust_remote_code)
-    with quiet():
-        model = as_minimind(model, args.source) if to_pth else as_plain(model)
+    if not to_pth:
+        with quiet():
+            model = as_plain(model)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
     if to_pth:

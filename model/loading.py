@@ -10,7 +10,7 @@ transformers 5 builds a model without memory (on the meta device) and then fills
 A buffer that is computed in ``__init__`` and not saved, such as a rotary table, gets whatever lay in memory
 (transformers issue 48892). Its own classes compute such buffers again; code that a model brings along does
 not, and then gives wrong numbers, or NaN, without an error. So a second model is built from the config, with
-real buffers but parameters without memory, and the first one takes over its buffers.
+real buffers but no numbers in its weights, and the first one takes over its buffers.
 
 Every mistake that a user can make raises ``InputError``.
 """
@@ -19,15 +19,12 @@ import contextlib
 import json
 import math
 import os
-import pickle
-import re
-import zipfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,16 +36,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
 from errors import InputError, first_line
 from model.model_minimind import minimind_config_of, plain_config
-from model.shards import local_part
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
-MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
 FEWEST_IDS = 0.5  # of a model's embeddings
-USUAL_IDS = 0.95  # models have a few embeddings that no id uses
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -61,7 +56,6 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     A tokenizer without a pad token gets its EOS as pad token. This is safe: padding is known from lengths,
     never from the token. Raises ``InputError`` if there is no tokenizer or it cannot be read.
     """
-    _check_folder_or_hub_name(path)
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
@@ -95,90 +89,37 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     if str(path).endswith(".pth"):
         model = _load_pth(Path(path), trust_remote_code)
     else:
-        model = _load_folder_or_hub_name(path, trust_remote_code)
+        with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
+            check_hub(path)
+            config = plain_config(load_config(path, trust_remote_code))
+            if "ForSequenceClassification" in str(config.architectures):
+                raise InputError("it is a classifier or reward model, not a causal language model")
+            model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config=config)
     disable_dropout(model)
     return model
-
-
-def _load_folder_or_hub_name(path, trust_remote_code):
-    _check_folder_or_hub_name(path)
-    folder = Path(path)
-    is_folder = os.path.isdir(path)  # unlike Path.is_dir, False for a text that cannot be a path
-    if is_folder and not (folder / "config.json").is_file():
-        raise InputError(f"{path} has no config.json: it is not a model directory")
-    with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
-        check_hub(path)
-        config = plain_config(load_config(path, trust_remote_code))
-        if "ForSequenceClassification" in str(config.architectures):
-            raise InputError("it is a classifier or reward model, not a causal language model")
-        if is_folder:
-            _check_size(folder, _built(config, trust_remote_code))
-        return load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config=config)
-
-
-def _built(config, trust_remote_code):
-    """The model of a config with real buffers, but no memory for weights."""
-    for name, value in config.to_dict().items():
-        if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
-            raise InputError(f"its config says {name} = {value:.1e}, which is impossibly large")
-    with parameters_without_memory():
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-
-
-def _check_size(folder, model):
-    """Raise ``InputError`` if a model has far more weights than the files of a folder can hold. transformers
-    would fill the missing ones with random numbers until the memory is full."""
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
-    # Not even one bit per weight. Below 1e8 weights nothing is refused here: loading finds what is missing.
-    if size and numbers > max(8 * size, 10**8):
-        raise InputError(
-            f"config.json describes {numbers:.1e} weights, more than the files beside it can hold"
-        )
 
 
 def _load_pth(path, trust_remote_code):
     state = _read_state_dict(path)
     sidecar = path.with_suffix("")
-    if (sidecar / "config.json").is_file():
-        beside = f" (as {sidecar}/config.json says; move that folder if it is not this file's)"
-        what = f"{sidecar}/config.json does not describe a causal language model"
-        with quiet(), as_input_error(what):
-            config = load_config(sidecar, trust_remote_code)
-    else:
-        beside = ""
-        what = f"{path} is not a MiniMind checkpoint"
-        config = minimind_config_of(state, path)
+    described = (sidecar / "config.json").is_file()
+    what = f"{path} is not a MiniMind checkpoint, and any other model needs its config.json in {sidecar}"
+    if described:
+        what = f"{path} is not the model of {sidecar}/config.json (move that folder if it is not this file's)"
     with quiet(), as_input_error(what):
-        model = _built(plain_config(config), trust_remote_code)
+        config = load_config(sidecar, trust_remote_code) if described else minimind_config_of(state)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        for name, source in model.all_tied_weights_keys.items():
+            if not state.setdefault(name, state[source]).equal(state[source]):
+                raise InputError(f"{name} and {source} differ, but the model of its config ties the two")
+        model.load_state_dict(state)
+        model.tie_weights()
         if (sidecar / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
-    _check_fit(model, state, path, beside)
-    weights = {name: state[name].to(x.dtype, copy=True) for name, x in model.state_dict().items()}
-    model.load_state_dict(weights, strict=True, assign=True)
-    model.tie_weights()
     return model.eval()
-
-
-def _check_fit(model, state, path, beside):
-    """Raise ``InputError``, which ends with ``beside``, unless ``state`` has exactly the keys and shapes of
-    ``model``. Tied weights that ``state`` lacks are filled in first."""
-    for name, source in model.all_tied_weights_keys.items():
-        if source in state and not torch.equal(state.setdefault(name, state[source]), state[source]):
-            raise InputError(f"{path}: {name} and {source} differ, but the model of its config ties the two")
-    expected = model.state_dict()
-    kind = type(model).__name__
-    if missing := expected.keys() - state.keys():
-        raise InputError(f"{path} lacks {few(missing)}: it is not a checkpoint of {kind}{beside}")
-    if unexpected := state.keys() - expected.keys():
-        raise InputError(f"{path} has {few(unexpected)}, which {kind} does not{beside}")
-    for name, tensor in expected.items():
-        has = list(state[name].shape)
-        needs = list(tensor.shape)
-        if has != needs:
-            raise InputError(f"{path}: {name} has shape {has}, {kind} needs {needs}{beside}")
 
 
 def _read_state_dict(path):
@@ -188,16 +129,12 @@ def _read_state_dict(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # on bytes that are not a checkpoint, the unpickler can raise anything
-        problem = f"is not a readable torch file ({type(error).__name__})"
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            problem = "holds Python objects besides tensors, and reading those could run code"
-        raise InputError(f"{path} {problem}: save model.state_dict() alone") from error
-    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
-    if not (state and named and all(map(torch.is_tensor, state.values()))):
+        raise InputError(
+            f"{path} is not a readable torch file of tensors alone ({type(error).__name__}): save "
+            "model.state_dict(), without other Python objects, which could run code"
+        ) from error
+    if not (isinstance(state, dict) and all(map(torch.is_tensor, state.values()))):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
-    odd = [n for n, x in state.items() if x.layout != torch.strided or x.is_meta or x.is_complex()]
-    if odd:
-        raise InputError(f"{path}: {few(odd)} is sparse, complex or a meta tensor: save ordinary tensors")
     return dict(state)
 
 
@@ -220,19 +157,15 @@ def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
-    beside it, otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` if neither has
-    one.
+    beside it, otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` if there is no
+    such ``.pth``.
     """
     if not str(path).endswith(".pth"):
         return str(path)
-    sidecar = Path(path).with_suffix("")
-    if _has_tokenizer(sidecar):
-        return str(sidecar)
-    if _has_tokenizer(MINIMIND_FOLDER):
-        return str(MINIMIND_FOLDER)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
-    raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
+    sidecar = Path(path).with_suffix("")
+    return str(sidecar if _has_tokenizer(sidecar) else MINIMIND_FOLDER)
 
 
 # ---------------------------------------------------------------- from_pretrained, with all buffers
@@ -269,7 +202,8 @@ def load_pretrained(auto_class, path, trust_remote_code, dtype=torch.float32, co
     config = config or load_config(path, trust_remote_code)
     for name, value in settings.items():
         setattr(config, name, value)
-    with _built_with_real_buffers() if trust_remote_code else contextlib.nullcontext():
+    context = classmethod(_real_context if trust_remote_code else _init_context)
+    with mock.patch.object(PreTrainedModel, "get_init_context", context):
         model, report = auto_class.from_pretrained(
             str(path),
             config=config,
@@ -279,10 +213,10 @@ def load_pretrained(auto_class, path, trust_remote_code, dtype=torch.float32, co
             output_loading_info=True,
         )
     if report["missing_keys"]:
-        raise InputError(f"its weights lack {few(report['missing_keys'])}")
+        raise InputError(f"its weights lack {', '.join(sorted(report['missing_keys']))[:200]}")
     if report["mismatched_keys"]:
-        names = [name for name, *_ in report["mismatched_keys"]]
-        raise InputError(f"the shapes of {few(names)} do not fit its config.json")
+        names = ", ".join(name for name, *_ in report["mismatched_keys"])
+        raise InputError(f"the shapes of {names[:200]} do not fit its config.json")
     fill_buffers(model)
     return model
 
@@ -292,52 +226,22 @@ def fill_buffers(model: PreTrainedModel, dtype: torch.dtype | None = None) -> No
     """Give all buffers that no checkpoint holds the numbers of a newly built model, in place, on the CPU. The
     new one is built in ``dtype``, by default that of the model's first weight."""
     names = [name for name, _ in model.named_non_persistent_buffers()]
-    if not names:
-        return
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or model.dtype)
-    try:
-        with parameters_without_memory():
-            fresh = type(model)(model.config)
-    finally:
-        torch.set_default_dtype(usual)
+    if names:
+        with no_init_weights():  # the system gives no memory for weights to which nothing is written
+            fresh = type(model)._from_config(model.config, dtype=dtype or model.dtype)
     for name in names:
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner).register_buffer(last, fresh.get_buffer(name), persistent=False)
 
 
-@contextlib.contextmanager
-def parameters_without_memory():
-    """Modules that are built in this block have real buffers, and parameters on the meta device."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module, name, parameter):
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+_init_context = PreTrainedModel.get_init_context.__func__
 
 
-@contextlib.contextmanager
-def _built_with_real_buffers():
-    """In this block ``from_pretrained`` builds models with real buffers: code from outside may look at the
-    numbers in them, which has none on the meta device."""
-    original = PreTrainedModel.__dict__["get_init_context"]
-
-    def contexts(cls, *args, **kwargs):
-        kept = [c for c in original.__get__(None, cls)(*args, **kwargs) if not isinstance(c, torch.device)]
-        return [*kept, parameters_without_memory()]
-
-    PreTrainedModel.get_init_context = classmethod(contexts)
-    try:
-        yield
-    finally:
-        PreTrainedModel.get_init_context = original
+def _real_context(cls, *args, **kwargs):
+    """The contexts in which ``from_pretrained`` builds a model, without the meta device: code from outside
+    may look at the numbers in its buffers, which has none there."""
+    contexts = _init_context(cls, *args, **kwargs)
+    return [*(c for c in contexts if not isinstance(c, torch.device)), no_init_weights()]
 
 
 # ---------------------------------------------------------------- helpers
@@ -364,23 +268,6 @@ def check_hub(name: str | Path) -> None:
         ) from error
 
 
-def few(names, limit=3):
-    """Names as text, shortened: ``a, b, c and 7 more``."""
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _check_folder_or_hub_name(path):
-    """Raise ``InputError`` for a file, and for a path that does not exist and cannot be a hub name."""
-    if os.path.isfile(path):
-        raise InputError(
-            f"{path} is a file, where a directory or a hub name is needed (a model may be a .pth)"
-        )
-    if not os.path.exists(path) and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)):
-        raise InputError(f"{path}: no such directory")
-
-
 def _described(path):
     return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
@@ -391,34 +278,28 @@ def _has_tokenizer(folder):
 
 @contextlib.contextmanager
 def as_input_error(what):
-    """Turn an exception of transformers into an ``InputError``: ``what``, then the exception's first line."""
+    """Turn an exception of transformers into an ``InputError``: ``what``, then the exception's text."""
     try:
         yield
     except InputError as error:
         raise InputError(f"{what}: {error}") from error
-    except BaseException as error:  # bad files and hubs lead to exceptions of every class
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # but that one is of tokenizers' Rust code
-        reason = first_line(error)
-        reason = reason if len(reason) <= 250 else f"{reason[:250]}…"
+    except Exception as error:  # bad files and hubs lead to exceptions of every class
+        reason = " ".join(str(error).split())[:250]
         hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
         raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 
 
 @contextlib.contextmanager
 def quiet():
-    """No progress bars, load reports or retry notices in this block: the callers check the outcome."""
+    """No progress bars or load reports in this block: the callers check the outcome."""
     verbosity = hf_logging.get_verbosity()
-    hub_verbosity = hub_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
         hf_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             hf_logging.enable_progress_bar()
 
@@ -435,35 +316,17 @@ def check_tokenizer(tokenizer, model):
     has no embedding, or ids for less than half of the embeddings."""
     ids = tokenizer.get_vocab().values()
     rows = model.get_input_embeddings().weight.shape[0]
-    if not ids:
-        problem = "its vocabulary is empty"
-    elif max(ids) >= rows:
-        problem = f"its largest id is {max(ids)}"
-    elif len(ids) < FEWEST_IDS * rows:
-        problem = f"it has {len(ids)} ids"
-    else:
-        return
-    raise InputError(
-        f"--tokenizer {tokenizer.name_or_path}: {problem}, but the model has {rows} embeddings: it is not "
-        "this model's tokenizer"
-    )
+    largest = max(ids, default=None)
+    if not ids or largest >= rows or len(ids) < FEWEST_IDS * rows:
+        raise InputError(
+            f"--tokenizer {tokenizer.name_or_path}: it has {len(ids)} ids, the largest is {largest}, but the "
+            f"model has {rows} embeddings: it is not this model's tokenizer"
+        )
 
 
-def tokenizer_note(tokenizer, model):
-    """A line for a tokenizer with clearly fewer ids than the model has embeddings, else None."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    count = len(tokenizer.get_vocab())
-    if count >= USUAL_IDS * rows:
-        return None
-    return (
-        f"note     the tokenizer has {count} ids, the model {rows} embeddings: is it this model's tokenizer?"
-    )
-
-
-def not_finite(module):
-    """The name of the first parameter that holds a NaN or an infinity in this process; '' if none does."""
-    found = ((name, local_part(p)) for name, p in module.named_parameters())
-    return next((name for name, x in found if not x.isfinite().all()), "")
+def not_finite(module: nn.Module) -> str:
+    """The name of the first parameter that holds a NaN or an infinity; '' if none does."""
+    return next((name for name, p in module.named_parameters() if not p.isfinite().all()), "")
 
 
 def is_moe(model):
@@ -487,15 +350,11 @@ def most_positions(config):
 def eos_ids(tokenizer, model):
     """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
 
-    Raises ``InputError`` if there is no such id, or if one of them is not a token id.
+    Raises ``InputError`` if there is no such id.
     """
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
-    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise InputError(
-            f"the generation config's eos_token_id is {configured!r:.100}: give a token id, or a list"
-        )
     if not ids:
         raise InputError(
             f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "

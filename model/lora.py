@@ -38,10 +38,10 @@ def add_adapters(backbone, rank, seed):
     """Freeze a backbone and put an adapter beside every matrix of its layers, in place.
 
     backbone: the ``base_model`` of a transformers model. Embeddings, head and routers of experts get no
-    adapter. seed: of the A matrices; the global random state is not changed. Raises InputError, naming
-    --lora_r, if there is no such matrix, if ``rank`` is above the rank of all of them, or without ``peft``.
+    adapter. seed: of the A matrices; the global random state is not changed. Raises InputError without
+    ``peft``.
     """
-    targets = _checked_targets(backbone, rank)
+    targets = _targets(backbone)
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # it is not there, or too old for this transformers
@@ -61,24 +61,8 @@ def add_adapters(backbone, rank, seed):
 
 
 def adapter_size(backbone, rank):
-    """How many numbers ``add_adapters`` would add. Raises InputError as it does for what has no adapters."""
-    return sum(rank * sum(layer.weight.shape) for layer in _checked_targets(backbone, rank).values())
-
-
-def _checked_targets(backbone, rank):
-    targets = _targets(backbone)
-    if not targets:
-        raise InputError(
-            f"--lora_r {rank}: models of type {backbone.config.model_type} have no linear layers to put "
-            "adapters on; leave the flag out"
-        )
-    highest = max(min(layer.weight.shape) for layer in targets.values())
-    if rank > highest:
-        raise InputError(
-            f"--lora_r {rank}: no matrix of this model has a rank above {highest}; give at most that, "
-            "usually 4 to 64"
-        )
-    return targets
+    """How many numbers ``add_adapters`` would add."""
+    return sum(rank * sum(layer.weight.shape) for layer in _targets(backbone).values())
 
 
 def _targets(backbone):
@@ -123,22 +107,16 @@ def merged_copy(model):
     return plain
 
 
-def learned(module):
-    """The part of a module that training changes, as a module with the same parameters under the same names:
-    the whole module or, with adapters, the adapters and what trains beside them (the critic's head)."""
-    if not adapted_layers(module):
-        return module
-    part = nn.Module()
-    for name, p in module.named_parameters():
-        if p.requires_grad or ".lora_" in name:  # the old actor's adapter has no gradient, but changes
-            *path, last = name.split(".")
-            place = part
-            for step in path:
-                if step not in dict(place.named_children()):
-                    place.add_module(step, nn.Module())
-                place = place.get_submodule(step)
-            place.register_parameter(last, p)
-    return part
+def learned(module: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: parameter} of what training changes: all, or with adapters these and what trains beside them
+    (the critic's head). A parameter with several names is there under the first of them."""
+    adapters = adapted_layers(module)
+    names = {}
+    for name, p in sorted(module.named_parameters(remove_duplicate=False)):
+        # The old actor's adapter has no gradient, but changes.
+        if not adapters or p.requires_grad or ".lora_" in name:
+            names.setdefault(p, name)
+    return {name: p for p, name in names.items()}
 
 
 def trained(module):
@@ -155,10 +133,9 @@ def describe(model):
     size = sum(p.numel() for p in trained(model))
     rank = next(iter(layers.values())).r["default"]
     text = f"rank {rank} on {' '.join(kinds)}: {size / 1e6:.2f}M parameters train"
-    others = [name for name, p in model.named_parameters() if p.dim() > 1 and not _inside(name, layers)]
-    others = {re.sub(r"^.*?\.\d+\.", "", name) for name in others if re.search(r"\.\d+\.", name)}
+    others = {
+        re.sub(r"^.*?\.\d+\.", "", name)
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and re.search(r"\.\d+\.", name) and not re.search("base_layer|lora_", name)
+    }
     return text + (f"; without: {' '.join(sorted(others))}" if others else "")
-
-
-def _inside(name, layers):
-    return any(name.startswith(f"{layer}.") for layer in layers)

@@ -16,7 +16,6 @@ have that type with other field names. They would be read wrongly here, without 
 
 import math
 import re
-from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -65,7 +64,7 @@ class MiniMindConfig(Qwen3Config):
     ``minimind_version`` is 2 (default: MiniMind of 2025, whose released sizes are hidden 512 x 8 layers and
     768 x 16) or 3 (2026). A field left at ``None`` takes that version's value.
 
-    Raises ``InputError`` for an unknown version and for a ``hidden_size`` that the heads do not divide.
+    Raises ``InputError`` for a ``hidden_size`` that the heads do not divide.
     """
 
     model_type = "small_lm_minimind"
@@ -93,8 +92,6 @@ class MiniMindConfig(Qwen3Config):
     router_aux_loss_coef: float | None = None
 
     def __post_init__(self, **kwargs):
-        if self.minimind_version not in VERSIONS:
-            raise InputError(f"minimind_version {self.minimind_version} is not known: use 2 or 3")
         for name, value in VERSIONS[self.minimind_version].items():
             if vars(self)[name] is None:
                 setattr(self, name, value)
@@ -199,7 +196,7 @@ AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM)
 MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does not show the number
 
 
-def minimind_config_of(state: dict[str, torch.Tensor], path: Path) -> MiniMindConfig:
+def minimind_config_of(state: dict[str, torch.Tensor]) -> MiniMindConfig:
     """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict:
 
     version                 3 if layer 0 has self_attn.q_norm.weight, 2 if not
@@ -212,54 +209,31 @@ def minimind_config_of(state: dict[str, torch.Tensor], path: Path) -> MiniMindCo
     feed-forward            rows of mlp.gate_proj.weight, with experts of expert 0's gate_proj.weight
     tied embeddings         if lm_head.weight is missing or equals the embeddings
 
-    Everything else has the default of its version.
-    Raises ``InputError`` if a key that it needs is missing, or if queries and keys do not split into heads.
-    Other differences from a MiniMind are found later, when loading.py compares all keys and shapes. path: of
-    the ``.pth``, for errors.
+    Everything else has the default of its version. Any exception means that it is not a MiniMind. Other
+    differences from one are found when the state is loaded into the model.
     """
-
-    def rows(name):
-        if name not in state or state[name].dim() == 0:
-            raise InputError(
-                f"{path} has no {name}: not a MiniMind checkpoint. Any other model needs its config.json in "
-                f"the folder {path.with_suffix('')}"
-            )
-        return state[name].shape[0]
-
     layer = "model.layers.0."
-    version = 3 if f"{layer}self_attn.q_norm.weight" in state else 2
-    query_rows = rows(f"{layer}self_attn.q_proj.weight")
-    key_rows = rows(f"{layer}self_attn.k_proj.weight")
-    if version == 3:
-        head_dim = rows(f"{layer}self_attn.q_norm.weight")
-    else:
-        head_dim = query_rows // MINIMIND_HEADS
-    if head_dim == 0 or head_dim % 2 or query_rows % head_dim or key_rows % head_dim or not key_rows:
-        raise InputError(
-            f"{path}: queries of {query_rows} and keys of {key_rows} rows do not split into heads "
-            f"of size {head_dim}: not a MiniMind checkpoint"
-        )
-    layers = {found[1] for name in state if (found := re.match(r"model\.layers\.(\d+)\.", name))}
-    sizes = {
-        "vocab_size": rows("model.embed_tokens.weight"),
-        "hidden_size": rows("model.norm.weight"),
-        "num_hidden_layers": len(layers),
-        "head_dim": head_dim,
-        "num_attention_heads": query_rows // head_dim,
-        "num_key_value_heads": key_rows // head_dim,
-    }
-    use_moe = f"{layer}mlp.gate.weight" in state
-    if use_moe:
-        shared = f"{layer}mlp.shared_experts."
-        gates = [name for name in state if name.endswith(".gate_proj.weight")]
-        sizes["num_experts"] = rows(f"{layer}mlp.gate.weight")
-        sizes["n_shared_experts"] = sum(name.startswith(shared) for name in gates)
-    first = f"{layer}mlp.experts.0." if use_moe else f"{layer}mlp."
-    sizes["intermediate_size"] = rows(f"{first}gate_proj.weight")
-    tied = "lm_head.weight" not in state or torch.equal(
-        state["lm_head.weight"], state["model.embed_tokens.weight"]
+    embeddings = state["model.embed_tokens.weight"]
+    queries = state[f"{layer}self_attn.q_proj.weight"]
+    norm = state.get(f"{layer}self_attn.q_norm.weight")
+    head_dim = len(queries) // MINIMIND_HEADS if norm is None else len(norm)
+    gate = state.get(f"{layer}mlp.gate.weight")
+    first = f"{layer}mlp." if gate is None else f"{layer}mlp.experts.0."
+    shared = [name for name in state if name.startswith(f"{layer}mlp.shared_experts.")]
+    return MiniMindConfig(
+        minimind_version=2 if norm is None else 3,
+        vocab_size=len(embeddings),
+        hidden_size=len(state["model.norm.weight"]),
+        num_hidden_layers=len(set(re.findall(r"model\.layers\.(\d+)\.", " ".join(state)))),
+        head_dim=head_dim,
+        num_attention_heads=len(queries) // head_dim,
+        num_key_value_heads=len(state[f"{layer}self_attn.k_proj.weight"]) // head_dim,
+        intermediate_size=len(state[f"{first}gate_proj.weight"]),
+        use_moe=gate is not None,
+        num_experts=4 if gate is None else len(gate),
+        n_shared_experts=len(shared) // 3,  # each has three matrices
+        tie_word_embeddings=state.get("lm_head.weight", embeddings).equal(embeddings),
     )
-    return MiniMindConfig(minimind_version=version, use_moe=use_moe, tie_word_embeddings=tied, **sizes)
 
 
 # ---------------------------------------------------------------- the same models as classes of transformers
@@ -298,25 +272,13 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
             "expert and could not load it; use its .pth, which chat.py and --model can load"
         )
     sizes = _fields(config, SHARED + EXPERTS) | {"moe_intermediate_size": config.intermediate_size}
-    # norm_topk_prob: the weights of the chosen experts add up to one, as in MiniMind. as_minimind knows by
-    # minimind_version that the model was a MiniMind.
-    joined = Qwen3MoeConfig(**sizes, norm_topk_prob=True, minimind_version=3)
+    # norm_topk_prob: the weights of the chosen experts add up to one, as in MiniMind.
+    joined = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
     # In files, a Qwen3-MoE's experts have MiniMind's names: transformers joins them when it loads a model.
     state = dict(model.state_dict())
     plain = Qwen3MoeForCausalLM.from_pretrained(None, config=joined, state_dict=state, dtype=model.dtype)
     plain.generation_config = model.generation_config
     return plain
-
-
-def as_minimind(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """A Qwen3-MoE that ``as_plain`` made from a MiniMind -> that MiniMind; any other model as it is. path:
-    the directory or hub name that it was loaded from, from which it is loaded again."""
-    config = model.config
-    if not isinstance(config, Qwen3MoeConfig) or getattr(config, "minimind_version", None) != 3:
-        return model
-    sizes = _fields(config, SHARED + EXPERTS) | {"intermediate_size": config.moe_intermediate_size}
-    own = MiniMindConfig(minimind_version=3, use_moe=True, **sizes)
-    return MiniMindForCausalLM.from_pretrained(path, config=own, dtype=model.dtype)
 
 
 def _fields(config, names):

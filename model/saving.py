@@ -64,15 +64,13 @@ def rounded_copy(model: PreTrainedModel, dtype: torch.dtype, path: Path) -> PreT
 
 def write_directory(model: PreTrainedModel, tokenizer, folder: Path) -> None:
     """Write what ``from_pretrained`` needs into a folder that is there."""
-    generation = model.generation_config if model.can_generate() else None
+    generation = model.generation_config
     if generation:
         model.generation_config = type(generation)()  # for the reason, see _write_settings
     with quiet():
         model.save_pretrained(folder)
-    if generation:
-        generation.to_json_file(folder / "generation_config.json")
-    tokenizer.save_pretrained(folder)
-    for_older_readers(folder)
+    model.generation_config = generation
+    _write_settings(folder, model, tokenizer)
     for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         shutil.copymode(folder / "config.json", file)
 
@@ -100,46 +98,35 @@ def _whole_files(target, last):
 
 
 def _write_settings(folder, model, tokenizer):
-    # Not save_pretrained: it refuses contradictory generation settings, which some hub models have.
-    model.config.to_json_file(folder / "config.json")
-    model.generation_config.to_json_file(folder / "generation_config.json")
-    tokenizer.save_pretrained(folder)
-    for_older_readers(folder)
-
-
-def for_older_readers(folder):
-    """Change the config and the tokenizer in a folder so that transformers 4 reads them right too.
+    """Write the config, generation config and tokenizer, so that transformers 4 reads them right too.
 
     It takes the rotary base from ``rope_theta``, and other kinds of rotary positions from ``rope_scaling``;
     without these it silently takes 10000 and no scaling. It does not know the class of tokenizers that
     transformers 5 writes.
     """
-    config = _read_json(folder / "config.json")
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:  # not where every kind of layer has its own
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {name: x for name, x in rope.items() if name != "rope_theta"}
-        _write_json(folder / "config.json", config)
-    settings = _read_json(folder / "tokenizer_config.json")
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _write_json(path, fields):
-    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # Not save_pretrained: it refuses contradictory generation settings, which some hub models have.
+    model.config.to_json_file(folder / "config.json")
+    if model.generation_config:  # a classifier has none
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    tokenizer.save_pretrained(folder)
+    for path in (folder / "config.json", folder / "tokenizer_config.json"):
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        rope = fields.get("rope_parameters") or {}
+        if "rope_theta" in rope:  # not where every kind of layer has its own
+            fields["rope_theta"] = rope["rope_theta"]
+            if rope.get("rope_type", "default") != "default":
+                fields["rope_scaling"] = {name: x for name, x in rope.items() if name != "rope_theta"}
+        if fields.get("tokenizer_class") == "TokenizersBackend":
+            fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_finite(name, tensor, path):
     """InputError if ``tensor``, already converted to the type to be saved, has a NaN or an infinity."""
     if not tensor.isfinite().all():
-        kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(tensor.dtype, "fp32")
-        raise InputError(f"{path}: not written, {name} has values that are NaN or too large for {kind}")
+        raise InputError(
+            f"{path}: not written, {name} has values that are NaN or too large for {tensor.dtype}"
+        )
 
 
 def state_dict_in(dtype, model, path, keep=True):

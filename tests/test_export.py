@@ -89,7 +89,7 @@ def test_narrower_types(dtype, demo, tmp_path):
     ],
 )
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
-    """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's own keys."""
+    """A class of transformers gives MiniMind's own logits; exported back, a dense one has MiniMind's keys."""
     words_for(160).save_pretrained(tmp_path / "words")
     words = ("--tokenizer", tmp_path / "words")
     run(GOLDEN / f"{name}.pth", tmp_path / "plain", *words, "--dtype", "float32")
@@ -103,13 +103,14 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
         assert (model(expected["input_ids"]).logits - expected["logits"]).abs().max() <= 1e-5
 
     run(tmp_path / "plain", tmp_path / "back.pth")
+    assert type(load_policy(tmp_path / "back.pth")) is kind
+    if "moe" in name:  # its experts are joined, which MiniMind's class cannot load
+        return
     state, own = (
         torch.load(path, weights_only=True) for path in (tmp_path / "back.pth", GOLDEN / f"{name}.pth")
     )
     assert state.keys() == own.keys()
     assert all(torch.equal(state[key], own[key]) for key in own)
-    own_class = load_policy(GOLDEN / f"{name}.pth") if "moe" in name else model
-    assert type(load_policy(tmp_path / "back.pth")) is type(own_class)
 
 
 ALONE = """
@@ -305,7 +306,7 @@ def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
         source, target = tmp_path / "source.pth", tmp_path / "new"
         save_policy(model, word_tokenizer(WORDS), source, torch.float32)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=r"lm_head\.weight has values that are NaN or too large for fp16"):
+    with pytest.raises(InputError, match=r"lm_head\.weight has values that are NaN or too large for torch"):
         run(source, target)
     assert sorted(tmp_path.rglob("*")) == before
     run(source, target, "--dtype", "bfloat16")

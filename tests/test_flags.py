@@ -279,9 +279,9 @@ def test_a_flag_that_did_not_exist_does_not_stop_an_old_run():
     flags = {"old": Flag(1, int, False), "new": Flag(0.95, float, False), "free": Flag("", str, True)}
     before = configuration(old=3)
     assert check_same_run(before, configuration(old=3, new=0.95, free="x"), flags) == []
-    with pytest.raises(InputError, match=r"--resume: --new was 0\.95 and is now 0\.5; set it back"):
+    with pytest.raises(InputError, match=r"^--new was 0\.95 and is now 0\.5; set it back"):
         check_same_run(before, configuration(old=3, new=0.5, free=""), flags)
-    with pytest.raises(InputError, match="--resume: --old was 3 and is now 1; set it back"):
+    with pytest.raises(InputError, match=r"^--old was 3 and is now 1; set it back"):
         check_same_run(before, configuration(old=1, new=0.95, free=""), flags)
 
 
@@ -298,6 +298,6 @@ def test_a_reward_that_comes_or_goes_is_another_run(name):
     flags = {name: Flag("", str, True)}
     with_it, without = configuration(**{name: "x"}), configuration(**{name: ""})
     for old, new in ((with_it, without), (without, with_it)):
-        with pytest.raises(InputError, match=f"--resume: --{name} was .* set it back"):
+        with pytest.raises(InputError, match=f"^--{name} was .* set it back"):
             check_same_run(old, new, flags)
     assert check_same_run(with_it, configuration(**{name: "y"}), flags) == []  # its content is compared apart

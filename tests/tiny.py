@@ -114,24 +114,10 @@ def read_jsonl(path):
 
 
 def load_weights(run_folder, step, name="actor"):
-    """The fp32 actor (or critic) of a checkpoint, as a state-dict. Of a sharded run the parts are put
-    together again."""
-    from safetensors import safe_open
+    """The fp32 actor (or critic) of a checkpoint, as a state-dict."""
     from safetensors.torch import load_file
 
-    folder, parts = Path(run_folder) / "checkpoints" / f"step_{step}", {}
-    for path in folder.glob("shard-*.safetensors"):
-        with safe_open(path, "pt") as file:
-            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for key in file.keys():  # noqa: SIM118, it is no dict
-                if key.startswith(f"{name}."):
-                    part = places[key]["saved_offsets"], file.get_tensor(key)
-                    parts.setdefault(key.removeprefix(f"{name}."), []).append(part)
-    if parts:
-        return {
-            key: torch.cat([x for _, x in sorted(found, key=lambda x: x[0])]) for key, found in parts.items()
-        }
-    return load_file(folder / f"{name}.safetensors")
+    return load_file(Path(run_folder) / "checkpoints" / f"step_{step}" / f"{name}.safetensors")
 
 
 PYTHON = sys.executable

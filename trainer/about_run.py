@@ -13,13 +13,14 @@ from dataset.chat_template import conversation_ids, for_tokenizer, render
 from dataset.lm_dataset import SAMPLE
 from dataset.turns import to_messages
 from errors import InputError
-from model.loading import most_positions, tokenizer_note
+from model.loading import most_positions
 from model.lora import describe as describe_adapters
 from trainer.inputs import longest_prompt
 from trainer.rewards.reward import SCORE_LIMIT
 from trainer.rewards.reward_models import parse_spec
 from trainer.runs.resume import short_hash, weights_hash
 
+USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
 LOOKED_AT = 64  # prompts that are looked at
 ANSWERS = "Seven.", "It is late, go home."  # two answers that no reward model should find the same
 # Parts of the reward that are a number's: their names in the metrics, and their flags
@@ -121,6 +122,7 @@ def start_facts(run):
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
     header, ends = turns_of(tokenizer, first[0].prompt, run.eos)
     rows = run.ref.get_input_embeddings().weight.shape[0]
+    ids = len(tokenizer.get_vocab())
     positions = most_positions(run.ref.config)
     return {
         "prompts": len(prompts),
@@ -136,7 +138,7 @@ def start_facts(run):
         "missing_header": header,
         "template_has_eos": ends,
         "unknown_tokens": unknown_share(tokenizer, first),
-        "fewer_ids": [len(tokenizer.get_vocab()), rows] if tokenizer_note(tokenizer, run.ref) else None,
+        "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,
         "vocabulary": rows,
         "dtype": str(run.dtype).removeprefix("torch."),
         "suited": run.suited,

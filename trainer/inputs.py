@@ -35,7 +35,6 @@ from model.loading import (
     most_positions,
     not_finite,
     quiet,
-    tokenizer_note,
     tokenizer_source,
 )
 from trainer.compute.memory import keep_freed_memory
@@ -363,7 +362,7 @@ def load_inputs(args, world):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    notes = [tokenizer_note(tokenizer, actor)]
+    notes = []
     chosen = choose_reasoning(args, world, actor, tokenizer, prompts)
     if not args.offline_data_path:  # they say whether the format is rewarded
         notes += chosen

@@ -15,7 +15,7 @@ from dataset.data_order import local_positions
 from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
-from model.lora import add_adapters, frozen_copy, learned, trained
+from model.lora import add_adapters, frozen_copy, trained
 from model.saving import save_policy, state_dict_in
 from model.shards import sharded_and_whole
 from trainer import ppo
@@ -200,11 +200,11 @@ class PpoRun:
 
     @property
     def modules(self):
-        """{file name: what a checkpoint has the weights of}, with adapters: what has been learned of them"""
+        """{file name: what a checkpoint has the weights of}"""
         modules = {name: learner.model for name, learner in self.learners.items()}
         if self.old_actor is not self.actor:
             modules["old_actor"] = self.old_actor
-        return {name: learned(module) for name, module in modules.items()}
+        return modules
 
     @property
     def optimizers(self):

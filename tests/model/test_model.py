@@ -39,7 +39,6 @@ from model.loading import (
     eos_ids,
     load_policy,
     load_tokenizer,
-    tokenizer_note,
     tokenizer_source,
 )
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, minimind_config_of
@@ -118,7 +117,7 @@ def test_same_logits_and_keys_as_minimind(golden, name):
     path, state, input_ids, logits = golden(name)
     model = load_policy(path)
     assert model.dtype == torch.float32
-    own = MiniMindForCausalLM(minimind_config_of(state, path)).eval()
+    own = MiniMindForCausalLM(minimind_config_of(state)).eval()
     own.load_state_dict(state, strict=True)
     assert f"minimind{own.config.minimind_version}" == name.split("_")[0]
     kinds = {"minimind2_dense": LlamaForCausalLM, "minimind3_dense": Qwen3ForCausalLM}
@@ -154,10 +153,9 @@ def test_default_config_is_minimind2_small():
     assert (third.intermediate_size, third.num_key_value_heads, third.router_aux_loss_coef) == (2432, 4, 5e-4)
 
 
-@pytest.mark.parametrize("bad", [{"hidden_size": 100}, {"minimind_version": 1}])
-def test_bad_minimind_config(bad):
-    with pytest.raises(InputError, match=next(iter(bad))):
-        MiniMindConfig(**bad)
+def test_bad_minimind_config():
+    with pytest.raises(InputError, match="hidden_size 100"):
+        MiniMindConfig(hidden_size=100)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -477,16 +475,11 @@ def test_eos_ids():
 def test_check_tokenizer():
     check_tokenizer(tiny_tokenizer(50), tiny_llama())
     check_tokenizer(tiny_tokenizer(40), tiny_llama())
-    with pytest.raises(InputError, match="largest id is 50, but the model has 50 embeddings"):
+    with pytest.raises(InputError, match="the largest is 50, but the model has 50 embeddings"):
         check_tokenizer(tiny_tokenizer(51), tiny_llama())
     check_tokenizer(tiny_tokenizer(25), tiny_llama())
-    with pytest.raises(InputError, match="it has 24 ids, but the model has 50 embeddings"):
+    with pytest.raises(InputError, match="it has 24 ids, the largest is 23, but the model has 50 embeddings"):
         check_tokenizer(tiny_tokenizer(24), tiny_llama())
-
-
-def test_a_tokenizer_with_fewer_ids_is_said():
-    assert tokenizer_note(tiny_tokenizer(48), tiny_llama()) is None  # as models are padded
-    assert "has 47 ids, the model 50 embeddings" in tokenizer_note(tiny_tokenizer(47), tiny_llama())
 
 
 def test_check_output_head():
@@ -519,6 +512,9 @@ def test_tokenizer_source(tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "repo_model")
     monkeypatch.setattr(loading, "MINIMIND_FOLDER", tmp_path / "repo_model")
+    with pytest.raises(InputError, match=r"a\.pth: no such file"):
+        tokenizer_source(tmp_path / "a.pth")
+    (tmp_path / "a.pth").touch()
     assert tokenizer_source(tmp_path / "a.pth") == str(tmp_path / "repo_model")
     tokenizer.save_pretrained(tmp_path / "a")
     assert tokenizer_source(tmp_path / "a.pth") == str(tmp_path / "a")
@@ -526,11 +522,9 @@ def test_tokenizer_source(tmp_path, monkeypatch):
     assert tokenizer_source("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(loading, "MINIMIND_FOLDER", tmp_path / "empty")
-    with pytest.raises(InputError, match=r"b\.pth: no such file"):
-        tokenizer_source(tmp_path / "b.pth")
     (tmp_path / "b.pth").touch()
     for path in (tmp_path / "b.pth", tmp_path / "empty"):
-        with pytest.raises(InputError, match="--tokenizer"):
+        with pytest.raises(InputError, match="pass --tokenizer"):
             load_tokenizer(tokenizer_source(path))
 
 
@@ -558,13 +552,22 @@ def minimind_with(**changes):
         ({"weights": torch.zeros(1), "code": Code()}, "Python objects"),
         ({"model": {"w": torch.zeros(1)}, "step": 1}, "not a state-dict"),
         ([torch.zeros(1)], "not a state-dict"),
-        ({}, "not a state-dict"),
-        ({0: torch.zeros(1)}, "not a state-dict"),
-        ({"tok_embeddings.weight": torch.zeros(4, 2)}, "has no model.layers.0.self_attn.q_proj.weight"),
-        (minimind_with(mlp__up_proj=None), "lacks model.layers.0.mlp.up_proj.weight"),
-        (minimind_with(extra=torch.zeros(2)), "has model.layers.0.extra.weight, which"),
-        (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "up_proj.weight has shape [3, 32]"),
-        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), "do not split into heads"),
+        ({}, "not a MiniMind checkpoint"),
+        ({0: torch.zeros(1)}, "not a MiniMind checkpoint"),
+        ({"tok_embeddings.weight": torch.zeros(4, 2)}, "not a MiniMind checkpoint"),
+        (
+            minimind_with(mlp__up_proj=None),
+            'Missing key(s) in state_dict: "model.layers.0.mlp.up',
+        ),
+        (
+            minimind_with(extra=torch.zeros(2)),
+            'Unexpected key(s) in state_dict: "model.layers.0.extra',
+        ),
+        (
+            minimind_with(mlp__up_proj=torch.zeros(3, 32)),
+            "size mismatch for model.layers.0.mlp.up_proj",
+        ),
+        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), "not a MiniMind checkpoint"),
     ],
 )
 def test_bad_pth(tmp_path, content, message):
@@ -579,25 +582,25 @@ def test_bad_pth(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("message", ["does not describe", "lacks", "has shape"])
+@pytest.mark.parametrize("message", ["no_such_type", "Missing key", "size mismatch"])
 def test_bad_sidecar(tmp_path, message):
     path, config = tmp_path / "actor.pth", tmp_path / "actor" / "config.json"
     save_policy(tiny_minimind(), tiny_tokenizer(), path)
     fields = json.loads(config.read_text())
     fields |= {
-        "does not describe": {"model_type": "no_such_type"},
-        "lacks": {"num_hidden_layers": 3, "layer_types": None},
-        "has shape": {"intermediate_size": 96},
+        "no_such_type": {"model_type": "no_such_type"},
+        "Missing key": {"num_hidden_layers": 3, "layer_types": None},
+        "size mismatch": {"intermediate_size": 96},
     }[message]
     config.write_text(json.dumps(fields))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"is not the model of {config} .*{message}"):
         load_policy(path)
 
 
 def model_folder(folder, kind):
-    if kind == "no config.json":
+    if kind == "have a `model_type` key in its config.json":
         folder.mkdir()
-    elif kind == "is a file":
+    elif kind == "no such directory here":
         folder.write_text("{}")
     elif kind == "not a valid JSON":
         folder.mkdir()
@@ -627,8 +630,8 @@ def model_folder(folder, kind):
     "kind",
     [
         "no such directory",
-        "no config.json",
-        "is a file",
+        "have a `model_type` key in its config.json",
+        "no such directory here",
         "not a valid JSON",
         "Unrecognized configuration class",
         "classifier or reward model",
@@ -726,7 +729,7 @@ def test_bad_tokenizer_folder(tmp_path):
     for name, message in {
         "empty": "pass --tokenizer",
         "broken": "no tokenizer could be loaded",
-        "file": "is a file",
+        "file": "no such directory",
         "missing": "no such directory",
     }.items():
         with pytest.raises(InputError, match=message):

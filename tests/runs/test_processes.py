@@ -116,16 +116,9 @@ def run_in(processes, files, out, **more):
 
 def furthest(left, right, step=12):
     """The largest difference between the weights of two runs."""
-    pairs = [(weights_of(left, step, n), weights_of(right, step, n)) for n in ("actor", "critic")]
+    pairs = [[load_weights(folder, step, n) for folder in (left, right)] for n in ("actor", "critic")]
     assert all(a.keys() == b.keys() for a, b in pairs)
     return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
-
-
-def weights_of(folder, step, name):
-    """{name: weight}; one that embeddings and head share is kept under either name."""
-    return {
-        k.replace("lm_head", "model.embed_tokens"): x for k, x in load_weights(folder, step, name).items()
-    }
 
 
 # ----------------------------------------------------------------------------------------- the same result
@@ -148,8 +141,7 @@ def test_two_sharded_processes_equal_one(one, sharded):
 def test_four_sharded_processes_equal_one(one, in_four):
     check_equal(one, in_four, 4)
     names = sorted(path.name for path in (in_four / "checkpoints" / "step_12").iterdir())
-    files = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)]
-    assert names == ["SHA256SUMS", "best.pth", "config.json", "replay.safetensors", *files, "state.json"]
+    assert names == sorted(path.name for path in (one / "checkpoints" / "step_12").iterdir())
 
 
 def check_equal(one, two, processes):
@@ -419,7 +411,7 @@ class Twice(World):
 
 
 def test_gradients_are_summed_in_parts_and_one_that_is_missing_is_0(monkeypatch):
-    monkeypatch.setattr("trainer.runs.distributed.SUMMED", 7)
+    monkeypatch.setattr("trainer.runs.distributed.SUMMED", 28)
     parameters = [torch.nn.Parameter(torch.ones(n, 2)) for n in (1, 2, 5, 1)]
     parameters.append(torch.nn.Parameter(torch.ones(3), requires_grad=False))
     for number, p in enumerate(parameters[:3], 1):

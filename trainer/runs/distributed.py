@@ -30,11 +30,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from errors import InputError, SaidElsewhere, first_line
+from model.loading import as_input_error
 from model.shards import sharded_and_whole
 
-SUMMED = 1 << 24  # numbers of gradients that are added up at a time: 64 MiB, which are copied
+SUMMED = 1 << 26  # bytes of gradients that are added up at a time: 64 MiB, which are copied
 PIECE = 2**16  # numbers of a tensor that are summed at once, for a checksum
 PATIENCE = timedelta(minutes=30)  # the longest wait for a process that is slow (its reward function) or hangs
 
@@ -67,10 +69,7 @@ class World:
 
     def from_main(self, item):
         """The main process' (picklable) item. All must call it, in the same order."""
-        items = [item]
-        if self.size > 1:
-            self.collective(dist.broadcast_object_list, items)
-        return items[0]
+        return self.gather(item)[0]
 
     def collective(self, operation, *args):
         """Call an operation that needs all processes. SystemExit if the connection to one of them broke."""
@@ -152,15 +151,14 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> Non
     does not have counts as 0. Sharded parameters are left out: torch has summed theirs in the backward."""
     if world.size == 1:
         return
-    waiting = [p for p in sharded_and_whole(parameters)[1] if p.requires_grad]
-    while waiting:
-        some = [waiting.pop()]
-        while waiting and sum(p.numel() for p in [*some, waiting[-1]]) <= SUMMED:
-            some.append(waiting.pop())
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
-        numbers = world.sum(torch.cat([grad.reshape(-1) for grad in grads]))
-        for p, grad in zip(some, numbers.split([p.numel() for p in some]), strict=True):
-            p.grad = grad.view_as(p)
+    wanted = [p for p in sharded_and_whole(parameters)[1] if p.requires_grad]
+    for p in wanted:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for grads in _take_tensors([p.grad for p in wanted], SUMMED):
+        numbers = world.sum(_flatten_dense_tensors(grads))
+        for grad, part in zip(grads, _unflatten_dense_tensors(numbers, grads), strict=True):
+            grad.data = part
 
 
 def init_world(device, require=False):
@@ -172,20 +170,17 @@ def init_world(device, require=False):
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if require and "WORLD_SIZE" not in os.environ:
         raise InputError(f"--ddp: start with 'torchrun --nproc_per_node N {sys.argv[0]} …'")
-    try:
+    with as_input_error(f"--device {device}: not usable here (--device cpu always is)"):
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":
             index = int(os.environ["LOCAL_RANK"]) if size > 1 else device.index or 0
             if index >= torch.cuda.device_count():
-                raise RuntimeError(f"there are {torch.cuda.device_count()} GPUs")
+                raise InputError(f"there are {torch.cuda.device_count()} GPUs")
             device = torch.device("cuda", index)
             torch.cuda.set_device(device)
         elif device.type != "cpu":  # mps has no fp64, in which sampling and metrics are computed
-            raise RuntimeError("only cpu and cuda are supported")
+            raise InputError("only cpu and cuda are supported")
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = first_line(error)
-        raise InputError(f"--device {device}: not usable here ({reason}); try --device cpu") from None
     if size == 1:
         return World(0, 1, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
