@@ -9,9 +9,7 @@ the same weights. Every program that reads those classes can load the directory 
 models keep their class. Existing files are never overwritten.
 """
 
-import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -44,107 +42,80 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(parse_args)
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
-from atomic_files import writing
+from atomic_files import write_whole, writing
 from dataset.chat_template import TEMPLATE_KWARGS
-from model import saving
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import as_plain
-from model.saving import rounded_copy, save_policy
+from model.saving import save_directory, save_policy
 
 
-def check_free(target):
+def check_free(target: str):
     """InputError if something would be overwritten. An empty directory may be there."""
-    if os.path.isdir(target):
-        if os.listdir(target):
-            raise InputError(
-                f"{target}: is not empty, and nothing is overwritten; name a new one or delete it"
-            )
-    elif os.path.lexists(target):
+    if os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target)):
         raise InputError(f"{target}: is there, and nothing is overwritten; name a new one or delete it")
 
 
-def read_figures(run):
-    """What the run's summary.md says, without its last line on files; '' without a run."""
-    if not run:
-        return ""
+def read_figures(run: str) -> str:
+    """What the run's summary.md says, without its last line on files."""
     path = Path(run) / "summary.md"
-    if not path.is_file():
-        raise InputError(
-            f"--run {run}: has no summary.md, which a run writes when it ends; name a finished run"
-        )
-    figures = path.read_text(encoding="utf-8", errors="replace").partition("\n\nFiles: ")[0].strip()
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    figures = text.partition("\n\nFiles: ")[0].strip()
     if not figures:
-        raise InputError(f"--run {run}: its summary.md is empty, it had no --eval_data_path; leave --run out")
+        raise InputError(
+            f"--run {run}: has no figures in a summary.md, which a run with --eval_data_path writes when it "
+            "ends; name such a run, or leave --run out"
+        )
     return figures
 
 
-def write_directory(model, tokenizer, target, dtype, figures=""):
-    """Write what ``from_pretrained`` needs and a model card. The directory appears whole or not at all."""
-    ends = eos_ids(tokenizer, model)
-    model = rounded_copy(model, dtype, target)
-    generation = model.generation_config
-    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-    generation.pad_token_id = tokenizer.pad_token_id
-    target = Path(os.path.abspath(target))
-    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with writing(target), quiet():
-            folder.mkdir(parents=True)
-            saving.write_directory(model, tokenizer, folder)
-            reader = tokenizer_reader(folder, tokenizer)
-            text = card(model, tokenizer, target.name, reader, figures, generation.stop_strings)
-            (folder / "README.md").write_text(text, encoding="utf-8")
-            os.replace(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def tokenizer_reader(folder, tokenizer):
+def tokenizer_reader(folder: str, tokenizer) -> str:
     """The name of the class that reads the tokenizer of a folder unchanged. Why: ``_is_whole_in_json`` in
     model/loading.py."""
-    if type(tokenizer) is not PreTrainedTokenizerFast:
-        return "AutoTokenizer"
-    again = AutoTokenizer.from_pretrained(folder)
-    read, own = (json.loads(t.backend_tokenizer.to_str()) for t in (again, tokenizer))
-    if all(read[key] == own[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")):
+    again = type(AutoTokenizer.from_pretrained(folder))
+    if again is type(tokenizer):
         return "AutoTokenizer"
     print(
-        f"note: AutoTokenizer would read this tokenizer as a {type(again).__name__}, which is wrong; load it "
-        "with PreTrainedTokenizerFast, as the model card does",
+        f"note: AutoTokenizer would read this tokenizer as a {again.__name__}, which may split texts in "
+        "other ways; load it with PreTrainedTokenizerFast, as the model card does",
         file=sys.stderr,
     )
     return "PreTrainedTokenizerFast"
 
 
-def card(model, tokenizer, name, reader, figures, stops=None):
-    """The model card: facts about the model, how to use it, and the figures of its training. stops: the stop
-    strings of its training (``--stop``): to find them ``generate`` needs the tokenizer."""
-    config = model.config
+def write_directory(model, tokenizer, args, figures: str):
+    """Write what ``from_pretrained`` needs, and a model card."""
+    generation = model.generation_config
+    generation.eos_token_id = eos_ids(tokenizer, model)
+    generation.pad_token_id = tokenizer.pad_token_id
+    target = args.target
+    save_directory(model, tokenizer, target, getattr(torch, args.dtype))
+    text = card(model, tokenizer, args, tokenizer_reader(target, tokenizer), figures)
+    write_whole(Path(target) / "README.md", text)
+
+
+def card(model, tokenizer, args, reader: str, figures: str) -> str:
+    """The model card: facts about the model, how to use it, and the figures of its training. reader: the
+    class that reads the tokenizer."""
+    name = Path(args.target).absolute().name
     facts = {
         "architecture": f"`{type(model).__name__}`",
         "parameters": f"{model.num_parameters():,}",
-        "weights": str(model.dtype).removeprefix("torch."),
-        "layers": getattr(config, "num_hidden_layers", None),
-        "hidden size": getattr(config, "hidden_size", None),
-        "attention heads": getattr(config, "num_attention_heads", None),
-        "key/value heads": getattr(config, "num_key_value_heads", None),
-        "positions": getattr(config, "max_position_embeddings", None),
+        "weights": args.dtype,
+        "positions": getattr(model.config, "max_position_embeddings", "any number"),
         "vocabulary": f"{len(tokenizer):,} tokens",
         "chat template": "yes" if tokenizer.chat_template else "no: it continues text",
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     ask = 'tokenizer("Your text", return_tensors="pt")'
     if tokenizer.chat_template:
         switches = tokenizer.init_kwargs.get(TEMPLATE_KWARGS, {})
-        ask = (
-            'tokenizer.apply_chat_template([{"role": "user", "content": "Your question"}],\n'
-            '    add_generation_prompt=True, return_dict=True, return_tensors="pt"'
-            + "".join(f", {name}={value!r}" for name, value in switches.items())
-            + ")"
-        )
-    more = ", tokenizer=tokenizer" if stops else ""
+        given = "".join(f", {name}={value!r}" for name, value in switches.items())
+        ask = f"""tokenizer.apply_chat_template([{{"role": "user", "content": "Your question"}}],
+    add_generation_prompt=True, return_dict=True, return_tensors="pt"{given})"""
+    # To find stop strings (--stop) ``generate`` needs the tokenizer.
+    more = ", tokenizer=tokenizer" if model.generation_config.stop_strings else ""
     trained = f"\n## Training\n\n{figures}\n" if figures else ""
     return f"""---
 library_name: transformers
@@ -176,22 +147,20 @@ Written by the `export.py` of small-lm-ppo.
 def main(argv=None):
     args = parse_args(argv)
     to_pth = args.target.endswith(".pth")
-    dtype = getattr(torch, args.dtype)
-    with writing(args.target):
-        check_free(args.target)
-        check_free(args.target.removesuffix(".pth"))
-    figures = read_figures(args.run)
+    for target in {args.target, args.target.removesuffix(".pth")}:
+        check_free(target)
+    figures = read_figures(args.run) if args.run else ""
     model = load_policy(args.source, args.trust_remote_code)
     if not to_pth:
         with quiet():
             model = as_plain(model)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.source), args.trust_remote_code)
     check_tokenizer(tokenizer, model)
-    if to_pth:
-        with writing(args.target):
-            save_policy(model, tokenizer, args.target, dtype)
-    else:
-        write_directory(model, tokenizer, args.target, dtype, figures)
+    with writing(args.target), quiet():
+        if to_pth:
+            save_policy(model, tokenizer, args.target, getattr(torch, args.dtype))
+        else:
+            write_directory(model, tokenizer, args, figures)
     print(f"{args.target}: {type(model).__name__}, {model.num_parameters():,} parameters in {args.dtype}")
 
 

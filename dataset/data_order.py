@@ -123,17 +123,19 @@ class RecordBatches:
 
 @contextmanager
 def record_loader(dataset, order, num_workers):
-    """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers``
-    processes, if any. The processes end with the block, however it ends: at the exit of the program,
-    multiprocessing would wait for them for ever, since they ignore SIGTERM."""
-    # Forked workers start at once. Windows has no fork, and on macOS a forked process may crash.
-    start = "fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn"
+    """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers`` forked
+    processes, if any: none where there is no fork (Windows) or a forked process may crash (macOS).
+
+    The processes end with the block, however it ends: at the exit of the program, multiprocessing would wait
+    for them for ever, since they ignore SIGTERM."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        num_workers = 0
     loader = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=list,
         num_workers=num_workers,
-        multiprocessing_context=start if num_workers else None,
+        multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=_prepare_worker,
     )
     batches = iter(loader)

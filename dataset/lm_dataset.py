@@ -14,30 +14,23 @@ for; no text is kept. Nothing is ever left-padded. Record formats: formats.py. F
 
 import hashlib
 import json
-from array import array
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch.utils.data import Dataset
 
 from dataset.answers import comparable
-from dataset.chat_template import (
-    check_system_prompt,
-    conversation_text,
-    encode,
-    learned_pieces,
-    prompt_text,
-)
+from dataset.chat_template import conversation_text, encode, learned_pieces, prompt_text
 from dataset.formats import (
     BY_FORM,
     Keys,
+    has_tools,
     is_rated,
     to_demonstration,
     to_pair,
     to_prompt,
     to_rated,
-    tool_turns,
 )
 from dataset.record_files import located, open_records
 from dataset.special_tokens import unmark
@@ -71,11 +64,10 @@ class RecordDataset(Dataset):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.keys = keys
-        check_system_prompt(tokenizer, system_prompt)
         self.system_prompt = system_prompt
         self.records = records or open_records(path)
         self.columns = {}
-        self._tools = Counter()
+        self.with_tools = set()  # numbers of records
         n = self.count()
         self.whole = n <= READ_WHOLE
         places = range(n) if self.whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
@@ -88,20 +80,22 @@ class RecordDataset(Dataset):
                     digest.update(json.dumps(item, default=_hashed).encode())
                     lengths.append(self.length(item))
                 bar.done = len(lengths)
-        fitting = [(i, length) for i, length in zip(places, lengths, strict=True) if length <= max_length]
+        fitting = [i for i, length in zip(places, lengths, strict=True) if length <= max_length]
         if not fitting:
             raise self.too_long()
-        self._kept = array("L", [i for i, _ in fitting]) if self.whole else range(n)
+        self._kept = fitting if self.whole else range(n)
         self.edge = len(self._kept)
         self.dropped = len(lengths) - len(fitting)
         self.long_answers = lengths.count(float("inf"))
-        self.longest = max(length for _, length in fitting) if self.whole else max_length
+        self.longest = max_length
+        if self.whole:
+            self.longest = max(length for length in lengths if length <= max_length)
         self.fingerprint = digest.hexdigest()[:12]
         self.note = ""
-        if (count := self._tools)["records"]:
+        if self.with_tools:
             self.note = (
-                f"{path}: tools are ignored: {count['records']} of {count['read']} records have them; "
-                f"{count['turns']} turns that call one or hold its result are left out"
+                f"{path}: tools are ignored: {len(self.with_tools)} of the records read have them; turns "
+                "that call one or hold its result are left out"
             )
 
     def draft(self, i: int, record: dict) -> tuple[list[tuple[str, bool]], Callable]:
@@ -123,30 +117,26 @@ class RecordDataset(Dataset):
 
     def make(self, indices):
         """Numbers of items -> the items, also those that are too long."""
-        records = {}
         drafts = []
         for i in indices:
-            number = i // self.per_record
-            with located(self.records, number):
-                if number not in records:
-                    records[number] = self._read(number)
-                drafts.append(self.draft(i, records[number]))
-        texts = [text for draft, _ in drafts for text in draft]
+            with located(self.records, i // self.per_record):
+                drafts.append(self.draft(i, self.read(i // self.per_record)))
+        texts = list(chain.from_iterable(texts for texts, _ in drafts))
         openings = iter(encode(self.tokenizer, [text for text, opens in texts if opens]))
         others = iter(encode(self.tokenizer, [text for text, opens in texts if not opens], opening=False))
         items = []
-        for i, (draft, item_of) in zip(indices, drafts, strict=True):
-            ids = [next(openings if opens else others) for _, opens in draft]
+        for i, (texts, item_of) in zip(indices, drafts, strict=True):
+            ids = [next(openings if opens else others) for _, opens in texts]
             with located(self.records, i // self.per_record):
                 items.append(item_of(*ids))
         return items
 
-    def _read(self, number):
+    def read(self, number: int) -> dict:
         """A record, whose keys and tools are noted."""
         record = self.records[number]
-        turns = tool_turns(record, self.keys)
-        self._tools.update(read=1, records=bool(turns or record.get("tools")), turns=turns)
         self.columns |= dict.fromkeys(record)
+        if has_tools(record):
+            self.with_tools.add(number)
         return record
 
     def __len__(self):
@@ -171,17 +161,15 @@ class RecordDataset(Dataset):
     def _next(self, place):
         """The next item after ``place`` that is short enough, round and round on its side of ``edge``."""
         first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
-        for i in range(place + 1, place + last - first):
-            (item,) = self.make([self._kept[first + (i - first) % (last - first)]])
+        for other in chain(range(place + 1, last), range(first, place)):
+            (item,) = self.make([self._kept[other]])
             if self.length(item) <= self.max_length:
                 return item
         raise self.too_long()
 
     def too_long(self) -> InputError:
         """-> the error where every record is too long."""
-        return InputError(
-            f"{self.path}: every record is longer than {self.max_length} tokens; raise --max_seq_len"
-        )
+        return InputError(f"{self.path}: every record is longer than {self.limits} allows; raise it")
 
     def describe(self) -> str:
         """The number of items, and how many were too long, as a text."""
@@ -275,16 +263,13 @@ class SFTDataset(RecordDataset):
         prompt, answer = to_demonstration(record, self.keys)
         prompt = prompt and add_system(prompt, self.system_prompt)
         pieces = learned_pieces(self.tokenizer, prompt, answer)
-        trained = [is_trained for _, is_trained in pieces]
 
-        def item_of(first, *later):
-            ids = list(first)
-            mask = [0] * len(first)
-            if trained[0]:
-                mask[1:] = [1] * (len(first) - 1)
-            for piece, is_trained in zip(later, trained[1:], strict=True):
-                ids += piece
-                mask += up_to_eos(piece, self.tokenizer.eos_token_id) if is_trained else [0] * len(piece)
+        def item_of(*rows):
+            ids = list(chain.from_iterable(rows))
+            mask = []
+            for row, (_, is_said) in zip(rows, pieces, strict=True):
+                mask += up_to_eos(row, self.tokenizer.eos_token_id) if is_said else [0] * len(row)
+            mask[0] = 0  # nothing comes before the first token of a text
             return ids, mask
 
         return [(text, place == 0) for place, (text, _) in enumerate(pieces)], item_of
@@ -311,7 +296,7 @@ class PreferenceDataset(RecordDataset):
 
     def prompt(self, place):
         """The prompt of an item: text or messages."""
-        record = self._read(self._kept[place])
+        record = self.read(self._kept[place])
         return add_system(to_prompt(record, self.keys)[0], self.system_prompt)
 
     def text(self, prompt, response):

@@ -88,12 +88,6 @@ class LoggedAnswers(RecordDataset):
         """The tokens of the prompt; infinite where the answer is too long."""
         return len(item.prompt_ids) if len(item.response_ids) <= self.max_response else math.inf
 
-    def too_long(self):
-        return InputError(
-            f"{self.path}: every record has a prompt of more than {self.max_length} tokens or an answer of "
-            f"more than {self.max_response}; raise {self.limits}"
-        )
-
 
 class LoggedPairs(LoggedAnswers):
     """Pairs, for an evaluation. Items (chosen, rejected), both ``LoggedAnswer``; a pair is dropped where one

@@ -6,7 +6,8 @@ is text, or OpenAI's list of parts, of which all must be text. A transcript is "
 template is used.
 
 Tools are ignored: ``as_messages`` leaves out the turns that call a tool and those that hold its result. A
-dataset says at the start how many (lm_dataset.py). Another name for a role goes into ``ROLE_NAMES``.
+dataset says at the start how many records have them (lm_dataset.py). Another name for a role goes into
+``ROLE_NAMES``.
 """
 
 import re
@@ -26,11 +27,11 @@ SPEAKS = re.compile("\n\n(Human|Assistant): ?")
 ANSWERS = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
-def as_messages(turns):
+def as_messages(turns: list) -> list[dict]:
     """A list of turns -> [{"role", "content"}, …] without the turns of tools; missing roles alternate user,
     assistant. Raises InputError."""
     if not isinstance(turns, list) or not turns:
-        raise InputError('a conversation must be a list of {"role", "content"} turns, not empty')
+        raise InputError('a conversation must be text or a list of {"role", "content"} turns, not empty')
     messages = []
     for i, turn in enumerate(turns):
         turn = turn if isinstance(turn, dict) else {}
@@ -46,31 +47,27 @@ def as_messages(turns):
     return messages
 
 
-def is_of_tools(turn):
-    """Is this turn, a dict, a call of a tool or its result?"""
+def is_of_tools(turn: dict) -> bool:
+    """Is this turn a call of a tool or its result?"""
     role = turn.get("role", turn.get("from"))
     return bool(role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"))
 
 
 def _text_of(content, number):
     """A turn's content, text or a list of parts -> its text. ``number``: which turn it is, from 1."""
-    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        for part in content:
-            if not isinstance(part.get("text"), str):
-                kind = str(part.get("type"))[:40]
-                raise InputError(f"turn {number} has a part of type {kind!r}; only text can be read")
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise InputError(f'turn {number} of the conversation has no text "content"')
-    return content
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f'turn {number} of the conversation has no text "content"; only text can be read')
+    return "".join(texts)
 
 
-def is_transcript(text):
+def is_transcript(text: str) -> bool:
     """Does a text begin with "Human:", to be answered by an "Assistant:"?"""
     return text.lstrip().startswith("Human:") and ANSWERS in text
 
 
-def to_messages(prompt):
+def to_messages(prompt: list | str) -> list[dict]:
     """A prompt (text or messages) -> messages: the turns of a transcript, or one user turn for other text.
 
     If one speaker of a transcript speaks twice in a row, both parts become one turn, because many chat
@@ -90,25 +87,28 @@ def to_messages(prompt):
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
-def add_system(prompt, system_prompt):
+def add_system(prompt: list | str, system_prompt: str) -> list | str:
     """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
     if not system_prompt or (isinstance(prompt, list) and prompt[0]["role"] == "system"):
         return prompt
     return [{"role": "system", "content": system_prompt}, *to_messages(prompt)]
 
 
-def split_turns(messages):
-    """Messages -> (those before the answer, the answer); the answer is None if the user speaks last."""
-    if messages[-1]["role"] != "assistant":
-        return messages, None
-    return messages[:-1], messages[-1]["content"]
+def split(whole: list | str) -> tuple[list | str, str | None]:
+    """Text or turns -> (the prompt: text or messages; the answer at its end, None where there is none).
 
-
-def split_transcript(text):
-    """A transcript -> (its text up to the last answer, the answer: None if a human speaks last)."""
-    before, human, last = text.rpartition("\n\nHuman:")
+    Raises InputError for what is neither.
+    """
+    if not isinstance(whole, str):
+        messages = as_messages(whole)
+        if messages[-1]["role"] != "assistant":
+            return messages, None
+        return messages[:-1], messages[-1]["content"]
+    if not is_transcript(whole):
+        return whole, None
+    before, human, last = whole.rpartition("\n\nHuman:")
     question, answers, response = last.partition(ANSWERS)
     if not answers:
-        return text + ANSWERS, None
+        return whole + ANSWERS, None
     # A few answers in HH-RLHF consist of two assistant turns.
     return before + human + question + answers, response.removeprefix(" ").replace(f"{ANSWERS} ", "\n\n")

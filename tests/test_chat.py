@@ -3,6 +3,7 @@
 import argparse
 import os
 import pty
+import re
 import signal
 import subprocess
 import threading
@@ -24,7 +25,6 @@ from trainer.endings import Endings, keep_endings
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import StopStrings, response_texts
-from trainer.runs.interrupts import StopRequest
 
 WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 CPU = torch.device("cpu")
@@ -121,10 +121,12 @@ def test_one_prompt_from_any_folder(out, tmp_path):
     assert answer == expected + "\n"
     assert len(set(expected.split())) > 3
     assert "Warning" not in noise
-    assert all("cut after 12 tokens" in line for line in noise.splitlines())
+    about, *cut = noise.splitlines()
+    assert about.startswith(f"{out / 'ppo_actor_32.pth'}: ") and about.endswith("parameters on cpu")
+    assert all("cut after 12 tokens" in line for line in cut)
 
 
-def test_the_best_of_a_run_is_found_however_the_run_is_named(tmp_path, capsys):
+def test_the_best_of_a_run_is_found_however_the_run_is_named(tmp_path):
     names = ("ppo_actor_32", "ppo_actor_32_best", "ppo_actor_64_moe", "ppo_actor_64_moe_best", "ppo_actor_16")
     old, best, moe, moe_best, without = (tmp_path / f"{name}.pth" for name in names)
     for age, path in enumerate((moe, moe_best, old, best)):
@@ -137,7 +139,6 @@ def test_the_best_of_a_run_is_found_however_the_run_is_named(tmp_path, capsys):
 
     assert named("--out_dir", tmp_path) == str(old)  # without --best never a best
     assert named(*at) == str(best)
-    assert str(best) in capsys.readouterr().err
     assert named(*at, "--hidden_size", 64, "--use_moe", 1) == str(moe_best)
     assert named("--best", "--model", old) == named("--best", "--model", best) == str(best)
     without.write_text("")  # a newer run without a best: the best of an older one is not its
@@ -145,7 +146,7 @@ def test_the_best_of_a_run_is_found_however_the_run_is_named(tmp_path, capsys):
         with pytest.raises(InputError, match=r"--best: there is no .*_16_best.pth.*leave --best out"):
             named(*flags)
     for flags in (("--best", "--model", "model/demo/policy"), ("--best", "--out_dir", tmp_path / "none")):
-        with pytest.raises(InputError, match=r"--best: .*policy is not the .pth of a run"):
+        with pytest.raises(InputError, match=r"--best: there is no .*policy_best.pth"):
             named(*flags)
 
 
@@ -155,8 +156,9 @@ def test_prompts_from_a_pipe_and_two_models(out):
     typed = f"w1 w2\n\n{'w3 ' * 300}\nw4\n"
     answers, noise = process.communicate(typed, timeout=600)
     assert process.returncode == 2  # one prompt was too long
-    (error,) = [line for line in noise.splitlines() if "cut after" not in line]
-    assert error.startswith("error: the prompt has ")
+    *about, error = [line for line in noise.splitlines() if "cut after" not in line]
+    assert [line.partition(": ")[0] for line in about] == [str(a), str(b)]
+    assert error.startswith("error: prompt and conversation have ")
     lines = answers.splitlines()
     assert [line for line in lines if line.startswith("> ")] == [
         "> w1 w2",
@@ -164,13 +166,9 @@ def test_prompts_from_a_pipe_and_two_models(out):
         "> w4",
     ]
     for prompt in ("w1 w2", "w4"):  # each on its own
-        name, rule, *text = lines[lines.index(f"> {prompt}") + 1 :][:3]
-        assert name.split(" | ")[0].strip() == str(a)[-38:]
-        assert rule == "-" * 38 + " | " + "-" * 38
-        left, right = text[0].split(" | ")
-        assert left.rstrip() == trainers_answer(a, [user(prompt)], 4)
-        assert right == trainers_answer(b, [user(prompt)], 4)
-        assert len(left) == 38
+        place = lines.index(f"> {prompt}") + 1
+        one, two = (trainers_answer(path, [user(prompt)], 4) for path in (a, b))
+        assert lines[place : place + 4] == [f"[{a}]", one, f"[{b}]", two]
 
 
 def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
@@ -181,7 +179,7 @@ def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
     assert (bad.returncode, answer) == (2, "")
     assert noise == f"error: {tmp_path} has no tokenizer files (tokenizer.json …): pass --tokenizer\n"
     _, noise = left.communicate("w1\nw2\n", timeout=600)
-    assert (left.returncode, noise) == (141, "")
+    assert left.returncode == 141 and len(noise.splitlines()) == 1  # it names the model
 
 
 class Terminal:
@@ -242,8 +240,8 @@ def test_a_conversation_in_a_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ("--model a.pth --weight full_sft", "give one"),
-        ("--model a.pth --hidden_size 64", "give one"),
+        ("--model a.pth --weight full_sft", "--weight full_sft: not with --model a.pth"),
+        ("--model a.pth --hidden_size 64", "--hidden_size 64: not with --model a.pth"),
         ("--model missing.pth", "missing.pth: no such file"),
         ("--model broken.pth", "not a readable torch file"),
         ("--weight none --hidden_size 64 --use_moe 1", "none_64_moe.pth"),
@@ -273,7 +271,7 @@ def test_a_tokenizer_too_large_for_the_model(out, tmp_path):
         speaker(out / "ppo_actor_32.pth", tokenizer=str(tmp_path))
 
 
-def test_which_model_is_loaded(tmp_path, capsys):
+def test_which_model_is_loaded(tmp_path):
     def path(*flags):
         return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
 
@@ -284,7 +282,6 @@ def test_which_model_is_loaded(tmp_path, capsys):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
-    assert "ppo_actor_128.pth" in capsys.readouterr().err  # the choice is reported, as no flag made it
     assert path("--model", "x") == "x"
     assert path("--weight", "full_sft") == str(tmp_path / "full_sft_512.pth")
     assert path("--hidden_size", "64") == str(tmp_path / "ppo_actor_64.pth")
@@ -347,48 +344,46 @@ def test_lines_from_a_pipe_have_no_history(out, monkeypatch, capsys):
 
 def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")
-    generate = one.model.generate
+    forward = one.model.forward
 
     def interrupted(*inputs, **more):
-        monkeypatch.setattr(one.model, "generate", generate)
+        monkeypatch.setattr(one.model, "forward", forward)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(one.model, "generate", interrupted)
+    monkeypatch.setattr(one.model, "forward", interrupted)
     converse([one], [KeyboardInterrupt(), "w1", "w2"], monkeypatch)
     assert [turn["content"] for turn in one.history[::2]] == ["w2"]
 
 
-def test_the_oldest_turns_make_room(out, monkeypatch, capsys):
+def test_a_conversation_that_is_too_long_is_one_line(out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")  # 256 positions
-    question = "w1 " * 60
-    converse([one], [question, "w2 " * 60, "w3 " * 60, "w4 " * 60], monkeypatch)
-    assert 2 <= len(one.history) < 8
-    assert one.history[-2]["content"].startswith("w4")
-    assert one.history[0]["role"] == "user"
-    assert "oldest turns forgotten: 1" in capsys.readouterr().err
-    kept = list(one.history)
-    converse([one], ["w5 " * 300], monkeypatch)  # too long alone: one line, and nothing is forgotten
-    assert capsys.readouterr().err.startswith("error: the prompt has")
-    assert one.history == kept
+    question = "w1 " * 100
+    assert converse([one], [question, question, question], monkeypatch) == 1
+    assert len(one.history) == 4
+    assert re.search(
+        r"error: prompt and conversation have \d+ tokens, .* takes 1 to 255; /clear", capsys.readouterr().err
+    )
+    assert converse([one], ["/clear", question], monkeypatch) == 0
+
+
+def test_broken_characters_in_a_prompt_are_one_line(tmp_path, monkeypatch, capsys):
+    one = speaker(save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS)))
+    assert converse([one], ["w1 \udcff", "w1"], monkeypatch) == 1  # as a shell passes on a stray byte
+    assert "error: the tokenizer " in capsys.readouterr().err
 
 
 def test_an_answer_never_exceeds_the_positions(out, capsys):
     one = speaker(out / "ppo_actor_32.pth")
-    ids = one.encode("w1 " * 240, 500)
+    ids = one.encode("w1 " * 240)
     assert len(one.answer(ids, 500, len).ids) <= 256 - len(ids)
 
 
 def test_no_template_no_history(tmp_path, monkeypatch, capsys):
     path = save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS), spread=3.0)
     one = speaker(path)
-    assert one.encode("w0 w1", 10) == [4, 5]
+    assert one.encode("w0 w1") == [4, 5]
     converse([one], ["w1", "w2"], monkeypatch)
     assert one.history == []
-
-
-def test_broken_characters_in_a_prompt(tmp_path, monkeypatch, capsys):
-    one = speaker(save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS)))
-    assert converse([one], ["w1 \udcff"], monkeypatch) == 0  # as a terminal passes on a stray byte
 
 
 # ---------------------------------------------------------------- stop strings
@@ -408,7 +403,7 @@ def test_an_answer_ends_before_the_stop_strings_of_training(tmp_path, capsys):
     keep_endings(Endings([0], stops, None), model)
     save_policy(model, tokenizer, path)
     one = speaker(path)
-    ids, model = one.encode("w1", 12), load_policy(path)
+    ids, model = one.encode("w1"), load_policy(path)
     rollout = Sampler(model, model.dtype, 2).sample([ids], noise_keys(0, 0, [0]), [0], 12, 0.0, 0, stops)
     pieces = []
     answer = one.answer(ids, 12, pieces.append)
@@ -422,7 +417,7 @@ def test_an_answer_ends_before_the_stop_strings_of_training(tmp_path, capsys):
     assert said.out.rstrip("\n") == answer.text.rstrip("\n") and f"answers end before {stop!r}" in said.err
 
 
-def test_transformers_ends_there_too_if_it_has_the_tokenizer(tmp_path, monkeypatch):
+def test_transformers_ends_there_too_if_it_has_the_tokenizer(tmp_path):
     tokenizer, asked = byte_tokenizer(), torch.tensor([[40, 41]])
     model = talker(tokenizer)
     whole = model.generate(asked, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
@@ -432,12 +427,7 @@ def test_transformers_ends_there_too_if_it_has_the_tokenizer(tmp_path, monkeypat
     model = load_policy(tmp_path / "a.pth")
     ended = model.generate(asked, tokenizer=tokenizer, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
     assert ended == whole[: whole.index(ascii_ids[2]) + 1] and len(ended) < 40
-    came, put = [], chat.AnswerStreamer.put
-    monkeypatch.setattr(
-        chat.AnswerStreamer, "put", lambda self, value: came.append(value) or put(self, value)
-    )
     assert speaker(tmp_path / "a.pth").answer([40, 41], 40, len).ids == ended
-    assert len(came) <= 1 + len(ended) + 1  # the prompt; one more, where generate asks before it shows
 
 
 def test_stop_strings_and_special_tokens_can_be_given(out):
@@ -446,22 +436,22 @@ def test_stop_strings_and_special_tokens_can_be_given(out):
     words = whole.split()
     for given in ([words[2]], [words[2], words[3]], [f"{words[1]} {words[2]}"]):
         one = speaker(path, stop=given)
-        answer = one.answer(one.encode("w1", 12), 12, len)
+        answer = one.answer(one.encode("w1"), 12, len)
         assert answer.finished and answer.text == whole[: min(whole.find(text) for text in given)]
-    assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == [0]
+    assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == {0}
     with pytest.raises(InputError, match="--stop ''"):
         speaker(path, stop=[""])
 
 
 def test_what_may_begin_a_stop_string_is_shown_late():
     tokenizer, pieces = byte_tokenizer(), []
-    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest(), ["\nYou:", "END"])
-    for token in tokenizer("a\nYo E EN\nYou: x")["input_ids"]:  # generate may bring more tokens
-        stream.put(torch.tensor([token]))
+    stream = chat.Answer(tokenizer, [0], pieces.append, ["\nYou:", "END"])
+    for token in tokenizer("a\nYo E EN\nYou:")["input_ids"]:
+        assert not stream.finished
+        stream.add(token)
         assert "a\nYo E EN".startswith("".join(pieces))
-        assert stream.finished == stream.ended(torch.tensor([[1]]), None).item()
     assert stream.finished
-    stream.end()
+    stream.show_up_to(len(stream.text))
     assert "".join(pieces) == stream.text == "a\nYo E EN"
 
 
@@ -498,12 +488,11 @@ def test_the_seed_decides(out, capsys):
 @pytest.mark.parametrize("text", ["naïve 你好，世界\n  🙂 e\u0301 <think>\n", "한국어 � \t \n\n x", ""])
 def test_streaming_whole_characters(text):
     tokenizer, pieces = byte_tokenizer(), []
-    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest())
-    stream.put(torch.tensor([[3, 4, 5]]))  # the prompt
+    stream = chat.Answer(tokenizer, [0], pieces.append)
     for token in [*tokenizer(text)["input_ids"], 0]:
-        stream.put(torch.tensor([token]))
+        stream.add(token)
         assert text.startswith("".join(pieces))
-    stream.end()
+    stream.show_up_to(len(stream.text))
     assert stream.finished
     assert "".join(pieces) == stream.text == text
     assert len([piece for piece in pieces if piece]) >= len(text) - text.count("�")  # one by one
@@ -511,11 +500,11 @@ def test_streaming_whole_characters(text):
 
 def test_streaming_an_answer_that_is_cut_inside_a_character():
     tokenizer, pieces = byte_tokenizer(), []
-    stream = chat.AnswerStreamer(tokenizer, [0], pieces.append, StopRequest())
+    stream = chat.Answer(tokenizer, [0], pieces.append)
     for token in tokenizer("a界")["input_ids"][:-1]:
-        stream.put(torch.tensor([token]))
+        stream.add(token)
     assert "".join(pieces) == "a"
-    stream.end()
+    stream.show_up_to(len(stream.text))
     assert "".join(pieces) == stream.text == "a�"
 
 
@@ -530,34 +519,11 @@ def test_streaming_a_model_that_talks_nonsense(tmp_path):
         assert "".join(pieces) == stream.text == tokenizer.decode(stream.ids)
 
 
-# ---------------------------------------------------------------- two columns
+# ---------------------------------------------------------------- two models
 
 
-def columns(text):
-    """Terminal columns of text in which only the characters 你好，世界🙂 are wide."""
-    return sum(2 if char in "你好，世界🙂" else 1 for char in text)
-
-
-def test_wrapping():
-    assert chat.wrap("one two  three\n\n    four", 8) == ["one two ", "three   ", " " * 8, "    four"]
-    assert chat.wrap("a" * 10, 4) == ["aaaa", "aaaa", "aa  "]
-    rows = chat.wrap("你好，世界你好🙂 x", 5)
-    assert [columns(row) for row in rows] == [5] * len(rows)
-    assert "".join("".join(rows).split()) == "你好，世界你好🙂x"
-    assert chat.wrap("", 4) == []
-
-
-def test_side_by_side():
-    rows = chat.side_by_side(["a", "x" * 40 + "end"], ["你好，世界 hello", "one\ntwo\nthree"], 23).split("\n")
-    assert rows[0] == "a          | xxxxxxxend"
-    assert rows[1] == "---------- | ----------"
-    assert rows[2] == "你好，世界 | one"
-    assert rows[3:] == ["hello      | two", "           | three"]
-
-
-def test_a_narrow_terminal_gets_one_answer_under_the_other(out, monkeypatch, capsys):
+def test_two_models_answer_one_after_the_other(out, capsys):
     a, b = out / "ppo_actor_32.pth", out / "other.pth"
-    monkeypatch.setenv("COLUMNS", "50")
     chat.ask([speaker(a), speaker(b)], "w1", 0, arguments())
     texts = [trainers_answer(path, [user("w1")]) for path in (a, b)]
     assert capsys.readouterr().out == f"[{a}]\n{texts[0]}\n[{b}]\n{texts[1]}\n"

@@ -241,15 +241,15 @@ def bad_input(tmp_path, demo, kind):
     (tmp_path / "text.pth").write_text("hello")
     new = tmp_path / "new"
     return {
-        "full: is not empty": (demo, tmp_path / "full"),
+        "full: is there": (demo, tmp_path / "full"),
         "full.pth: is there": (DEMO, tmp_path / "full.pth"),
         "one has to end in .pth": (demo, tmp_path / "new.pth"),
         "the other is a directory": (DEMO, new),
         "no such file": (tmp_path / "missing.pth", new),
         "no such directory": (tmp_path / "missing", tmp_path / "new.pth"),
         "not a readable torch file": (tmp_path / "text.pth", new),
-        "has no summary.md": (demo, new, "--run", tmp_path / "full"),
-        "summary.md is empty": (demo, new, "--run", tmp_path / "run"),
+        "full: has no figures in a summary.md": (demo, new, "--run", tmp_path / "full"),
+        "run: has no figures in a summary.md": (demo, new, "--run", tmp_path / "run"),
         "a .pth has none": (DEMO, tmp_path / "new.pth", "--run", tmp_path / "run"),
         "cannot be written": (demo, tmp_path / "text.pth" / "new"),
         "not this model's tokenizer": (GOLDEN / "minimind2_dense.pth", new, "--tokenizer", DEMO),
@@ -261,15 +261,15 @@ def bad_input(tmp_path, demo, kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        "full: is not empty",
+        "full: is there",
         "full.pth: is there",
         "one has to end in .pth",
         "the other is a directory",
         "no such file",
         "no such directory",
         "not a readable torch file",
-        "has no summary.md",
-        "summary.md is empty",
+        "full: has no figures in a summary.md",
+        "run: has no figures in a summary.md",
         "a .pth has none",
         "cannot be written",
         "not this model's tokenizer",
@@ -289,7 +289,7 @@ def test_bad_input(kind, tmp_path, demo):
 
 def test_the_folder_beside_a_pth_is_not_overwritten(demo):
     demo.unlink()
-    with pytest.raises(InputError, match="ppo_actor_128: is not empty"):
+    with pytest.raises(InputError, match="ppo_actor_128: is there"):
         run(DEMO, demo)
 
 
@@ -321,4 +321,4 @@ def test_the_real_command_line(demo, tmp_path):
     bad = start_script([PYTHON, str(script), str(demo), str(tmp_path / "new")], {})
     out, err = bad.communicate(timeout=600)
     assert (bad.returncode, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"error: {tmp_path / 'new'}: is not empty")
+    assert err.startswith(f"error: {tmp_path / 'new'}: is there")

@@ -1362,23 +1362,21 @@ TALKS_ON = "tests/test_chat.py::test_transformers_ends_there_too_if_it_has_the_t
 SHOWN_LATE = "tests/test_chat.py::test_what_may_begin_a_stop_string_is_shown_late"
 RESULT_ENDS = "tests/test_endings.py::test_the_result_knows_what_ends_its_answers"
 UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_too"
-CLOSED = "tests/dataset/test_record_files.py::test_a_file_is_closed_with_its_records"
-READ_ONCE = "tests/dataset/test_logged_answers.py::test_each_record_of_a_pair_is_read_once"
 REST = {
     "chat.py": [
         (
-            "len(self.text) - max(begun, default=0)",
+            "len(self.text) - self.held",
             "len(self.text)",
             "a stop string begins on screen",
             SHOWN_LATE,
         ),
         (
-            "if value.dim() == 2 or self.finished:",
-            "if value.dim() == 2:",
-            "a token behind the end",
+            "self.text = self.text[: min(found)]",
+            "self.text = self.text",
+            "the stop string is shown",
             CHAT_STOPS,
         ),
-        ("stopping_criteria=[streamer.ended]", "stopping_criteria=[]", "it talks on", TALKS_ON),
+        ("while not answer.finished and len(", "while len(", "it talks on", TALKS_ON),
     ],
     "trainer/endings.py": [
         (
@@ -1404,14 +1402,8 @@ REST = {
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
     ],
-    "dataset/record_files.py": [
-        ("            self._file.close()\n", "            pass\n", "record files stay open", CLOSED),
-    ],
     "dataset/logged_answers.py": [
-        ("side = i % 2", "side = 0", "the chosen side twice", READ_ONCE),
-    ],
-    "dataset/lm_dataset.py": [
-        ("if number not in records:", "if True:", "read twice", READ_ONCE),
+        ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
     ],
     "trainer/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),

@@ -100,10 +100,10 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     [
         ('{"prompt": "a"', "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question": "a"}', 'no prompt .a "question" needs an "answer" beside it'),
+        ('{"instruction": "a"}', 'no prompt .an "instruction" needs an "output" beside it'),
         ('{"prompt": ""}', "prompt is empty"),
-        ('{"prompt": 3}', "must be a list"),
-        ('{"prompt": "a", "answer": 3}', '"answer" must be text'),
+        ('{"prompt": 3}', "must be text or a list"),
+        ('{"prompt": "a", "answer": {}}', '"answer" must be text'),
         ('{"conversations": []}', "not empty"),
         ('{"conversations": [{"role": "user"}]}', "turn 1"),
         ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
@@ -119,12 +119,12 @@ def test_bad_lines_are_named(chat, jsonl, line, says):
 def test_bad_files(chat, plain, tmp_path, jsonl):
     with pytest.raises(InputError, match=r"nowhere\.jsonl"):
         open_records(tmp_path / "nowhere.jsonl")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="the library datasets cannot read it"):
         open_records(tmp_path)
     with pytest.raises(InputError, match="no records"):
         open_records(jsonl("", "  "))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
-    with pytest.raises(InputError, match=r"latin\.jsonl:2: not UTF-8"):
+    with pytest.raises(InputError, match=r"latin\.jsonl:2: not JSON in UTF-8"):
         RLAIFDataset(tmp_path / "latin.jsonl", chat, 100)
     refusing = "{{ raise_exception('user turns only') }}"
     chat_template, chat.chat_template = chat.chat_template, refusing

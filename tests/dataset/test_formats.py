@@ -11,7 +11,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.answers import comparable
-from dataset.chat_template import conversation_ids, conversation_text, prompt_text, set_template
+from dataset.chat_template import (
+    conversation_ids,
+    conversation_text,
+    prompt_text,
+    set_system_prompt,
+    set_template,
+)
 from dataset.formats import Keys, to_demonstration, to_pair, to_prompt, to_rated
 from dataset.lm_dataset import (
     PreferenceDataset,
@@ -67,6 +73,14 @@ FORMS = {  # name: (record, prompt, answer)
     "alpaca": ({"instruction": "Add.", "input": "2 and 3", "output": "5"}, "Add.\n\n2 and 3", "5"),
     "alpaca without an input": ({"instruction": "hi", "input": "", "output": "5"}, "hi", "5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
+    "a question alone": ({"question": "hi"}, "hi", None),
+    "a question with a number": ({"question": "hi", "answer": 5}, "hi", "5"),
+    "turns with an answer beside them": ({"messages": [user("hi")], "answer": "5"}, [user("hi")], "5"),
+    "a completion of turns is added": (
+        {"prompt": "hi", "answer": None, "completion": [assistant("1"), user("and?"), assistant("5")]},
+        [user("hi"), assistant("1"), user("and?")],
+        "5",
+    ),
     "alpaca with a text of both": (
         {"instruction": "hi", "input": " ", "output": "5", "text": "Below is an instruction … 5"},
         "hi",
@@ -167,7 +181,7 @@ def test_verls_ground_truth(truth, answer):
     """It is the answer to compare with, as JSON if it is no text, and never an answer to learn."""
     record = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
     assert to_prompt(record) == ([user("hi")], answer)
-    with pytest.raises(InputError, match=r"no answer to learn from; keys found: .*--answer_key"):
+    with pytest.raises(InputError, match=r"no answer to learn from .*; keys found: .*--answer_key"):
         to_demonstration(record)
     assert to_prompt({**record, "answer": "5"}) == ([user("hi")], "5")
     assert to_prompt({**record, "reward_model": "a name"}) == ([user("hi")], None)
@@ -197,17 +211,16 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
         "5",
         "6",
     ),
-    "implicit, text": (
-        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-        "The sky is",
-        " blue.",
-        " green.",
-    ),
-    "implicit, text of lines": (
-        {"chosen": "What is 2 + 3?\nFive", "rejected": "What is 2 + 3?\nFour"},
-        "What is 2 + 3?",
-        "\nFive",
-        "\nFour",
+    "a question": ({"question": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
+    "turns beside both": (
+        {
+            "messages": [user("hi"), assistant("5")],
+            "chosen": [user("hi"), assistant("5")],
+            "rejected": [user("hi"), assistant("6")],
+        },
+        [user("hi")],
+        "5",
+        "6",
     ),
     "hh": (
         {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": f"{TALK}\n\nAssistant: 6"},
@@ -247,6 +260,7 @@ def test_rated_answers():
     record = {"user_input": "hi", "completion": "5", "score": "4.5"}  # ChatLLaMA's own files quote it
     assert to_rated(record) == ("hi", "5", 4.5)
     assert to_rated({"prompt": [user("hi")], "answer": "5", "score": -1}) == ([user("hi")], "5", -1.0)
+    assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ("hi", "5", 1.0)
 
 
 def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):  # noqa: F811
@@ -270,23 +284,30 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
     [
         (
             to_prompt,
-            {"question": "hi"},
-            'no prompt .a "question" needs an "answer" .*keys found: "question": .*--prompt_key question',
+            {"instruction": "hi", "response": "5"},
+            'no prompt .an "instruction" needs .*keys found: "instruction", "response": .*--prompt_key',
         ),
-        (to_prompt, {"instruction": "hi", "response": "5"}, 'keys found: "instruction", "response"'),
-        (to_prompt, {"question": "hi", "answer": 5}, '"answer" must be text'),
-        (to_prompt, {"instruction": "hi", "output": ["5"]}, '"output" must be text'),
+        (to_prompt, {"question": "hi", "answer": {"x": 5}}, '"answer" must be text'),
+        (to_prompt, {"instruction": "hi", "output": ["5"]}, "turn 1 of the conversation has no text"),
         (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
-        (to_prompt, {"text": 3}, '"text" must be text'),
+        (to_prompt, {"text": 3}, "must be text or a list of"),
         (to_prompt, {"text": ""}, "prompt is empty"),
-        (to_prompt, {"user_input": ["hi"]}, '"user_input" must be text'),
-        (to_prompt, {"prompt": "hi", "completion": 5}, '"completion" must be text'),
-        (to_prompt, {"prompt": "hi", "completion": [user("5")]}, '"completion" must end'),
+        (to_prompt, {"user_input": ["hi"]}, "turn 1 of the conversation has no text"),
+        (to_prompt, {"prompt": "hi", "completion": {}}, '"completion" must be text'),
+        (
+            to_prompt,
+            {"prompt": "hi", "completion": [user("5")]},
+            '"completion" must be text, a number, or turns that end',
+        ),
         (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, '"role" of turn 1'),
         (to_prompt, {"messages": ["hi"]}, "turn 1"),
         (to_demonstration, {"text": ""}, "prompt is empty"),
         (to_demonstration, {"text": ASKED}, "no answer"),
-        (to_demonstration, {"prompt": "hi"}, 'no answer to learn from; keys found: "prompt": .*--answer_key'),
+        (
+            to_demonstration,
+            {"prompt": "hi"},
+            'no answer to learn from .*; keys found: "prompt": .*--answer_key',
+        ),
         (
             to_pair,
             {"question": "hi", "good": "5"},
@@ -297,23 +318,21 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
             {"prompt": "hi", "chosen": "5"},
             'no "rejected"; keys found: "prompt", "chosen".*--rejected_k',
         ),
-        (to_pair, {"prompt": "hi", "chosen": 5, "rejected": "6"}, '"chosen" must be text'),
+        (to_pair, {"prompt": "hi", "chosen": 5, "rejected": "6"}, "must be text or a list of"),
+        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
+        (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, '"chosen" must be an answer to'),
+        (to_pair, {"chosen": "It is 5", "rejected": "It is 6"}, '"chosen" must be an .*--prompt_key'),
+        (to_pair, {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": "6"}, '"rejected" must be an answer to'),
+        (to_pair, {"chosen": [user("hi")], "rejected": [user("hi")]}, '"chosen" must be an answer to'),
         (
             to_pair,
-            {"question": "2 + 3?", "chosen": "It is 5", "rejected": "It is 6"},
-            "--prompt_key question",
+            {"chosen": [assistant("5")], "rejected": [assistant("6")]},
+            '"chosen" must be an answer to',
         ),
-        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
-        (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, "both be answers"),
-        (to_pair, {"chosen": "good", "rejected": "bad"}, "do not begin alike"),
-        (to_pair, {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": "6"}, "both be answers"),
-        (to_pair, {"chosen": [user("hi")], "rejected": [user("hi")]}, '"chosen" must hold a question'),
-        (to_pair, {"chosen": [assistant("5")], "rejected": [assistant("6")]}, "both be answers"),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": "much"}, '"margin" must be'),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": None}, '"margin" must be'),
         (to_rated, {"user_input": "hi", "completion": "5"}, 'no rated answer; keys found: "user_input"'),
         (to_rated, {"user_input": "hi", "score": 3}, "no rated answer"),
-        (to_rated, {"user_input": "hi", "completion": "5", "score": True}, '"score" must be'),
         (to_rated, {"user_input": "hi", "completion": "5", "score": "nan"}, '"score" must be'),
     ],
 )
@@ -335,7 +354,7 @@ def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
     assert len(samples) > 6 and all(sample == samples[0] for sample in samples)
     path = jsonl(*[r for r, prompt, _, _ in PAIRS.values() if prompt in ("hi", [user("hi")])])
     pairs = reward_dataset(path, chat, 100)
-    assert len(pairs) == 4 and all(pair == pairs[0] for pair in pairs)
+    assert len(pairs) == 6 and all(pair == pairs[0] for pair in pairs)
     assert pairs[0][2] == 0.0 and isinstance(pairs, PreferenceDataset)
     rated = reward_dataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
     assert isinstance(rated, RatedDataset) and list(rated) == [
@@ -344,7 +363,8 @@ def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
 
 
 def test_a_text_is_learned_whole(chat, plain, jsonl):  # noqa: F811
-    path = jsonl({"text": "2 + 3 = 5"})
+    path = jsonl({"text": "2 + 3 = 5", "answer": "5"})  # in PPO the text is a prompt
+    assert to_prompt({"prompt": None, "text": "2 + 3", "answer": "5"}) == ("2 + 3", "5")
     for tokenizer in (chat, plain):
         ((ids, mask),) = SFTDataset(path, tokenizer, 100)
         assert tokenizer.decode(ids) == "2 + 3 = 5<|im_end|>"
@@ -366,7 +386,7 @@ def test_system_prompt(chat, plain, jsonl):  # noqa: F811
         == conversation_ids(chat, [([system, user("hi")], "5")])[0]
     )
     with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
-        RLAIFDataset(path, plain, 100, "be short")
+        set_system_prompt(plain, "be short")
     assert SFTDataset(path, chat, 100, "be short")[0][0][: len(one.prompt_ids)] == one.prompt_ids
 
 
@@ -452,7 +472,7 @@ PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 def test_the_page_of_forms():
     """Every example record of docs/data.md is read as its table says."""
     records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
-    assert len(records) == 18
+    assert len(records) == 17
     for record in records:
         prompt, answer = to_prompt(record)
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -462,8 +482,6 @@ def test_the_page_of_forms():
             assert to_rated(record) == (prompt, answer, 4.5)
         if text.startswith("Once"):
             assert (answer, to_demonstration(record)) == (None, (None, text))
-        elif text.startswith("Two"):
-            assert (text, answer) == ("Two and three are", " five.")
         else:
             assert "2 + 3?" in text and answer == "5"
 

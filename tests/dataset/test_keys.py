@@ -14,7 +14,6 @@ from dataset.formats import (
     to_pair,
     to_prompt,
     to_rated,
-    value_at,
 )
 from dataset.lm_dataset import RLAIFDataset, SFTDataset
 from errors import InputError
@@ -95,17 +94,22 @@ def test_named_sides_of_pairs_and_named_rated_answers():
         (to_prompt, {"q": None}, Keys("q"), r'no "q" \(--prompt_key\)'),
         (to_prompt, {"q": {"x": "hi"}}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); keys found: "x"'),
         (to_prompt, {"q": "hi"}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); what is there has no keys'),
-        (to_prompt, {"q": 5}, Keys("q"), r'"q" \(--prompt_key\) must be text or a list of turns'),
+        (to_prompt, {"q": 5}, Keys("q"), "must be text or a list of"),
         (to_prompt, {"q": []}, Keys("q"), "not empty"),
         (to_prompt, {"q": ""}, Keys("q"), "prompt is empty"),
         (
             to_prompt,
             {"q": "hi", "a": ["5"]},
             Keys("q", "a"),
-            r'"a" \(--answer_key\) must be text, a number or',
+            "turn 1 of the conversation has no text",
         ),
-        (to_prompt, {"q": "hi", "a": [USER]}, Keys("q", "a"), r'"a" \(--answer_key\) must be'),
-        (to_prompt, {"q": "hi", "a": True}, Keys("q", "a"), r'"a" \(--answer_key\) must be'),
+        (
+            to_prompt,
+            {"q": "hi", "a": [USER]},
+            Keys("q", "a"),
+            '"a" must be text, a number, or turns that end',
+        ),
+        (to_prompt, {"q": "hi", "a": {"x": 1}}, Keys("q", "a"), '"a" must be text, a number, or turns'),
         (to_pair, {"prompt": "hi", "bad": "5"}, Keys(chosen="good", rejected="bad"), r"\(--chosen_key\)"),
         (to_pair, {"prompt": "hi", "good": "5"}, Keys(chosen="good", rejected="bad"), r"\(--rejected_key\)"),
     ],
@@ -118,7 +122,7 @@ def test_what_is_not_there_is_named_with_the_keys_found(form, record, keys, says
 def test_a_list_of_many_keys_is_cut():
     line = keys_found({f"key\n{i}": 1 for i in range(1000)})
     assert len(line) < 250 and line.endswith("…") and "\n" not in line
-    assert value_at({"a": {"b": 0}}, Keys("a.b"), "prompt") == 0
+    assert to_prompt({"a": {"b": "hi"}, "c": {"d": 0}}, Keys("a.b", "c.d")) == ("hi", "0")
 
 
 def test_files_are_read_by_the_named_keys_line_by_line(chat, jsonl):  # noqa: F811

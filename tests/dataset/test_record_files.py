@@ -1,15 +1,11 @@
 """Data files of every kind; large ones are read record by record, without their text in memory."""
 
-import gc
 import gzip
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import threading
-import warnings
 
 import pytest
 from tiny import PYTHON, ROOT, finish, read_jsonl, run_files, start_script, train, word_tokenizer, write_jsonl
@@ -49,45 +45,14 @@ def test_files(tmp_path, name, content):
     assert read(tmp_path / name) == RECORDS
 
 
-def test_a_file_is_closed_with_its_records(tmp_path):
-    """Python warns of a file that nobody closes; a list is made into a temporary file of lines."""
-    whole = {"a.jsonl": LINES, "a.json": json.dumps(RECORDS).encode(), "a.jsonl.gz": gzip.compress(LINES)}
-    for name, content in (whole | {"bad.json": b"[5", "bad.jsonl.gz": gzip.compress(LINES)[:-9]}).items():
-        (tmp_path / name).write_bytes(content)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert all(read(tmp_path / name) == RECORDS for name in whole)
-        for name in ("bad.json", "bad.jsonl.gz"):
-            with pytest.raises(InputError):
-                open_records(tmp_path / name)
-        gc.collect()
-    assert [str(warning.message) for warning in caught] == []
-
-
-def test_plain_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes("hi \n\n[über]\r\n".encode())
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("hi\n\n[über]".encode()))
-    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt.gz") == [{"text": "hi"}, {"text": "[über]"}]
-
-
-def test_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    thread = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(LINES,))
-    thread.start()
-    assert read(tmp_path / "pipe") == RECORDS
-    thread.join()
-
-
 def test_tables(tmp_path):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
     table.to_parquet(tmp_path / "a.parquet")
-    table.save_to_disk(tmp_path / "folder")
-    datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
-    for path in ("a.parquet", "folder", "splits/test"):
+    (tmp_path / "folder").mkdir()
+    table.to_json(tmp_path / "folder" / "train.jsonl")
+    for path in ("a.parquet", "folder"):
         assert read(tmp_path / path) == RECORDS  # empty fields are left out
-    with pytest.raises(InputError, match="holds the splits train, test"):
-        open_records(tmp_path / "splits")
     data = RLAIFDataset(tmp_path / "a.parquet", word_tokenizer(["hi"]), 10)
     assert [p.answer for p in data] == [None, "5", None]
     fields = {"style": "rule", "ground_truth": "72", "extra": None}  # as verl's files; None stays inside
@@ -98,6 +63,12 @@ def test_tables(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
         open_records(tmp_path / "b.parquet")
+
+
+def test_plain_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("hi \n\n[über]\r\n".encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("hi\n\n[über]".encode()))
+    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt.gz") == [{"text": "hi"}, {"text": "[über]"}]
 
 
 def test_tables_without_the_library(tmp_path, monkeypatch):
@@ -125,12 +96,11 @@ def test_hub_names(monkeypatch):
     [
         ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
         ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:6: not JSON"),
-        ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not UTF-8"),
+        ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
         ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json: record 2: not a JSON object"),
         ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
         ("a.json", b"[]", "no records"),
-        ("a.json", b"[" * 100_000, r"a\.json: has lists or objects nested too deeply"),
-        ("a.txt", b" \n", "no records"),
+        ("a.json", b"[" * 100_000, r"a\.json: not JSON in UTF-8 .maximum recursion"),
         ("a.jsonl.gz", LINES, "not a complete gzip file"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "not a complete gzip file"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0), "no records"),
@@ -149,6 +119,44 @@ def test_paths_that_name_no_file(tmp_path, monkeypatch, name):
     with pytest.raises(InputError) as caught:
         open_records(name)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_pipe_is_refused():
+    end, start = os.pipe()
+    os.write(start, LINES)
+    os.close(start)
+    with pytest.raises(InputError, match=r"/dev/fd/\d+: cannot be read"):
+        open_records(f"/dev/fd/{end}")
+    os.close(end)
+
+
+def test_without_pread_and_fork(tmp_path, monkeypatch):
+    """As on Windows: no worker is started, and a file is read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    path = tmp_path / "a.json.gz"
+    prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
+    path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
+    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
+    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    with record_loader(data, order, 1) as batches:
+        made = [next_batch(batches) for _ in range(5)]
+        assert multiprocessing.active_children() == []
+    assert made == [[data[i] for i in batch] for batch in order]
+
+
+def test_ctrl_c_ends_no_worker(tmp_path):
+    """It goes to the whole group of processes; the main one answers it."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)])
+    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
+    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    with record_loader(data, order, 1) as batches:
+        made = [next_batch(batches)]
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGINT)
+        made += [next_batch(batches) for _ in range(4)]
+    assert made == [[data[i] for i in batch] for batch in order]
+    assert multiprocessing.active_children() == []
 
 
 def test_no_room_for_what_is_unpacked(tmp_path, monkeypatch):
@@ -221,72 +229,6 @@ def test_a_record_too_long_is_never_replaced_across_the_held_out_edge(tmp_path, 
     assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json", "a.jsonl.gz", "a.json.gz", "a.parquet"])
-def test_records_can_be_sent_to_another_process(tmp_path, name):
-    """It opens the file again, and unpacks it again: handles and temporary files cannot be sent."""
-    path, texts = tmp_path / name, [f"text {i}" for i in range(40)]
-    content = "\n".join(json.dumps({"text": text}) for text in texts)
-    if "json." in name + "." and "jsonl" not in name:
-        content = json.dumps([{"text": text} for text in texts])
-    if name == "a.parquet":
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_list([{"text": text} for text in texts]).to_parquet(path)
-    else:
-        content = "\n".join(texts) if name == "a.txt" else content
-        path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
-    records = open_records(path)
-    sent = pickle.loads(pickle.dumps(records))
-    assert [sent[i] for i in range(40)] == [{"text": text} for text in texts]
-    assert sent.where(7) == records.where(7)
-
-
-def test_a_file_that_changes_before_another_process_opens_it(tmp_path):
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"prompt": "a"}] * 40)
-    sent = pickle.dumps(open_records(path))
-    write_jsonl(path, [{"prompt": "a b"}] * 40)
-    with pytest.raises(InputError, match="has changed while it was read"):
-        pickle.loads(sent)[3]
-
-
-def test_a_pipe_cannot_be_sent_to_another_process():
-    end, start = os.pipe()
-    os.write(start, LINES)
-    os.close(start)
-    records = open_records(f"/dev/fd/{end}")
-    os.close(end)
-    with pytest.raises(InputError, match="--num_workers 0"):
-        pickle.dumps(records)
-
-
-def test_without_pread_and_fork(tmp_path, monkeypatch):
-    """As on Windows: workers are started anew and read with seek."""
-    monkeypatch.delattr(os, "pread", raising=False)
-    monkeypatch.delattr(os, "fork", raising=False)
-    path = tmp_path / "a.json.gz"
-    prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
-    path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
-    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
-    with record_loader(data, order, 1) as batches:
-        made = [next_batch(batches)]
-        (worker,) = multiprocessing.active_children()
-        os.kill(worker.pid, signal.SIGINT)  # as Ctrl-C does, which the main process answers
-        made += [next_batch(batches) for _ in range(4)]
-    assert made == [[data[i] for i in batch] for batch in order]
-    assert multiprocessing.active_children() == []
-
-
-def test_several_processes_cannot_read_a_pipe(monkeypatch):
-    end, start = os.pipe()
-    os.write(start, LINES)
-    os.close(start)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="several processes cannot read one pipe"):
-        open_records(f"/dev/fd/{end}")
-    os.close(end)
-
-
 def test_a_bad_line_behind_the_sample(tmp_path, small_limits):
     lines = ['{"prompt": "a"}'] * 40
     lines[7] = '{"prompt": 7}'
@@ -308,7 +250,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
     write_jsonl(path, [{"prompt": "a"}] * 40)
     data = RLAIFDataset(path, word_tokenizer("a"), 5)
     path.write_bytes(b"")
-    with pytest.raises(InputError, match="has changed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl:1: not JSON"):
         data[3]
 
 

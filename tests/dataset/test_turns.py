@@ -4,7 +4,7 @@ import pytest
 from test_dataset import chat, jsonl  # noqa: F401  (fixtures)
 from tiny import flags, run_files, save_policy_dir, train, word_tokenizer, write_jsonl
 
-from dataset.formats import Keys, to_demonstration, to_prompt, tool_turns
+from dataset.formats import has_tools, to_demonstration, to_prompt
 from dataset.lm_dataset import RLAIFDataset
 from dataset.turns import as_messages
 from errors import InputError
@@ -38,19 +38,16 @@ OLDER = [  # OpenAI before there were tools
 ]
 
 
-@pytest.mark.parametrize(
-    ("record", "left_out"),
-    [({"messages": OPENAI}, 4), ({"conversations": SHAREGPT}, 2), ({"messages": OLDER}, 2)],
-)
-def test_turns_of_tools_are_left_out(record, left_out):
+@pytest.mark.parametrize("record", [{"messages": OPENAI}, {"conversations": SHAREGPT}, {"messages": OLDER}])
+def test_turns_of_tools_are_left_out(record):
     assert to_prompt(record) == to_demonstration(record) == ([turn("user", "rain?")], "no")
-    assert tool_turns(record) == left_out
-    assert tool_turns({"x": next(iter(record.values()))}, Keys("x")) == left_out
+    assert has_tools(record) and has_tools({"x": next(iter(record.values()))})
+    assert not has_tools({"messages": [turn("user", "rain?"), turn("assistant", "no")], "x": ["tool"]})
 
 
 def test_what_is_left_when_tools_are_left_out():
     assert to_prompt({"messages": OPENAI[:2]}) == ([turn("user", "rain?")], None)
-    with pytest.raises(InputError, match=r"no answer to learn from \(calls of tools are left out\)"):
+    with pytest.raises(InputError, match=r"no answer to learn from \(a call of a tool is none\)"):
         to_demonstration({"messages": OPENAI[:2]})
     with pytest.raises(InputError, match="only turns of tools"):
         as_messages(OPENAI[1:3])
@@ -63,12 +60,11 @@ def test_what_is_left_when_tools_are_left_out():
     [
         (
             [{"type": "image_url", "image_url": {"url": "x"}}],
-            "turn 1 has a part of type 'image_url'; only text",
+            'turn 1 of the conversation has no text "content"; only text can be read',
         ),
-        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "part of type 'input_audio'"),
-        ([{"type": "text"}], "part of type 'text'; only text"),
+        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "only text can be read"),
+        ([{"type": "text"}], "only text can be read"),
         (["a"], 'turn 1 of the conversation has no text "content"'),
-        ([], 'turn 1 of the conversation has no text "content"'),
     ],
 )
 def test_parts_that_are_no_text_are_named(content, says):
@@ -84,8 +80,8 @@ def test_a_dataset_says_what_it_ignores(chat, jsonl):  # noqa: F811
         {"prompt": "hi"},
     ]
     path = jsonl(*records)
-    note = f"{path}: tools are ignored: 3 of 4 records have them; "
-    note += "6 turns that call one or hold its result are left out"
+    note = f"{path}: tools are ignored: 3 of the records read have them; "
+    note += "turns that call one or hold its result are left out"
     assert RLAIFDataset(path, chat, 100).note == note
     assert RLAIFDataset(jsonl({"prompt": "hi", "tools": None}), chat, 100).note == ""
 
@@ -96,7 +92,7 @@ def test_a_run_says_it_in_one_line(tmp_path, capsys):
     files |= {"data_path": path, "out_dir": tmp_path / "out"}
     sizes = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
     train(**files, **sizes, mini_batch_size=4, max_gen_len=4, critic_warmup_steps=0)
-    says = f"note     {path}: tools are ignored: 8 of 8 records have them; 16 turns"
+    says = f"note     {path}: tools are ignored: 8 of the records read have them; turns"
     assert capsys.readouterr().out.count(says) == 1
     model = save_policy_dir(tmp_path / "sft", word_tokenizer(["rain?", "no"], chat=True))
     sizes |= {"data_path": path, "eval_size": 4, "out_dir": tmp_path / "out", "device": "cpu"}
