@@ -138,14 +138,12 @@ def choose_missing_eos_penalty(run, logger):
     scores = reward.combine(batch.raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
-    alike = spread < LEAST_SPREAD
-    reward.missing_eos_penalty = UNKNOWN if alike else float(f"{spread:.2g}")
-    why = "all scores are alike" if alike else "the standard deviation of the scores"
+    reward.missing_eos_penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")
     with world.all_or_none():  # the disk may be full
         logger.keep_choice("missing_eos_penalty", reward.missing_eos_penalty)
     logger.say(
         f"penalty  {reward.missing_eos_penalty:g} for a response that does not end (--missing_eos_penalty): "
-        f"{why}, in {count} responses"
+        f"the scores of {count} responses have the standard deviation {spread:.2g}"
     )
 
 

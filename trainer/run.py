@@ -85,10 +85,8 @@ class PpoRun:
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         self.dtype = set_precision(args.dtype, device, args.deterministic)  # of mixed precision and sampling
-        self.in_step = None
-        if args.shard and world.size > 1:  # a single process has nobody to share with
-            self.in_step = InStep(world)
-        sharded = self.in_step is not None
+        sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
+        self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
         keep_freed_memory(sharded)
         check_range(actor, self.dtype, f"--model {args.model}: ")
@@ -124,7 +122,8 @@ class PpoRun:
         if start:
             models["critic_learning_rate"] = ("critic", start)
         self.suited, rates = choose_rates(args, models, args.lora_r > 0)
-        self.notes = [*notes, rates, memory]  # lines that say what was chosen for the user, or None
+        # Lines that say what was chosen for the user.
+        self.notes = [note for note in (*notes, rates, memory) if note]
 
         # It generates with the weights of the old actor, or of the actor to evaluate it.
         self.sampler = None  # where nothing is sampled
