@@ -18,7 +18,7 @@ from model.model_minimind import MiniMindConfig
 from trainer.compute import memory
 from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
-from trainer.generation.engine import HostCopy, Sampler
+from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import sequence_bytes
 from trainer.generation.sampler_copy import FEW_TOKENS, SamplerCopy, use_all_experts
 from trainer.generation.sampling import noise_keys
@@ -437,20 +437,6 @@ def test_a_rollout_waits_only_for_its_results(model, gpu):
     assert results(sampler.engine).responses() == wanted.responses()
 
 
-def test_rows_are_those_of_the_check_before():
-    done = torch.tensor([False, True, False, False])
-    late = HostCopy(done, late=True)
-    assert late.receive(done) == []  # nothing has been sent
-    late.send(done[:3])
-    done[0] = True
-    assert late.receive(done) == [False, True, False]
-    late.send(done)
-    assert late.receive(done) == [True, True, False, False]
-    late.send(done[:1])  # slots behind were emptied, and are filled again
-    assert late.receive(done) == [True]
-    assert HostCopy(done, late=False).receive(done[:2]) == [True, True]
-
-
 def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
     """It decodes on until the host knows, and writes nothing that is read."""
     gpu.setattr(engine, "STEPS_PER_CHECK", 3)
@@ -458,7 +444,7 @@ def test_a_finished_sequence_that_is_seen_late_changes_nothing(model, gpu):
     compact = engine.Engine.compact
 
     def look(self):
-        live.append((self.done[: self.live].sum().item(), sum(self.flags.receive(self.done))))
+        live.append((self.done[: self.live].sum().item(), self.known[: self.sent].sum().item()))
         compact(self)
         assert max(self.position.tolist()) <= self.longest <= self.cache.width
 
@@ -482,7 +468,7 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine.Engine, "advance", interrupted)
         answers(sampler)
-    assert any(sampler.engine.flags.receive(None))
+    assert sampler.engine.known[: sampler.engine.sent].any()
     assert answers(sampler).responses() == plain(model).responses()
 
 

@@ -13,7 +13,7 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 
 - this file: capture and replay;
 - generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
-  sequences, in few shapes; which have finished, copied without waiting (``HostCopy``); logits in fp32
+  sequences, in few shapes; which have finished, copied without waiting (``_send_flags``); logits in fp32
   (``_logits``); the kernel that samples and stores (``_sample_and_store``);
 - generation/sampler_copy.py (``use_all_experts``): a mixture of experts without shapes that depend on data;
 - generation/kv_cache.py (``tabulate_rotary``, ``by_position``);

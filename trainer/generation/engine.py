@@ -118,38 +118,6 @@ def sample(policy, prompt_ids, keys, eos_ids, max_gen_len, temperature, slots=SL
     return Sampler(policy, policy.dtype, slots).sample(prompt_ids, keys, eos_ids, max_gen_len, temperature)
 
 
-class HostCopy:
-    """Which slots are done, as the host knows it, without waiting for a GPU.
-
-    There, reading means waiting until all queued steps are computed, and then the GPU has nothing to do until
-    the host has queued more. So flags are copied behind the steps of one check (``send``) and read at the
-    next (``receive``), when further steps are queued already: they are a check too old. On a CPU they are
-    not. done [slots]; late: whether the check before is read.
-    """
-
-    def __init__(self, done, late):
-        self.late = late
-        self.sent = 0
-        self.copy = torch.zeros(len(done), dtype=torch.bool, pin_memory=done.is_cuda)
-        self.copied = torch.cuda.Event() if done.is_cuda else None
-
-    def send(self, done):
-        """Start to copy the flags of the first n slots to the host."""
-        if self.late:
-            self.sent = len(done)
-            self.copy[: self.sent].copy_(done, non_blocking=True)  # from pinned memory: it does not wait
-            if self.copied:
-                self.copied.record()
-
-    def receive(self, done):
-        """-> the flags that were sent last, as a list; where nothing is late, ``done``, the present ones."""
-        if not self.late:
-            return done.tolist()
-        if self.copied:
-            self.copied.synchronize()
-        return self.copy[: self.sent].tolist()
-
-
 class Engine:
     """The slots, the sequences in them and the results. Tensors keep their addresses, as CUDA graphs require.
 
@@ -183,7 +151,9 @@ class Engine:
         self.finished = zeros(rows + 1, dtype=torch.bool)
         self.limit = zeros(1)
         self.ends = {}
-        self.flags = HostCopy(self.done, graphs.asynchronous)
+        # What the host knows of ``done``: the first ``sent`` slots, once the copy is there
+        self.known = torch.zeros(slots, dtype=torch.bool, pin_memory=self.done.is_cuda)
+        self.copied = torch.cuda.Event() if self.done.is_cuda else None
         self.state = [self.row, self.token, self.position, self.count, self.begun, self.done]
         self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
 
@@ -208,7 +178,7 @@ class Engine:
         self.finished.zero_()
         self.longest = 0  # at most how many tokens the sequence in a slot has
         self._clear_slots(0)
-        self.flags.send(self.done[:0])
+        self.sent = 0
 
     def _clear_slots(self, live):
         """Mark the slots from ``live`` on as empty: what they write goes to the last row and column."""
@@ -324,9 +294,18 @@ class Engine:
         return head_logits(states, self.head.weight, self.head.bias, self.head.weight.dtype)
 
     def compact(self):
-        """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
-        done = self.flags.receive(self.done[: self.live])
-        done += [False] * (self.live - len(done))  # slots that have been filled since the flags were sent
+        """Remove finished sequences, once they are an eighth; the last live ones move into their slots.
+
+        To read what a GPU computes means waiting until all queued steps are computed, and then it has nothing
+        to do until the host has queued more. So flags are copied to the host behind the steps of one check
+        and read at the next, when further steps are queued already: they are a check too old.
+        """
+        if not self.graphs.asynchronous:
+            self._send_flags()
+        elif self.copied:
+            self.copied.synchronize()
+        done = self.known[: self.sent].tolist()
+        done += [False] * (self.live - self.sent)  # slots that have been filled since the flags were sent
         stay = [slot for slot, ended in enumerate(done) if not ended]
         if (self.live - len(stay)) * COMPACT_AT >= self.live:
             holes = [slot for slot in range(len(stay)) if done[slot]]
@@ -338,7 +317,15 @@ class Engine:
             self._clear_slots(len(stay))
             if not self.graphs.asynchronous:  # a GPU would be waited for
                 self.longest = int(self.position.max())
-        self.flags.send(self.done[: self.live])
+        if self.graphs.asynchronous:
+            self._send_flags()
+
+    def _send_flags(self):
+        """Start to copy the flags of the live slots to pinned memory of the host. It does not wait."""
+        self.sent = self.live
+        self.known[: self.live].copy_(self.done[: self.live], non_blocking=True)
+        if self.copied:
+            self.copied.record()
 
     def rollout(self):
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""

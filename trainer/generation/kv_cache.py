@@ -31,20 +31,16 @@ def sequence_bytes(model, width):
     return width * bytes_per_token(model.config, cache_dtype(model).itemsize)
 
 
+def able_kernels(model):
+    """The compiled kernels of this model's device and dtype, or None."""
+    kernels = kernels_of(model.device.type)
+    return kernels if kernels is not None and model.dtype in kernels.TYPES else None
+
+
 def decodes_fused(model):
     """Whether a compiled function does all that every attention layer does between its matrix products."""
     layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    kernels = kernels_of(model.device.type)
-    able = kernels is not None and model.dtype in kernels.TYPES
-    return able and len(layers) == model.config.num_hidden_layers
-
-
-def reads_positions(model):
-    """Whether the attention of a model that is not fused reads on the device how long each row is, so that it
-    needs no mask: on a GPU with compiled kernels, where it is ours."""
-    kernels = kernels_of(model.device.type)
-    ours = model.config._attn_implementation == ATTENTION and model.dtype in getattr(kernels, "TYPES", ())
-    return ours and hasattr(kernels, "cached_attention")
+    return able_kernels(model) is not None and len(layers) == model.config.num_hidden_layers
 
 
 def cache_dtype(model):
@@ -78,9 +74,12 @@ class KVCache(Cache):
         config, device = model.config, model.device
         super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
         self.config, self.slots = config, slots
-        self.fused, self.dtype = decodes_fused(model), cache_dtype(model)
-        self.kernels = kernels_of(device.type)
-        self.by_position = not self.fused and reads_positions(model)
+        self.fused = decodes_fused(model)
+        self.dtype = cache_dtype(model)
+        self.kernels = able_kernels(model)
+        # Whether attention that is ours reads on the device how long each row is, so that it needs no mask
+        self.by_position = config._attn_implementation == ATTENTION and not self.fused
+        self.by_position &= hasattr(self.kernels, "cached_attention")
         self.needs_columns = not (self.fused or self.by_position)  # whether ``longest`` of a step is used
         self.block = self.kernels.lanes() if self.fused else None
         self.width = width = width + (-width % self.block if self.block else 0)

@@ -41,7 +41,7 @@ class EarlyEnds:
             self.sent[key] = send(torch.tensor(ids, dtype=torch.int64), logits.device)
         ids = self.sent[key]
         early = (places < self.least - 1)[:, None]
-        logits.index_copy_(1, ids, logits.index_select(1, ids).masked_fill(early, -torch.inf))
+        logits[:, ids] = logits[:, ids].masked_fill(early, -torch.inf)
 
     def of(self, layout, device):
         """What ``token_logprobs`` is to do with the logits of a ``Layout.of_responses``: a function of

@@ -33,7 +33,6 @@ import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -46,14 +45,6 @@ RECORDS = "records"  # the parameter that gets whole records
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
-
-
-class Wanted(NamedTuple):
-    """What a reward function asks for beyond prompts, responses and answers."""
-
-    optional: dict  # {name of a parameter: has it a default?}
-    every: bool  # has it **columns, which take every field?
-    taken: set  # names that cannot be passed again
 
 
 def load_reward_function(spec: str, *datasets):
@@ -83,29 +74,34 @@ def load_reward_function(spec: str, *datasets):
     return function
 
 
-def wanted(function) -> Wanted:
-    """The function's parameters. Raises InputError unless the first three can be prompts, responses and
-    answers."""
-    parameters = list(inspect.signature(function).parameters.values())
-    kinds = {p.kind for p in parameters}
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    first, more = placed[:3], placed[3:] + [p for p in parameters if p.kind == p.KEYWORD_ONLY]
-    in_order = all(PLACES.get(p.name, i) == i for i, p in enumerate(first))
-    if not in_order or (len(first) < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds):
-        names = ", ".join(p.name for p in parameters)[:100]
+def wanted(function) -> dict:
+    """What a reward function asks for beyond its first three parameters -> {name: its parameter}. Raises
+    InputError unless the first three can be prompts, responses and answers."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    try:
+        given = signature.bind_partial("prompts", "responses", "answers").arguments
+    except TypeError:  # it takes fewer
+        given = {}
+    if not given or any(PLACES.get(name, place) != place for place, name in enumerate(names[:3])):
         raise InputError(
             "--reward_fn: the function is called with prompts, responses, answers, so its first three "
-            f"parameters must be these, in this order; they are ({names})"
+            f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
         )
-    optional = {p.name: p.default is not p.empty for p in more}
-    return Wanted(optional, inspect.Parameter.VAR_KEYWORD in kinds, {p.name for p in first})
+    more = {name: p for name, p in signature.parameters.items() if name not in given}
+    return {name: p for name, p in more.items() if p.kind != p.VAR_POSITIONAL}
+
+
+def must_have(p):
+    """Whether a parameter has no default, and is not **columns, which takes every field."""
+    return p.default is p.empty and p.kind != p.VAR_KEYWORD
 
 
 def check_columns(function, columns, path):
     """Raise InputError if the function asks for a field that no record of the data file has. columns: the
     keys of the file's records; path: the file."""
-    for name, optional in wanted(function).optional.items():
-        if not (optional or name == RECORDS or name in columns):
+    for name, p in wanted(function).items():
+        if must_have(p) and name != RECORDS and name not in columns:
             raise InputError(
                 f"--reward_fn: its parameter {name!r} is no key of the records of {path}; "
                 f"{keys_found(dict.fromkeys(columns))}: rename it, or give it a default"
@@ -114,13 +110,14 @@ def check_columns(function, columns, path):
 
 def fields(function, records) -> dict:
     """What the function asks for beyond prompts, responses and answers, of B records -> {name: list of B}."""
-    optional, every, taken = wanted(function)
+    asked = wanted(function)
     found = dict.fromkeys(name for record in records for name in record)
-    names = [name for name, default in optional.items() if name in found or not default]
-    if every:
-        names += [name for name in found if name not in taken | optional.keys()]
+    names = [name for name, p in asked.items() if name in found or must_have(p)]
+    if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
+        taken = asked.keys() | inspect.signature(function).parameters
+        names += [name for name in found if name not in taken]
     values = {name: [record.get(name) for record in records] for name in names}
-    return values | ({RECORDS: records} if RECORDS in optional else {})
+    return values | ({RECORDS: records} if RECORDS in asked else {})
 
 
 def call_reward_function(function, request, seconds: float):

@@ -34,13 +34,12 @@ from progress_bar import phase
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import Layout, pack_sequences, packed_states
-from trainer.compute.precision import autocast, check_finite, check_range
+from trainer.compute.precision import autocast, check_range
 from trainer.compute.rollout_data import length_mask
 
 # Conversations that a model's get_score and get_scores both score, to be compared
 CHECKED = [("a b c", "d e f g " * count) for count in (1, 3, 9)]
-TOLERANCE = 1e-3  # of a score between -1 and 1
-TOLERANCE_16 = 2e-2  # the same of a model in 16 bits
+TOLERANCE = 2e-2  # of a score between -1 and 1, of a model in 16 bits
 
 
 class ClassifierRewardModel:
@@ -48,8 +47,8 @@ class ClassifierRewardModel:
 
     Its linear layers and embeddings are kept in the dtype ``weights`` and compute as all models do, under
     autocast in ``dtype``; the score head computes in fp32. Code from outside runs without autocast. Raises
-    InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit, or its
-    ``reward_offset`` is not a number, or a weight or a score is too large for fp16.
+    InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit, or a
+    weight is too large for fp16.
     """
 
     def __init__(self, path, device, trust_remote_code, dtype, weights):
@@ -92,8 +91,6 @@ class ClassifierRewardModel:
 
         lengths = [len(x) for x in ids]
         each_micro_batch(lengths, tokens_per_pass(self.model.device), score_some, "reward model")
-        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
-            check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):
@@ -185,8 +182,7 @@ class RemoteRewardModel:
         except InputError as error:
             difference = str(error).removeprefix("--reward_model: ")
         else:
-            tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
-            if (gap <= tolerance * expected.abs().clamp_min(1)).all():
+            if (gap <= TOLERANCE * expected.abs().clamp_min(1)).all():
                 return True
             difference = f"its get_scores and get_score differ by {gap.max():.2g}"
         tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
