@@ -13,7 +13,6 @@ PARTS = "reward/*"  # stands for every part of the reward
 # The parts of PPO's reward that are rules about the form of a response. What the user wants is the rest.
 RULES = ("format", "marks", "thinking", "repetition", "length_reward", "missing_eos", "overlong")
 UNDEFINED = "value/explained_variance"  # where all returns are equal, which is no fault
-NOT_IN_BAR = ("ended", "entropy", "clip", "ev", "lr", "norm", "distance")  # it would be too long
 EVALUATED = (  # the order in which an evaluation's metrics are printed
     *("loss", "perplexity", "rmse", "correlation", "chosen_share", "kl"),
     *("accuracy", "distance", "judge", "format_rate", "score", "length"),
@@ -46,7 +45,7 @@ class Display:
     line: dict[str, str]  # the line of a step: {metric: its format}
     panels: tuple[Panel, ...]  # the plots of report.html; the first six are in curves.png
     best: str  # the metric that is compared: of the evaluations eval/<best>, of the steps <group>/<best>
-    followed: dict[str, str]  # the table of the steps: {metric or PARTS: "highest", "lowest" or "" is best}
+    followed: tuple[str, ...]  # the table of the steps: metrics, or PARTS
     group: str = "train"
     log_interval: int = 50  # steps between printed lines where --log_interval is 0; fewer in a short run
     lower_is_better: bool = False  # of ``best``
@@ -54,13 +53,13 @@ class Display:
     tested: str = ""  # what an evaluation consists of, where that is not ``unit``
     digits: int = 4  # of an evaluation's numbers
 
-    def step_line(self, metrics: dict, in_bar: bool = False) -> str:
+    def step_line(self, metrics: dict) -> str:
         """``score 2.310 | kl 0.0210 | …``; ``ev -`` where it has no value. The NaN of any other metric stays
-        to be seen. in_bar: the shorter one of the progress bar."""
+        to be seen."""
         return " | ".join(
             "ev -" if name == UNDEFINED and math.isnan(metrics[name]) else text.format(metrics[name])
             for name, text in self.line.items()
-            if name in metrics and not (in_bar and text.startswith(NOT_IN_BAR))
+            if name in metrics
         )
 
     def evaluation_line(self, metrics: dict) -> str:
@@ -189,20 +188,20 @@ PPO_PANELS = (
     ),
 )
 
-DISTRIBUTIONS = (  # of report.html; a series is a name in histograms.jsonl
+DISTRIBUTIONS = (  # of report.html; a series is a name in deciles.jsonl
     Panel(
         "scores",
-        {"score": ""},
-        "The strong part should move up. Two bands: the responses are of two kinds.",
+        {"score": "median"},
+        "The bands should move up. A wide band between two narrow ones: the responses are of two kinds.",
     ),
     Panel(
         "length (tokens)",
-        {"length": ""},
-        "A band that moves to the top edge: responses grow until they are cut.",
+        {"length": "median"},
+        "Bands that pile up at the top: responses grow until they are cut.",
     ),
     Panel(
         "KL of a response (nats)",
-        {"kl": ""},
+        {"kl": "median"},
         "Responses far above the line have left the reference.",
     ),
 )
@@ -230,17 +229,18 @@ PPO = Display(
     panels=PPO_PANELS,
     best="score",
     group="reward",
-    followed={
-        "reward/score": "highest",
-        PARTS: "highest",
-        "rollout/length": "",
-        "rollout/finished": "highest",
-        "rollout/repetition": "",
-        "rollout/distinct": "",
-        "kl/k1": "",
-    },
+    followed=(
+        "reward/score",
+        "reward/score_raw",
+        PARTS,
+        "rollout/length",
+        "rollout/finished",
+        "rollout/repetition",
+        "rollout/distinct",
+        "kl/k1",
+    ),
     digits=3,
-    samples=("samples.jsonl", "eval_samples.jsonl", "histograms.jsonl"),
+    samples=("samples.jsonl", "eval_samples.jsonl", "deciles.jsonl"),
 )
 
 OFFLINE = replace(
@@ -254,7 +254,7 @@ OFFLINE = replace(
     },
     tested="pairs",
     best="chosen_share",
-    followed={"policy/approx_kl": "", "policy/clip_fraction": "", "policy/ratio": ""},
+    followed=("policy/approx_kl", "policy/clip_fraction", "policy/ratio"),
 )
 
 
@@ -296,7 +296,7 @@ SFT = Display(
         ),
     ),
     best="loss",
-    followed={"train/loss": "lowest"},
+    followed=("train/loss",),
     lower_is_better=True,
 )
 
@@ -330,7 +330,7 @@ PAIRS = Display(
         ),
     ),
     best="accuracy",
-    followed={"train/accuracy": "highest", "train/loss": "lowest", "train/distance": ""},
+    followed=("train/accuracy", "train/loss", "train/distance"),
 )
 
 RATINGS = Display(
@@ -360,6 +360,6 @@ RATINGS = Display(
         ),
     ),
     best="loss",
-    followed={"train/loss": "lowest"},
+    followed=("train/loss",),
     lower_is_better=True,
 )

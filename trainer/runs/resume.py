@@ -13,7 +13,7 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
     eval_samples.jsonl                    PPO: the same held-out prompts' answers at every evaluation
-    histograms.jsonl                      PPO: the scores, lengths and KLs of each step, counted in bins
+    deciles.jsonl                         PPO: the deciles of the scores, lengths and KLs of each step
     best.pth best/                        PPO: the best actor of this run, also when a later run has one
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
     report.html                           all of it to look at, written again and again as the run goes
@@ -72,7 +72,7 @@ from transformers import __version__ as transformers_version
 from atomic_files import write_whole, writing
 from errors import InputError
 from trainer.compute.kernels import kernels_of
-from trainer.runs import checkpoints, trackers
+from trainer.runs import checkpoints
 from trainer.runs.commands import quoted
 from trainer.runs.run_logger import NullLogger, RunLogger
 
@@ -91,7 +91,6 @@ def start_or_resume(run, about: str, argv: list):
     args, world, folder = run.args, run.world, None
     with world.all_or_none():
         if world.is_main:
-            trackers.check_packages(args)
             # torchrun may have just ended the process that held the lock, and started this one in its place.
             started_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
             patience = LOCK_PATIENCE if started_again else 0.0
@@ -195,7 +194,7 @@ class RunFolder:
         an evaluation, a sample, a checkpoint, a file of a tracker or of the user.
         """
         written = {"config.json", ".lock", ".lock.held", "metrics.jsonl"}
-        written |= {"samples.jsonl", "eval_samples.jsonl", "histograms.jsonl"}
+        written |= {"samples.jsonl", "eval_samples.jsonl", "deciles.jsonl"}
         with contextlib.suppress(OSError, ValueError):
             if self._found or any(path.name not in written for path in self.path.iterdir()):
                 return False
