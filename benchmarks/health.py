@@ -6,7 +6,7 @@
 
 Each run is the bundled demo, 24 steps of 32 prompts or fewer, with the changes of health_broken.py and
 health_healthy.py, or a task of learning.py. What the checks read of it is kept in
-benchmarks/results/health.json, and the table is written into docs/health.md. A broken run is "named" if one
+benchmarks/results/health.json, and the table in health.md beside it. A broken run is "named" if one
 of its first two findings is among those that its entry expects. A run "remedy of x" is x with the flags that
 its first finding of that entry told. Each run is a forked process: Linux and Mac.
 """
@@ -34,9 +34,8 @@ from trainer.runs.health import findings, read_run
 from trainer.runs.health_rules import WRONG
 
 KEPT = ROOT / "benchmarks" / "results" / "health.json"
-PAGE = ROOT / "docs" / "health.md"
+PAGE = KEPT.with_suffix(".md")
 NOT_READ = ("perf/", "train/", "kl/k2", "kl/k3", "_greedy", "value/balance", "policy/balance")
-MARKS = "<!-- runs -->", "<!-- end of runs -->"
 
 
 def train(flags, folder, log, fault=None):
@@ -222,9 +221,7 @@ def main():
         kept = make(args.words, args.folder, args.dreams)
     text = tables(kept)
     print(text)
-    page = PAGE.read_text(encoding="utf-8")
-    begin, end = (page.index(mark) for mark in MARKS)
-    PAGE.write_text(f"{page[:begin]}{MARKS[0]}\n\n{text}\n\n{page[end:]}", encoding="utf-8")
+    PAGE.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

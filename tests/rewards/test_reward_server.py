@@ -81,7 +81,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(reward_server, "PAUSES", (0.01, 0.02, 0.04, 0.08))
 
 
-def ask(url, count=3, timeout=1.0):
+def ask(url, count=3, timeout=10.0):
     """The server's scores of ``count`` responses: a, a a, a a a, …"""
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
     texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them

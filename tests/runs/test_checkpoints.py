@@ -218,7 +218,7 @@ def test_a_second_signal_ends_at_once(files, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)  # it waits for the reward function
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=120) == 130
     process.communicate()
 
 

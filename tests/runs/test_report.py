@@ -262,7 +262,7 @@ def test_changes_of_texts_that_repeat_themselves_are_found_quickly():
     ):
         pieces = changes(after, before)
         assert "".join(piece for piece, _ in pieces) == after.rstrip()
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 5
 
 
 def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
