@@ -18,7 +18,6 @@ from pathlib import Path
 from atomic_files import write_whole, writing
 from errors import InputError, first_line
 from trainer.runs.displays import DISTRIBUTIONS, Records
-from trainer.runs.health_rules import REPORT
 from trainer.runs.samples import prompt_text
 from trainer.runs.summary import filled, in_words, tables
 
@@ -63,7 +62,7 @@ class Report:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            self.say(f"note: report.html cannot be made ({reason}); {REPORT}")
+            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
         end = time.perf_counter()
         self._due = end + SHARE * (end - start)
 
