@@ -45,19 +45,8 @@ class Report:
         ``in_words``. Raises InputError if the disk cannot be written. If they cannot be made, a line says so:
         a fault in them must not end a run."""
         start = time.perf_counter()
-        path = self.folder.path
         try:
-            from trainer.runs.plots import draw_png  # it takes long to load
-
-            records = read_metrics(path)
-            page = self.page(records, findings, state)
-            with writing(path / "report.html"):
-                write_whole(
-                    path / "report.html", page.encode(errors="replace")
-                )  # JSON may hold half a character
-            if state != "running":
-                with writing(path / "curves.png"):
-                    draw_png(records, self.run.display.panels[:DRAWN], path / "curves.png")
+            self._write(findings, state)
         except InputError:
             raise
         except Exception as error:
@@ -66,14 +55,14 @@ class Report:
         end = time.perf_counter()
         self._due = end + SHARE * (end - start)
 
-    def page(self, records: Records, findings: list, state: str) -> str:
-        """The page. records: all lines of metrics.jsonl; other arguments: see ``write``."""
-        from trainer.runs.plots import draw_svgs
+    def _write(self, findings, state):
+        from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
         run = self.run
-        path = self.folder.path
+        folder = self.folder.path
+        records = read_metrics(folder)
         numbered = list(enumerate(findings, 1))
-        return filled(
+        page = filled(
             "report.html.jinja2",
             run=run,
             folder=self.folder,
@@ -83,12 +72,19 @@ class Report:
             findings=numbered,
             tables=tables(run, records),
             plots=draw_svgs(records, run.display.panels, numbered),
-            fans=draw_svgs(read_rows(path / "deciles.jsonl"), DISTRIBUTIONS, numbered),
-            answers=read_rows(path / "eval_samples.jsonl"),
-            samples=read_rows(path / "samples.jsonl"),
+            fans=draw_svgs(read_rows(folder / "deciles.jsonl"), DISTRIBUTIONS, numbered),
+            answers=read_rows(folder / "eval_samples.jsonl"),
+            samples=read_rows(folder / "samples.jsonl"),
             prompt_text=prompt_text,
             changes=changes,
         )
+        path = folder / "report.html"
+        with writing(path):
+            write_whole(path, page.encode(errors="replace"))  # JSON may hold half a character
+        if state != "running":
+            path = folder / "curves.png"
+            with writing(path):
+                draw_png(records, run.display.panels[:DRAWN], path)
 
 
 def read_rows(path: Path) -> list[dict]:

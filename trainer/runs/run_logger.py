@@ -33,7 +33,6 @@ class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
 
     broken = None
-    ended_by = None
 
     def log(self, *given):
         """Do nothing."""
