@@ -8,7 +8,6 @@ WITHOUT = "RUNS_WITHOUT_PICTURES"  # an environment variable that forked process
 
 def leave_out(setattr=setattr):
     """setattr: of ``pytest.MonkeyPatch`` where it is to be undone."""
-    from trainer.runs import report, run_logger
+    from trainer.runs import report
 
-    setattr(run_logger, "draw_png", lambda records, panels, path: None)
     setattr(report.Report, "write", lambda *args: None)

@@ -261,8 +261,7 @@ def minimind_pth(args, kind: str) -> Path:
 
 def complete_output_flags(args):
     """Make --out_dir absolute: where things are written must not depend on the working directory, which a
-    reward function may change. InputError for a --run_name that is a path, or trackers that exclude each
-    other."""
+    reward function may change. InputError for a --run_name that is a path, or a tracker that is missing."""
     if re.search(r"^\.\.?$|[/\\]", args.run_name):
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)

@@ -8,9 +8,7 @@ import torch
 
 from trainer import ppo
 from trainer.collect import rows_of_equal_groups
-from trainer.compute.rollout_data import length_mask
 
-ID_BITS = 21  # of a token id: three of them fit into 63 bits, and the largest vocabularies need 18
 LEAST_SPREAD = 1e-6  # times the mean: a smaller standard deviation is rounding
 
 
@@ -34,7 +32,7 @@ def note_rollout(run, new, returns, metrics):
 
 def note_step(run, name, step, metrics):
     """Add an optimizer step (``Step``) of a learner to ``metrics``."""
-    group = {"critic": "value", "actor": "policy"}[name]
+    group = "value" if name == "critic" else "policy"
     metrics.add("policy/skipped_steps", not step.finite, 1)
     if step.finite:
         metrics.add(f"{group}/grad_norm", step.norm, 1)
@@ -50,7 +48,8 @@ def step_metrics(run, batch, metrics, clock):
     """
     args = run.args
     rollout = batch.rollout
-    count = len(batch.prompts)
+    responses = rollout.responses()
+    count = len(responses)
     metrics.add_all({f"reward/{name}": x.sum() for name, x in batch.scores.items()}, count)
     if run.reward.models:
         metrics.add("reward/at_limit", run.reward.at_limit(batch.raw).sum(), count)
@@ -61,8 +60,8 @@ def step_metrics(run, batch, metrics, clock):
         metrics.add("rollout/equal_groups", equal, count)
     metrics.add("rollout/length", rollout.response_len.sum(), count)
     metrics.add("rollout/finished", rollout.finished.sum(), count)
-    metrics.add("rollout/repetition", repetition(rollout).sum(), count)
-    metrics.add_all(batch_metrics(rollout, batch.scores["score"], run.world), 1)
+    metrics.add("rollout/repetition", torch.tensor([repetition(ids) for ids in responses]).sum(), count)
+    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
     means = metrics.means(run.world)
     seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
     means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
@@ -71,52 +70,38 @@ def step_metrics(run, batch, metrics, clock):
     return means
 
 
-# ------------------------------------------------------------------------------------- of the responses
+def repetition(ids):
+    """The share of a response's trigrams of tokens, EOS included, that occurred before in the same response;
+    0 where it has fewer than four tokens."""
+    trigrams = list(zip(ids, ids[1:], ids[2:], strict=False))
+    return (len(trigrams) - len(set(trigrams))) / max(len(trigrams), 1)
 
 
-def repetition(rollout):
-    """[B]: the share of a response's trigrams of tokens, EOS included, that occurred before in the same
-    response; 0 where it has fewer than four tokens. A GPU is not waited for."""
-    tokens = rollout.tokens
-    columns = torch.arange(rollout.sampler_logprobs.shape[1], device=tokens.device)
-    places = rollout.prompt_len[:, None] + columns
-    ids = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
-    trigrams = (ids[:, :-2] << 2 * ID_BITS) | (ids[:, 1:-1] << ID_BITS) | ids[:, 2:]
-    count = (rollout.response_len - 2).clamp(min=0)
-    there = length_mask(count, trigrams.shape[1])
-    # Sorted, equal ones are neighbours. What is behind a response goes to the end, so ``there`` still fits.
-    trigrams = torch.where(there, trigrams, torch.iinfo(torch.int64).max).sort(1)[0]
-    repeated = (trigrams[:, 1:] == trigrams[:, :-1]) & there[:, 1:]
-    return repeated.sum(1) / count.clamp(min=1)
-
-
-def batch_metrics(rollout, scores, world):
+def batch_metrics(responses, scores, world):
     """{name: value} of the whole batch, the same in all processes, which must all call it.
 
-    rollout: this process' responses [B]; scores [B]: theirs. "rollout/distinct": responses of which no two
+    responses: this process' B lists of ids; scores [B]: theirs. "rollout/distinct": responses of which no two
     are equal, token by token, divided by all; "reward/score_std": population standard deviation of the
-    scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens.
+    scores; "rollout/score_length_corr": Pearson's correlation of score and length in tokens, 0 where one of
+    them does not vary.
     """
-    responses = zip(rollout.responses(), scores.tolist(), strict=True)
-    mine = [(hash(tuple(ids)), score, len(ids)) for ids, score in responses]
+    mine = [
+        (hash(tuple(ids)), score, len(ids)) for ids, score in zip(responses, scores.tolist(), strict=True)
+    ]
     hashes, scores, lengths = zip(*(row for rows in world.gather(mine) for row in rows), strict=True)
-    scores = centred(torch.tensor(scores, dtype=torch.float64))
-    lengths = centred(torch.tensor(lengths, dtype=torch.float64))
+    scores = centred(scores)
+    lengths = centred(lengths)
+    size = (scores.square().sum() * lengths.square().sum()).sqrt().item()
     return {
         "rollout/distinct": len(set(hashes)) / len(hashes),
         "reward/score_std": scores.square().mean().sqrt().item(),
-        "rollout/score_length_corr": correlation(scores, lengths),
+        "rollout/score_length_corr": (scores @ lengths).item() / size if size else 0.0,
     }
 
 
-def centred(x):
-    """x [N] less its mean; 0 everywhere where the numbers differ by no more than rounding."""
+def centred(numbers):
+    """Numbers less their mean, fp64 [N]; 0 everywhere where they differ by no more than rounding."""
+    x = torch.tensor(numbers, dtype=torch.float64)
     mean = x.mean()
     x = x - mean
     return torch.zeros_like(x) if x.square().mean().sqrt() <= LEAST_SPREAD * mean.abs() else x
-
-
-def correlation(x, y):
-    """Pearson's correlation of two ``centred`` [N], as a float; 0 where one of them does not vary."""
-    size = (x.square().sum() * y.square().sum()).sqrt().item()
-    return (x @ y).item() / size if size else 0.0

@@ -175,19 +175,3 @@ def test_metrics_are_gathered_in_one_piece():
     assert metrics.totals(["c", "b"], CPU).tolist() == [5.0, 7.0]
     with pytest.raises(KeyError):
         metrics.totals(["d"], CPU)
-
-
-def test_a_gpu_gets_what_the_host_has_of_the_metrics_in_one_copy(monkeypatch):
-    """Copied one by one, each number would be an operation of its own on the device."""
-    sent = []
-    monkeypatch.setattr(
-        "trainer.runs.metrics.send", lambda x, device: sent.append(x.tolist()) or x.to(device)
-    )
-    metrics = Metrics()
-    metrics.add("a", 5.0, 1)
-    metrics.add("b", torch.zeros((), device="meta"), 1)
-    metrics.add("c", torch.tensor(7), 1)
-    metrics.add("d", torch.zeros((), device="meta"), 1)
-    found = metrics.totals(["a", "b", "c", "d"], torch.device("meta"))
-    assert found.shape == (4,) and found.dtype == torch.float64
-    assert sent == [[5.0, 0.0, 7.0, 0.0], [1, 3]]  # the numbers, and the places of those that are there

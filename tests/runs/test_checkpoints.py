@@ -346,12 +346,11 @@ def test_an_earlier_checkpoint_that_is_named_begins_another_branch(whole, half):
     same_run(whole, run, step=6)
 
 
-def test_metrics_that_are_missing_are_said(half, capsys):
+def test_a_run_goes_on_without_metrics_that_are_missing(half):
     run, argv = half
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:2], "[1]\n", "noise\n", *lines[3:]]))
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], "noise\n", *lines[3:]]))
     train_ppo.main([*argv, "--resume", "auto"])
-    assert "metrics.jsonl does not have every step up to 4" in capsys.readouterr().out
     assert [m["step"] for m in read_jsonl(run / "metrics.jsonl")] == [0, 1, 3, 4, 5, 6]
     (run / "metrics.jsonl").unlink()
     train_ppo.main([*argv, "--resume", "auto"])  # the run is complete: no metrics are needed

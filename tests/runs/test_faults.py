@@ -126,12 +126,12 @@ def test_a_result_that_two_runs_write_at_the_same_time_is_said(files, tmp_path, 
 def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FAULT", f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
     monkeypatch.setenv("FAULT_AT", "2")
-    with pytest.raises(InputError, match=f"{tmp_path / 'r'}: the run folder was removed or renamed while"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: cannot be written \(No such file"):
         train_ppo.main(argv_of(files, tmp_path))
     assert not (tmp_path / "r").exists()
     said = capsys.readouterr().out
     assert "to go on" not in said
-    assert "so far: " not in said
+    assert "report   " not in said
 
 
 def test_a_reward_that_fails_on_the_real_command_line(files, tmp_path):

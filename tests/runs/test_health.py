@@ -681,10 +681,10 @@ def test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone(tm
         "see docs/rewards.md"
     )
     assert said[2].startswith("to go on all the same: ") and "--resume" in said[2]
-    ended = "ended by --strict_health 1: scores_alike."
+    ended = "ended by --strict_health 1: scores_alike"
     assert f"- The run was {ended}" in (tmp_path / "out/run_1/summary.md").read_text(encoding="utf-8")
     report = (tmp_path / "out/run_1/report.html").read_text(encoding="utf-8")
-    assert ended in report.replace('<span class="flag">', "").replace("</span>", "")
+    assert ended in report
     assert " | ev - | " in out and "nan" not in out  # all returns are equal
     assert read_jsonl(tmp_path / "out/run_1/metrics.jsonl")[1]["value/explained_variance"] is None
     train_ppo.main(

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-from trainer.compute.batching import send
-
 Number = torch.Tensor | float
 SQUARE = "_mean_square"
 
@@ -40,34 +38,26 @@ class Metrics:
             self.add(kept, *self._totals[name])
 
     def totals(self, names: Iterable[str], device: torch.device) -> torch.Tensor:
-        """The sums of these metrics on this process so far, fp64 [names]; a GPU is not waited for. Raises
-        KeyError if nothing was added to one of them."""
-        return _stack([self._totals[name][0] for name in names], device)
+        """The sums of these metrics on this process so far, fp64 [names]. Raises KeyError if nothing was
+        added to one of them."""
+        return _together([self._totals[name][0] for name in names], device)
 
     def means(self, world) -> dict[str, float]:
         """{name: mean over all processes}. All processes must call it and have added the same names in the
         same order. A sum of squares, as "<name>_mean_square" after the metric <name>, becomes "<name>_std",
         the population standard deviation."""
-        flat = _stack([x for pair in self._totals.values() for x in pair], world.device)
+        flat = _together([x for pair in self._totals.values() for x in pair], world.device)
         means = {}
         for name, (total, count) in zip(self._totals, world.sum(flat).view(-1, 2).tolist(), strict=True):
             mean = total / max(count, 1.0)
             if name.endswith(SQUARE):
                 name = name.removesuffix(SQUARE)
-                variance = mean - means[name] ** 2
-                means[f"{name}_std"] = math.sqrt(variance) if variance > 0 else 0.0
+                means[f"{name}_std"] = math.sqrt(max(mean - means[name] ** 2, 0.0))
             else:
                 means[name] = mean
         return means
 
 
-def _stack(numbers: list[Number], device: torch.device) -> torch.Tensor:
-    """Numbers and tensors of one element -> fp64 [n] on the device. A GPU gets all that the host has in one
-    copy, and its own in one piece: each copy for itself would be an operation of its own."""
-    there = [i for i, x in enumerate(numbers) if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
-    host = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
-    flat = send(torch.tensor(host, dtype=torch.float64), device)
-    if there:
-        values = torch.stack([numbers[i].double().reshape(()) for i in there])
-        flat.index_copy_(0, send(torch.tensor(there), device), values)
-    return flat
+def _together(numbers: list[Number], device: torch.device) -> torch.Tensor:
+    """Numbers and tensors of one element -> fp64 [n] on the device."""
+    return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""report.html: a whole run on one page, which needs no network and runs no script.
+"""report.html: a whole run on one page, which needs no network and runs no script; and curves.png.
 
 What came of it and what is wrong, the curves, the distributions, the same held-out prompts' answers at every
 evaluation, responses that stand out, the configuration. The page is report.html.jinja2; this file has what it
@@ -11,29 +11,18 @@ when the run ends or is stopped.
 import json
 import re
 import time
-from datetime import datetime
+from contextlib import suppress
 from difflib import SequenceMatcher
-from itertools import takewhile
 from pathlib import Path
-
-import numpy as np
-from markupsafe import Markup, escape
 
 from atomic_files import write_whole, writing
 from errors import InputError, first_line
-from trainer.runs.displays import Records
-from trainer.runs.health import SCRIPT, Finding
-from trainer.runs.plots import draw_report
+from trainer.runs.displays import DISTRIBUTIONS, Records
 from trainer.runs.samples import prompt_text
-from trainer.runs.summary import TEMPLATES, filled, in_words, tables
+from trainer.runs.summary import filled, in_words, tables
 
 SHARE = 100  # so writing it takes at most 1 % of a run
-FIRST = 1.0  # seconds: what the first writing is assumed to take
-MOST_EVALUATIONS = 12  # shown side by side
-MOST_ROWS = 5  # responses of a kind
-MOST_CHARACTERS = 2000  # of a text
-# A flag, with a number behind it if there is one: no line of the page ends inside.
-FLAG = re.compile(r"--[a-z]\w*(?: -?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![^\s,;.)]))?")
+DRAWN = 6  # panels of curves.png; report.html has all
 # A word with the space before it; a Chinese character is a word.
 WORDS = re.compile(r"\s*(?:[^\W\u2e80-\u9fff\uac00-\ud7af]+|\S)")
 
@@ -45,124 +34,79 @@ class Report:
         self.run = run
         self.folder = folder
         self.say = say
-        self._seconds = FIRST
-        self._written = time.perf_counter()
+        self._due = time.perf_counter() + SHARE  # as if writing it took a second
 
     def is_due(self) -> bool:
         """Whether writing it now keeps to its share of the run's time."""
-        return time.perf_counter() - self._written >= SHARE * self._seconds
+        return time.perf_counter() >= self._due
 
-    def write(self, records: Records, findings: list, state: str) -> None:
-        """Write report.html. records: all lines of metrics.jsonl; findings: list of ``Finding``; state:
-        "running", "ended", "stopped" or "ended by --strict_health 1: NAME". Raises InputError if the disk
-        cannot be written. If the page cannot be made, a line says so: a fault in it must not end a run."""
+    def write(self, findings: list, state: str) -> None:
+        """Write report.html, and curves.png if the run has ended. findings: list of ``Finding``; state: see
+        ``in_words``. Raises InputError if the disk cannot be written. If they cannot be made, a line says so:
+        a fault in them must not end a run."""
         start = time.perf_counter()
-        path = self.folder.path / "report.html"
         try:
-            page = self.page(records, list(enumerate(findings, 1)), state)
-            with writing(path):
-                write_whole(path, page.encode(errors="replace"))  # JSON may hold half a character
-            self._seconds = time.perf_counter() - start
+            self._write(findings, state)
         except InputError:
             raise
-        except ImportError:  # of matplotlib: ``RunLogger`` says so where it draws curves.png
-            pass
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
-        self._written = time.perf_counter()
+        end = time.perf_counter()
+        self._due = end + SHARE * (end - start)
 
-    def page(self, records: Records, findings: list[tuple[int, Finding]], state: str) -> str:
-        """The page. findings: with their numbers; other arguments: see ``write``."""
+    def _write(self, findings, state):
+        from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
+
         run = self.run
-        path = self.folder.path
-        curves, distributions = draw_report(
-            records, findings, run.display.panels, read_rows(path / "histograms.jsonl")
-        )
-        return filled(
+        folder = self.folder.path
+        records = read_metrics(folder)
+        numbered = list(enumerate(findings, 1))
+        page = filled(
             "report.html.jinja2",
-            name=path.name,
             run=run,
-            config=self.folder.config,
+            folder=self.folder,
             state=state,
-            step=last_step(records),
-            written=datetime.now().astimezone(),
-            words=in_words(run, records),
-            findings=findings,
-            watched=run.script == SCRIPT,
+            written=time.strftime("%Y-%m-%d %H:%M %Z"),
+            words=in_words(run, records, state),
+            findings=numbered,
             tables=tables(run, records),
-            plots=curves,
-            heat=distributions,
-            answers=read_rows(path / "eval_samples.jsonl"),
-            samples=read_rows(path / "samples.jsonl"),
+            plots=draw_svgs(records, run.display.panels, numbered),
+            fans=draw_svgs(read_rows(folder / "deciles.jsonl"), DISTRIBUTIONS, numbered),
+            answers=read_rows(folder / "eval_samples.jsonl"),
+            samples=read_rows(folder / "samples.jsonl"),
+            prompt_text=prompt_text,
+            changes=changes,
         )
+        path = folder / "report.html"
+        with writing(path):
+            write_whole(path, page.encode(errors="replace"))  # JSON may hold half a character
+        if state != "running":
+            path = folder / "curves.png"
+            with writing(path):
+                draw_png(records, run.display.panels[:DRAWN], path)
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSONL file of the run folder; none if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+    """The rows of a JSONL file of the run folder; none if there is no such file. Half a line, of a run that
+    was killed, is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
-def last_step(records: Records) -> int:
-    """The step of the last of these records; 0 where metrics.jsonl was lost."""
-    return records[-1]["step"] if records else 0
+def read_metrics(folder: Path) -> Records:
+    """The run's metrics.jsonl, without the numbers that were not finite."""
+    rows = read_rows(folder / "metrics.jsonl")
+    return [{name: x for name, x in row.items() if x is not None} for row in rows]
 
 
-def plain(value: object) -> str:
-    """A value of the configuration as text; what is text stays as it is."""
-    if value is None:
-        return "not set"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def unbroken(text: str) -> Markup:
-    """A text, escaped, in which a flag and its value stay on one line."""
-    return Markup(FLAG.sub(lambda found: f'<span class="flag">{found[0]}</span>', str(escape(text))))
-
-
-def shortened(text: object) -> str:
-    """A text with at most MOST_CHARACTERS; how many more there were is said."""
-    text = plain(text)
-    more = len(text) - MOST_CHARACTERS
-    return text if more <= 0 else f"{text[:MOST_CHARACTERS]} … ({more} more characters)"
-
-
-def evenly(items: list, most: int = MOST_EVALUATIONS) -> list:
-    """At most so many of the items, the first and the last among them, evenly spaced."""
-    places = np.linspace(0, len(items) - 1, min(most, len(items)))
-    return [items[round(place)] for place in places]
-
-
-def changes(after: str, before: str) -> dict:
-    """Two texts -> {"pieces": [(piece of ``after``, is it new)], "new": how many words are new, "gone": how
-    many gone}. Changes of white space alone are none."""
+def changes(after: str, before: str) -> list[tuple[str, bool]]:
+    """Two texts -> the pieces of ``after``, each with whether it is new."""
     now = WORDS.findall(after)
-    words = [[word.strip() for word in WORDS.findall(text)] for text in (before, after)]
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*words, strict=False)))
-    pieces = [("".join(now[:same]), False)]
-    new = gone = 0
-    # It ignores frequent words of long texts, and so it is quick for texts that repeat themselves too.
-    for kind, a, b, c, d in SequenceMatcher(None, words[0][same:], words[1][same:]).get_opcodes():
-        piece = "".join(now[same + c : same + d])
-        if kind != "equal":
-            new += d - c
-            gone += b - a
-        word = piece.lstrip()
-        pieces += [(piece[: len(piece) - len(word)], False), (word, kind != "equal")]
-    return {"pieces": [piece for piece in pieces if piece[0]], "new": new, "gone": gone}
-
-
-def once(rows: list[dict]) -> list[dict]:
-    """The first rows of samples.jsonl, at most MOST_ROWS, each prompt with the same response once."""
-    found = {}
-    for row in rows:
-        found.setdefault((json.dumps(row["prompt"]), row["response"]), row)
-    return list(found.values())[:MOST_ROWS]
-
-
-TEMPLATES.filters |= {
-    function.__name__: function
-    for function in (shortened, prompt_text, plain, unbroken, evenly, changes, once)
-}
+    pieces = []
+    for kind, _, _, start, end in SequenceMatcher(None, WORDS.findall(before), now).get_opcodes():
+        pieces.append(("".join(now[start:end]), kind != "equal"))
+    return pieces

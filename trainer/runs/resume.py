@@ -13,7 +13,7 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
     eval_samples.jsonl                    PPO: the same held-out prompts' answers at every evaluation
-    histograms.jsonl                      PPO: the scores, lengths and KLs of each step, counted in bins
+    deciles.jsonl                         PPO: the deciles of the scores, lengths and KLs of each step
     best.pth best/                        PPO: the best actor of this run, also when a later run has one
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
     report.html                           all of it to look at, written again and again as the run goes
@@ -74,7 +74,7 @@ from atomic_files import write_whole, writing
 from errors import InputError
 from model.loading import as_input_error
 from trainer.compute.kernels import kernels_of
-from trainer.runs import checkpoints, trackers
+from trainer.runs import checkpoints
 from trainer.runs.commands import quoted
 from trainer.runs.run_logger import NullLogger, RunLogger
 
@@ -94,7 +94,6 @@ def start_or_resume(run, about: str, argv: list[str]):
     folder = None
     with world.all_or_none():
         if world.is_main:
-            trackers.check_packages(args)
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
             write_config(run, folder, argv)
     checkpoint = world.from_main(folder and folder.checkpoint)
