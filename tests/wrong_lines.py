@@ -1444,7 +1444,7 @@ REST = {
     ],
     "trainer/collect.py": [
         ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
-        ("UNKNOWN if alike else ", "", "no penalty where all score alike", MISSING_EOS),
+        ("UNKNOWN if spread < LEAST_SPREAD else ", "", "no penalty where all score alike", MISSING_EOS),
     ],
     "trainer/rewards/rules.py": [
         ("else final_number(said)", "else as_number(said)", "a number in a sentence is wrong", EVALUATION),
