@@ -289,7 +289,7 @@ def lose_losses():
 def shift_logprobs():
     """The log-probs of all tokens are those of the token before."""
     score = train_ppo.score_policy
-    train_ppo.score_policy = lambda *args: score(*args).roll(1, 1)
+    train_ppo.score_policy = lambda *args: [x.roll(1, 1) for x in score(*args)]
 
 
 FAULTS = {

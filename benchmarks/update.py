@@ -14,10 +14,11 @@ import torch
 from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
 
 from trainer import ppo
+from trainer.compute.attention import Packing
 from trainer.compute.batching import micro_batches, tokens_per_pass
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
-from trainer.compute.packing import Packing, pack_sequences
+from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import autocast, set_precision
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer

@@ -8,8 +8,7 @@ from test_invariants import ALONE, files, filled_rollout, make_run
 
 from errors import InputError
 from trainer import ppo, train_ppo
-from trainer.compute import scoring
-from trainer.compute.scoring import PolicyScorer, score_entropy_too, score_policy
+from trainer.compute.scoring import PolicyScorer, score_policy
 from trainer.ppo import choose_tokens
 
 assert files  # the fixture
@@ -90,8 +89,7 @@ def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
     run, prompts = make_run(files, entropy_top=0.3)
     rollout, metrics = filled_rollout(run, prompts)
     scorer = PolicyScorer(run.old_actor, run.dtype)
-    logprobs, entropy = score_entropy_too(rollout, scorer, 1.0, True)
-    assert logprobs.equal(score_policy(rollout, scorer, 1.0))
+    logprobs, entropy = score_policy(rollout, scorer, 1.0)
     assert rollout.old_logprobs.equal(logprobs)
     with torch.no_grad():
         for row in range(3):
@@ -102,21 +100,3 @@ def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
     least = metrics.means(ALONE)["policy/entropy_threshold"]
     assert rollout.counted.equal((entropy >= least - 1e-7) & rollout.mask)
     assert 0.2 < rollout.counted.sum() / rollout.mask.sum() < 0.4
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_entropies_are_brought_only_where_they_are_asked_for(files, monkeypatch, share):
-    run, prompts = make_run(files, entropy_top=share)
-    brought, count = [], scoring.score_all
-
-    def noted(*args, **options):
-        brought.append(count(*args, **options))
-        return brought[-1]
-
-    monkeypatch.setattr(scoring, "score_all", noted)
-    rollout, _ = filled_rollout(run, prompts)
-    _, scored, *_ = brought  # of the reference, of the old actor
-    assert scored.shape == (2 if share < 1 else 1, *rollout.mask.shape)
-    scorer = PolicyScorer(run.old_actor, run.dtype)
-    logprobs, entropy = score_entropy_too(rollout, scorer, 1.0, False)
-    assert entropy is None and logprobs.equal(rollout.old_logprobs)

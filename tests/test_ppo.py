@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainer import ppo
+from trainer.compute.packing import Layout
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import load_balance_loss
 from trainer.runs.learning_rate import constant_lr, cosine_lr
@@ -410,14 +411,14 @@ def test_load_balance_loss_by_hand():
     near, far = math.log(3.0), 0.0
     balanced = torch.tensor([[near, far], [far, near]])
     skewed = torch.tensor([[near, far]])
-    assert load_balance_loss((balanced,), torch.tensor([2]), 1).item() == pytest.approx(1.0)
-    assert load_balance_loss((skewed,), torch.tensor([1]), 1).item() == pytest.approx(1.5)
+    assert load_balance_loss((balanced,), Layout([2]), 1).item() == pytest.approx(1.0)
+    assert load_balance_loss((skewed,), Layout([1]), 1).item() == pytest.approx(1.5)
     both = torch.cat([balanced, skewed])  # two sequences: the sum, and one layer twice: twice the sum
-    assert load_balance_loss((both, both), torch.tensor([2, 1]), 1).item() == pytest.approx(5.0)
+    assert load_balance_loss((both, both), Layout([2, 1]), 1).item() == pytest.approx(5.0)
 
 
 def test_load_balance_loss_of_a_dense_model_is_zero():
-    assert load_balance_loss((), torch.tensor([3, 1]), 1) == 0
+    assert load_balance_loss((), Layout([3, 1]), 1) == 0
 
 
 def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():

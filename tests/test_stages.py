@@ -28,6 +28,7 @@ from tiny import (
     word_tokenizer,
     write_jsonl,
 )
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import chat
@@ -195,7 +196,9 @@ def test_pair_loss_by_hand():
 
 def scores_of(model, rows):
     """The scores [B] that plain transformers gives these lists of ids, padded."""
-    return model(pad_right(rows, value=model.config.pad_token_id)[0], attention_mask=None).logits[:, 0]
+    rows = [torch.tensor(ids) for ids in rows]
+    padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    return model(padded, attention_mask=None).logits[:, 0]
 
 
 @pytest.mark.parametrize("kind", ["reward", "demo"])

@@ -665,8 +665,7 @@ COMPUTE = {
     "trainer/compute/scoring.py": [
         (
             "            values = layout.spread(self.critic.read(states))\n",
-            '            places = layout.on(tokens.device)["predicted_by"] + 1\n'
-            "            states = take_rows(output.last_hidden_state, places)\n"
+            "            states = take_rows(output.last_hidden_state, layout.predicted_by + 1)\n"
             "            values = layout.spread(self.critic.read(states))\n",
             "the critic reads the state behind its token",
             SCORING,
@@ -683,7 +682,7 @@ COMPUTE = {
             "balance loss without weight",
             BALANCE,
         ),
-        ("/ (lengths[:, None] * top_k)", "/ lengths[:, None]", "shares of choices without top_k", BALANCE),
+        ("/ (length * top_k)", "/ length", "shares of choices without top_k", BALANCE),
         ("gate.topk(top_k, dim=-1)", "gate.topk(1, dim=-1)", "only the first choice counts", BALANCE),
     ],
 }
@@ -1054,7 +1053,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
         ("zip(*self.world.gather(counts)", "zip(*[counts]", "the learned tokens of one process", PTX),
     ],
     "trainer/compute/scoring.py": [
-        ("np.flatnonzero([0, *mask[1:]])", "np.flatnonzero([0, *mask[:-1]])", "the wrong tokens are learned"),
+        ("np.concatenate([[0, *mask[1:]]", "np.concatenate([[0, *mask[:-1]]", "the wrong tokens are learned"),
     ],
     "trainer/offline.py": [
         (
@@ -1176,7 +1175,11 @@ ENDS = {
     "trainer/generation/stops.py": [
         ("places < self.least - 1)", "places < self.least)", "one token too many before an EOS"),
         ("places < self.least - 1)", "places < self.least - 2)", "one token too few before an EOS"),
-        ('["response"] % layout.shape[1]', '["response"]', "only the first response has a least length"),
+        (
+            "layout.response % layout.shape[1]",
+            "layout.response",
+            "only the first response has a least length",
+        ),
         ("max(0, seen - len(stop) + 1)", "max(0, seen - len(stop))", "a stop string counts again", STOPS),
         ("max(0, seen - len(stop) + 1)", "seen", "a stop string that began before is missed", STOPS),
         (
@@ -1360,12 +1363,6 @@ REST = {
     ],
     "trainer/flags.py": [
         ('value in ("", asked[other])', "True", "each value of a flag excludes", GIVEN),
-    ],
-    "trainer/train_ppo.py": [
-        ("temperature, args.entropy_top < 1\n", "temperature, True\n", "entropies always", ENTROPY_TOP),
-    ],
-    "trainer/compute/scoring.py": [
-        ("count = 2 if wanted else 1", "count = 2", "entropies are kept for nothing", ENTROPY_TOP),
     ],
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),

@@ -91,7 +91,7 @@ def actor_and_reference(run, rollout):
     """Log-probs [B, R] of a rollout's tokens, at --temperature, under the actor and under the reference."""
     for scorer in (run.learners["actor"].scorer, run.scorers["reference"]):
         with run.host.on_device(scorer.model):
-            yield score_policy(rollout, scorer, run.args.temperature)
+            yield score_policy(rollout, scorer, run.args.temperature)[0]
 
 
 def sequence_kl(run, rollout):

@@ -222,7 +222,7 @@ from trainer.collect import (
     step_rewards,
 )
 from trainer.compute.batching import send
-from trainer.compute.scoring import score_entropy_too, score_policy, score_values
+from trainer.compute.scoring import score_policy, score_values
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import complete_flags, load_inputs
 from trainer.loop import build_and_train
@@ -305,7 +305,7 @@ def fill_rollout(run, step, batch, metrics):
     world = run.world
     new = batch.rollout
     with run.host.on_device(run.old_actor, run.ref):
-        new.ref_logprobs = score_policy(new, run.scorers["reference"], args.temperature)
+        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
         new.scores = send(batch.scores["score"], new.tokens.device)
         new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
         rollout = run.replay.join(new)
@@ -313,9 +313,7 @@ def fill_rollout(run, step, batch, metrics):
             take_reference(rollout)
         else:
             old_actor = run.scorers["old_actor"]
-            rollout.old_logprobs, entropy = score_entropy_too(
-                rollout, old_actor, args.temperature, args.entropy_top < 1
-            )
+            rollout.old_logprobs, entropy = score_policy(rollout, old_actor, args.temperature)
     old_logprobs = rollout.old_logprobs
     mask = rollout.mask
     if args.entropy_top < 1:
@@ -352,7 +350,7 @@ def critic_loss(run, mb, token_count):
     """
     args = run.args
     metrics = Metrics()
-    values, balance = run.learners["critic"].scorer.balanced(*mb.sequences)
+    values, balance = run.learners["critic"].scorer(*mb.sequences)
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, args.cliprange_value, run.critic.scale
     )

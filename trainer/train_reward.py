@@ -216,11 +216,11 @@ class RewardRun(supervised.SupervisedRun):
         """B lists of ids -> their scores, read at the last token."""
         tokens, lengths = pad_right(conversations, self.world.device)
         with autocast(tokens.device, self.dtype):
-            layout = Layout(map(len, conversations))
+            layout = Layout(map(len, conversations), device=tokens.device)
             output = packed_states(self.model.base_model, tokens, layout, **self.balance.extra)
         states = output.last_hidden_state
         scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
-        return Outputs(scores, states, self.balance(output, lengths))
+        return Outputs(scores, states, self.balance(output, layout))
 
     def loss(self, items, totals):
         loss, outputs, metrics = self.score_items(items, "train")

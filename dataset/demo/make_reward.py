@@ -26,8 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer import train_reward
+from trainer.compute.batching import take_rows
 from trainer.compute.logprobs import token_logprobs
-from trainer.compute.packing import take_rows
 from trainer.compute.precision import autocast
 
 EXTRA_LAYERS = 2

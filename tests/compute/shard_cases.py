@@ -48,7 +48,7 @@ def run_through(scorer, ids):
     """Loss of these sequences, as a sum."""
     tokens, _ = pad_right(ids)
     layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
-    x, *rest = getattr(scorer, "balanced", scorer)(tokens, layout)
+    x, *rest = scorer(tokens, layout)
     return x.sin().sum() + rest[-1]
 
 

@@ -107,9 +107,3 @@ def test_pad_right():
     tokens, lengths = pad_right([[3], [1, 2, 3]])
     assert tokens.tolist() == [[3, 0, 0], [1, 2, 3]]
     assert lengths.tolist() == [1, 3]
-
-
-def test_pad_right_pads_with_the_value_given():
-    tokens, lengths = pad_right([[1, 2], [3]], value=9)
-    assert tokens.tolist() == [[1, 2], [3, 9]]
-    assert lengths.tolist() == [2, 1]

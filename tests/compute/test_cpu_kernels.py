@@ -1,6 +1,7 @@
 """The C kernels: the same values and gradients as torch's operations; machines without a C compiler."""
 
 import shutil
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -119,7 +120,7 @@ def test_gates_at_the_ends_of_what_fp32_holds():
 def test_attention(dtype, window, heads, groups, dim):
     """Packed sequences, compared with attention in fp64 over each sequence on its own."""
     lengths = [37, 16, 5, 1, 64]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
+    packing = attention.Packing(lengths, "cpu")
     inputs = [
         draw(1, sum(lengths), n, dim, dtype=dtype, seed=i) for i, n in enumerate((heads, groups, groups))
     ]
@@ -128,12 +129,12 @@ def test_attention(dtype, window, heads, groups, dim):
     upstream = draw(1, sum(lengths), heads, dim, seed=5)
 
     def compiled(query, key, value):
-        return attention._Compiled.apply(query, key, value, *turns, starts, window, 0.4)
+        return attention.rotated_attention(query, key, value, *turns, packing, window, 0.4)
 
     def plain(query, key, value):
         query, key = (fused_layers.rotate(x, *(c.double() for c in turns)) for x in (query, key))
         out = []
-        for start, end in zip(starts.tolist(), starts[1:].tolist(), strict=False):
+        for start, end in pairwise(packing.starts.tolist()):
             mask = attention.causal_mask(end - start, window, torch.float64, query.device)
             own = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
             out.append(attention.matmul_attention(*own, mask, 0.4).transpose(1, 2))

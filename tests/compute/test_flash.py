@@ -5,7 +5,6 @@ groups give, and what happens where it cannot run.
 """
 
 import copy
-import inspect
 import warnings
 from itertools import pairwise
 
@@ -16,7 +15,8 @@ from tiny import tiny_llama
 from torch.nn.attention import varlen
 
 from trainer.compute import attention
-from trainer.compute.packing import Packing, pack_sequences, packed_states
+from trainer.compute.attention import Packing
+from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.scoring import prepare_training
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_the_groups(heads, window, kernel, her
             calls.append(more["window_size"])
             return kernel(*args, **more)
 
-        called.__signature__ = inspect.signature(kernel)
+        called.__kwdefaults__ = kernel.__kwdefaults__
         monkeypatch.setattr(varlen, "varlen_attn", called)
         monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu" if there else "cuda")
         copies = [x.clone().requires_grad_(True) for x in rows]
@@ -111,7 +111,7 @@ def test_a_model_in_bf16_computes_the_same_with_it(make, here, monkeypatch):
     assert attention._flash_works.cache_info().currsize == 1
 
 
-def _refuses(*args, **more):
+def _refuses(*args, scale=None, **more):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
 
 
@@ -133,7 +133,7 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(kernel, reason
 
 
 def test_memory_that_runs_out_in_the_trial_says_nothing_about_the_kernel(here, monkeypatch):
-    def full(*args, **more):
+    def full(*args, scale=None, **more):
         raise torch.OutOfMemoryError("out of memory")
 
     packing, rows = Packing(LENGTHS, CPU), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
@@ -182,8 +182,9 @@ def test_on_a_cpu_and_in_fp32_it_is_not_tried(monkeypatch):
 def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
     dtype, capability, window, repeated, monkeypatch
 ):
-    """``_fused`` is what a GPU runs; torch computes it on a CPU too. The result is that of products."""
+    """``fused_attention`` as a GPU runs it, but on a CPU. The result is that of products."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     seen, real = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(query, key, value, mask, **more):
@@ -193,7 +194,7 @@ def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     query, key, value = (torch.randn(2, n, 6, 8).to(dtype) for n in (4, 2, 2))
     mask = attention.causal_mask(6, window, dtype, CPU)
-    out = attention._fused(query, key, value, mask if window else None, 0.3)
+    out = attention.fused_attention(query, key, value, mask if window else None, 0.3)
     wanted = attention.matmul_attention(query, key, value, mask, 0.3)
     assert seen == [(repeated, not repeated)]
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)

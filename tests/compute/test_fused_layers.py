@@ -101,6 +101,8 @@ def test_a_gpus_kernels_give_the_values_and_gradients_of_transformers(name, gpu_
     plain = states_and_gradients(build(KNOWN[name]).base_model, lengths=FEW)
     fused = build(KNOWN[name]).base_model
     assert pack_sequences(fused)
+    layers = {"rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward"}
+    assert set(gpu_kernels) == layers  # all are tried
     gpu_kernels.clear()
     for a, b in zip(plain, states_and_gradients(fused, lengths=FEW), strict=True):
         assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
@@ -160,11 +162,15 @@ def test_a_copy_computes_with_its_own_weights():
 )
 def test_other_families_stay_what_they_are(config):
     net = build(config).base_model
-    fuse_layers(net)
+    fuse_layers(net, lambda: states_of(net))
     assert not any("forward" in vars(module) for module in net.modules())
 
 
-def test_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
+def states_of(net):
+    return packed_states(net, torch.arange(18).view(2, 9), [9, 7]).last_hidden_state
+
+
+def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
     class LlamaRMSNorm(torch.nn.Module):
         """Gemma's norm under another name."""
 
@@ -178,11 +184,28 @@ def test_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
             )
 
     net = build(KNOWN["llama"]).base_model
-    net.norm = LlamaRMSNorm(net.norm)
-    fuse_layers(net)
-    assert "forward" not in vars(net.norm)
+    fuse_layers(net, lambda: states_of(net))
     assert "forward" in vars(net.layers[0].input_layernorm)
+    net = build(KNOWN["llama"]).base_model
+    net.norm = LlamaRMSNorm(net.norm)
+    before = states_of(net)
+    with pytest.warns(UserWarning, match=r"^LlamaModel: not fused, which is slower: its results differ$"):
+        fuse_layers(net, lambda: states_of(net))
+    assert not any("forward" in vars(module) for module in net.modules())
+    assert states_of(net).equal(before)
     assert "Llama" in FAMILIES
+
+
+def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
+    """Adapters learn in a frozen model, through the gradients of its layers."""
+    net = build(KNOWN["llama"]).base_model.requires_grad_(False)
+    add_norm = fused_layers.add_norm
+    monkeypatch.setattr(
+        fused_layers, "add_norm", lambda *args: tuple(x * 2 - x.detach() for x in add_norm(*args))
+    )
+    with pytest.warns(UserWarning, match="not fused"):
+        fuse_layers(net, lambda: states_of(net))
+    assert not any(p.requires_grad for p in net.parameters())
 
 
 def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():

@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.critic import CriticModel
 from trainer import ppo
-from trainer.compute.packing import Layout, Packing, ragged
+from trainer.compute import attention
+from trainer.compute.attention import Packing, padded_attention
+from trainer.compute.batching import ragged
+from trainer.compute.packing import Layout
 from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
@@ -34,8 +37,10 @@ def make_rollout(count=7, seed=0):
 
 def test_tables_by_hand():
     """Two sequences of 3 and 4 tokens, whose responses have 2 and 1."""
-    tables = Layout.of_responses([1, 3], [2, 1]).on(CPU)
-    assert {name: x.tolist() for name, x in tables.items()} == {
+    layout = Layout.of_responses([1, 3], [2, 1])
+    tables = {name: x.tolist() for name, x in vars(layout).items() if torch.is_tensor(x)}
+    assert (layout.lengths, layout.prompt_len, layout.response_len) == ([3, 4], [1, 3], [2, 1])
+    assert tables == {
         "length": [3, 4],
         "row": [0, 0, 0, 1, 1, 1, 1],
         "position": [0, 1, 2, 0, 1, 2, 3],
@@ -48,12 +53,12 @@ def test_tables_by_hand():
 
 def test_tables_are_those_of_the_masks():
     rollout = make_rollout()
-    tables, mask = rollout.layout.on(CPU), rollout.mask
+    layout, mask = rollout.layout, rollout.mask
     row, column = mask.nonzero(as_tuple=True)
     real = length_mask(rollout.lengths, rollout.tokens.shape[1])
-    assert torch.stack([tables["row"], tables["position"]]).equal(real.nonzero().T)
-    assert tables["wanted_row"].equal(row)
-    assert tables["wanted_position"].equal(rollout.prompt_len[row] + column)
+    assert torch.stack([layout.row, layout.position]).equal(real.nonzero().T)
+    assert layout.wanted_row.equal(row)
+    assert layout.wanted_position.equal(rollout.prompt_len[row] + column)
     flat = torch.randn(int(mask.sum()), requires_grad=True)
     spread = rollout.layout.spread(flat)
     assert spread.equal(torch.zeros(mask.shape).masked_scatter(mask, flat))
@@ -68,17 +73,21 @@ def test_ragged_places_with_an_empty_row():
     assert column.tolist() == [0, 1, 0, 1, 2]
 
 
-def test_what_padded_groups_hold_is_where_the_index_says():
-    """Rows that go through ``pad`` and ``unpad`` come back, each at its sequence and place in between."""
+def test_what_padded_groups_hold_is_where_the_index_says(monkeypatch):
+    """Each token goes to its place in its sequence, and what attention makes of it comes back from there."""
     rng = random.Random(1)
     for heads in (1, 3):
         lengths = [rng.randint(1, 30) for _ in range(12)]
         packing = Packing(lengths, CPU)
-        x = torch.randn(sum(lengths), heads, 4)
-        parts = packing.pad(x)
-        assert packing.unpad(parts).equal(x)
-        sequences = [part[i] for part in parts for i in range(len(part))]
-        for sequence, own in zip(sequences, x.split(lengths), strict=True):
+        x, seen = torch.randn(sum(lengths), heads, 4), []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                attention,
+                "causal_attention",
+                lambda q, k, v, *_, seen=seen: seen.extend(q) or v.transpose(1, 2),
+            )
+            assert padded_attention(x, x, x, packing, None, 1.0).equal(x)
+        for sequence, own in zip(seen, x.split(lengths), strict=True):
             assert sequence[:, : len(own)].equal(own.transpose(0, 1))
         assert packing.starts.tolist() == [0, *np.cumsum(lengths)]
         assert packing.starts_int32.dtype == torch.int32
@@ -146,16 +155,16 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
         metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
         (loss + balance).backward()
-        loss, info = ppo.value_loss(scorers[1](*mb.sequences), mb.values, mb.returns, mb.mask, 0.5, 1.0)
+        loss, info = ppo.value_loss(scorers[1](*mb.sequences)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0)
         metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
         loss.backward()
     assert metrics.totals(["value/loss"], "cpu").item() > 0
 
 
 def test_the_balance_loss_of_experts_never_waits_for_a_gpu(monkeypatch):
-    logits, lengths = torch.randn(9, 4), Layout([4, 5]).on(CPU)["length"]
+    logits, layout = torch.randn(9, 4), Layout([4, 5])
     with no_waits(monkeypatch):
-        loss = load_balance_loss((logits, logits), lengths, 2)
+        loss = load_balance_loss((logits, logits), layout, 2)
     assert loss > 0
 
 

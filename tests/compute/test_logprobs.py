@@ -1,6 +1,7 @@
 """token_logprobs: log-probs by hand and against autograd, without ever holding all logits of a batch."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_ids_that_come_too_early_have_no_probability_and_no_gradient(sizes):
     targets, upstream, results = torch.randint(4, 49, (33,)), torch.randn(33), []
     targets[[5, 19, 32]] = torch.tensor([3, 3, 49])  # where they may be
     layout = Layout.of_responses([2, 4], [20, 13])
-    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(layout, states.device)  # no model has an id of 1000
+    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(layout)  # no model has an id of 1000
     early = torch.tensor([*range(5), *range(20, 25)])
     mask = torch.zeros(33, 50, dtype=torch.bool)
     mask[early[:, None], torch.tensor([3, 49])] = True
@@ -130,6 +131,23 @@ def plain_logprobs(head, states, targets, temperature, forbidden=False):
     logits = head(states) / temperature
     log_p = F.log_softmax(logits.masked_fill(torch.as_tensor(forbidden), -1e30), -1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 50})
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(logprobs, "MAX_KEPT", 0)
+    computed, before = logprobs.head_logits, []
+
+    def watched(*args):
+        assert not before or before.pop()() is None
+        logits = computed(*args)
+        before.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(logprobs, "head_logits", watched)
+    states = torch.randn(33, 16, requires_grad=True)
+    token_logprobs(torch.nn.Linear(16, 50), states, torch.randint(50, (33,)), 0.7)[0].sum().backward()
 
 
 def test_no_logits_of_the_whole_batch_exist(monkeypatch):
@@ -196,9 +214,7 @@ def test_on_a_gpu_gradients_of_the_weight_are_added_in_fp32():
 def test_on_a_cpu_logits_are_in_the_dtype_of_the_products():
     states, weight = torch.randn(3, 8), torch.randn(20, 8)
     assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
-    memory = torch.empty(5, 20)
-    logits = logprobs.head_logits(states, weight, None, torch.float32, memory)
-    assert logits.data_ptr() == memory.data_ptr()
+    logits = logprobs.head_logits(states, weight, None, torch.float32)
     torch.testing.assert_close(logits, states @ weight.T)
 
 

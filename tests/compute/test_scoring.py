@@ -29,7 +29,7 @@ def critic(policy):
 def test_the_value_of_a_token_is_read_one_position_before_it(critic):
     plain = copy.deepcopy(critic)
     pack_sequences(critic.backbone)
-    values = ValueScorer(critic)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES))
+    values, _ = ValueScorer(critic)(TOKENS, Layout.of_responses(PROMPTS, RESPONSES))
     for row, (start, count) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         whole = plain(TOKENS[row, None, : start + count])[0]
         assert values[row, :count].tolist() == pytest.approx(whole[start - 1 : -1].tolist(), abs=1e-5)
@@ -39,10 +39,10 @@ def test_the_value_of_a_token_is_read_one_position_before_it(critic):
 def test_a_value_knows_the_tokens_before_its_own_and_no_other(critic):
     score = ValueScorer(critic)
     layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
-    before = score(TOKENS[:1], layout)[0]
+    before = score(TOKENS[:1], layout)[0][0]
     changed = TOKENS[:1].clone()
     changed[0, PROMPTS[0] + 1] = 9  # the response's second token
-    same = (score(changed, layout)[0] - before).abs() < 1e-6
+    same = (score(changed, layout)[0][0] - before).abs() < 1e-6
     assert same.tolist() == [True, True, False, False]
 
 

@@ -28,7 +28,7 @@ from trainer import train_ppo
 from trainer.compute import kernels
 from trainer.compute.attention import ATTENTION
 from trainer.compute.fused_layers import KNOWN
-from trainer.compute.packing import pack_sequences
+from trainer.compute.packing import Layout, pack_sequences
 from trainer.compute.precision import set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.generation.engine import sample
@@ -59,10 +59,10 @@ def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
             for name, p in backbone.named_parameters():
                 if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
                     p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
-    parts = [x.to(device) if torch.is_tensor(x) else x for x in rollout.sequences]
+    parts = rollout.tokens.to(device), Layout.of_responses(*rollout.on_host(), device)
     logprobs, entropy, balance = PolicyScorer(model, dtype)(*parts, 0.9)
     (logprobs.sin().sum() + balance).backward()
-    values = ValueScorer(critic, dtype)(*parts)
+    values, _ = ValueScorer(critic, dtype)(*parts)
     values.cos().sum().backward()
     found = {"logprobs": logprobs, "entropy": entropy, "values": values, "balance": torch.as_tensor(balance)}
     for kind, module in (("actor", model), ("critic", critic)):
@@ -192,7 +192,7 @@ def test_a_micro_batch_hardly_waits_for_the_gpu():
         for turn in range(2):  # the first may set something up
             with waits() as found:
                 out = scorer(*rollout.rows(range(8 * turn, 8 * turn + 8)).sequences, *more[name])
-                (out[0] if name == "actor" else out).sum().backward()
+                out[0].sum().backward()
         assert len(found) <= 2, (name, [str(w.message) for w in found])
 
 

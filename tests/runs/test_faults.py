@@ -395,13 +395,13 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, 
             run.progress.token_budget = 32
         scorer, calls = run.learners["critic"].scorer, []
 
-        def failing(*sequences, value=scorer.balanced, calls=calls, fails=fails):
+        def failing(*sequences, value=scorer.forward, calls=calls, fails=fails):
             calls.append(1)
             if fails and len(calls) == 2:
                 torch.empty(1 << 50)
             return value(*sequences)
 
-        scorer.balanced = failing
+        scorer.forward = failing
         gradients(run, minibatch)
         assert len(calls) > 2
         results.append([p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()])

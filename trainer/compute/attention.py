@@ -13,18 +13,18 @@ On a CPU, attention that is not compiled (other families, long sequences, no com
 kernel. For short sequences, and in bf16, it runs two batched products and a softmax, which take less time.
 """
 
-import inspect
 import warnings
-from functools import cache
+from functools import cache, cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.compute.cpu import kernels
-from trainer.compute.kernels import difference, kernels_for, kernels_of
+from trainer.compute.batching import ragged, send_arrays, take_rows
+from trainer.compute.kernels import difference, differentiable, kernels_for, kernels_of
 from trainer.compute.precision import compute_dtype
 
 ATTENTION = "small_lm"
@@ -34,50 +34,56 @@ LANES = 16  # the size of the largest vector; compiled attention fills head_dim 
 SDPA_LENGTH = 128  # from this length on, torch's fused kernel is faster in fp32 on a CPU; below, it is not
 FLASH_DEVICE = "cuda"
 TRIED_LENGTHS = [9, 1, 6]  # of the sequences with which flash attention is tried
+WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
 
 
 def attention(module, query, key, value, attention_mask, packing=None, **kwargs):
     """Attention as transformers calls it: query [B, heads, T, head_dim], key and value with their own number
     of heads -> ([B, T, heads, head_dim], None). packing: a ``Packing`` if the row is packed. attention_mask:
     additive, None for causal attention, or the positions [B, 1, 1, 1] of single queries over a cache."""
+    window = kwargs.get("sliding_window")
+    scaling = kwargs.get("scaling") or query.shape[3] ** -0.5
     if packing is not None:
-        return _packed(module, query, key, value, packing, **kwargs), None
+        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+        out = flash_attention(*rows, packing, window, scaling)
+        if out is None:
+            out = padded_attention(*rows, packing, window, scaling)
+        return out[None], None
     if attention_mask is not None and attention_mask.dtype == torch.int64:  # KVCache gives positions instead
-        window, scale = kwargs.get("sliding_window"), kwargs.get("scaling") or query.shape[3] ** -0.5
         attend = kernels_of(query.device.type).cached_attention
-        return attend(query[:, :, 0], attention_mask.flatten(), key, value, window, scale)[:, None], None
-    if query.device.type == "cpu" and query.shape[2] == 1 and attention_mask is not None:
-        out = matmul_attention(query.to(key.dtype), key, value, attention_mask, kwargs["scaling"])
+        return attend(query[:, :, 0], attention_mask.flatten(), key, value, window, scaling)[:, None], None
+    if query.is_cpu and query.shape[2] == 1 and attention_mask is not None:
+        out = matmul_attention(query.to(key.dtype), key, value, attention_mask, scaling)
         return out.to(query.dtype), None
     if attention_mask is None and query.shape[2] == key.shape[2] and getattr(module, "is_causal", True):
-        return _causal(module, query, key, value, **kwargs), None
+        return causal_attention(query, key, value, window, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _causal(module, query, key, value, **kwargs):
+def causal_attention(query, key, value, window, scaling):
     """Attention where each token sees itself and earlier ones, within the sliding window if there is one."""
-    length, window = query.shape[2], kwargs.get("sliding_window")
-    products = query.device.type == "cpu" and (length < SDPA_LENGTH or value.dtype != torch.float32)
+    length = query.shape[2]
+    products = query.is_cpu and (length < SDPA_LENGTH or value.dtype != torch.float32)
     mask = None
     if products or (window and window < length):
         mask = causal_mask(length, window, query.dtype, query.device)
     if products:
-        return matmul_attention(query, key, value, mask, kwargs["scaling"])
-    if query.device.type == "cuda":
-        return _fused(query, key, value, mask, kwargs.get("scaling"))
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=mask is None, **kwargs)[0]
+        return matmul_attention(query, key, value, mask, scaling)
+    return fused_attention(query, key, value, mask, scaling)
 
 
-def _fused(query, key, value, mask, scaling):
-    """torch's fused attention on a GPU -> [B, T, heads, dim]. Only its flash kernel takes grouped heads as
+def fused_attention(query, key, value, mask, scaling):
+    """torch's fused attention -> [B, T, heads, dim]. On a GPU only its flash kernel takes grouped heads as
     they are, and it takes no fp32, no mask and no GPU before sm80. Elsewhere keys and values are repeated:
     with ``enable_gqa`` torch would write all T x T scores to memory."""
-    grouped = key.shape[1] < query.shape[1]
-    flash = mask is None and compute_dtype(query) != torch.float32 and query.shape[3] == value.shape[3] <= 256
-    flash = flash and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    if grouped and not flash:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    more = {"scale": scaling, "is_causal": mask is None, "enable_gqa": grouped and flash}
+    repeats = query.shape[1] // key.shape[1]
+    grouped = repeats > 1 and mask is None and query.shape[3] == value.shape[3] <= 256
+    if query.is_cuda:
+        grouped = grouped and compute_dtype(query) != torch.float32
+        grouped = grouped and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    if repeats > 1 and not grouped:
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    more = {"scale": scaling, "is_causal": mask is None, "enable_gqa": grouped}
     return F.scaled_dot_product_attention(query, key, value, mask, **more).transpose(1, 2)
 
 
@@ -101,20 +107,63 @@ def matmul_attention(query, key, value, mask, scaling):
 # ------------------------------------------------------------------------------------------------ packed rows
 
 
-class _Compiled(torch.autograd.Function):
-    """``kernels.attention`` with its gradient; tensors [1, tokens, heads, dim]"""
+class Packing:
+    """Where the sequences of a packed row lie, for attention, which reads this in every layer.
 
-    @staticmethod
-    def forward(ctx, query, key, value, cos, sin, starts, window, scaling):
-        ctx.save_for_backward(query, key, value, cos, sin, starts)
-        ctx.window, ctx.scaling = window, scaling
-        return kernels.attention(query, key, value, cos, sin, starts, window, scaling)
+    lengths: list of B ints; ``starts``: each sequence's first place and the end, int64 [B + 1].
+    """
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        grads = kernels.attention_backward(*ctx.saved_tensors, ctx.window, ctx.scaling, grad.contiguous())
-        return *grads, None, None, None, None, None
+    def __init__(self, lengths, device):
+        self.lengths = lengths
+        self.device = device
+        self.longest = max(lengths)
+        (self.starts,) = send_arrays([np.cumsum([0, *lengths])], device)
+
+    @cached_property
+    def starts_int32(self):
+        """``starts`` in the type that flash attention reads."""
+        return self.starts.int()
+
+    @cached_property
+    def groups(self):
+        """The lengths in groups of neighbours: each is computed as one padded batch where attention has no
+        kernel for packed rows. Sorted lengths need less padding."""
+        groups = [[]]
+        for length in self.lengths:
+            group = [*groups[-1], length]
+            if len(group) * max(group) <= WASTE * sum(group):
+                groups[-1] = group
+            else:
+                groups.append([length])
+        return groups
+
+    @property
+    def sizes(self):
+        """Tokens of each group, padding included."""
+        return [len(group) * max(group) for group in self.groups]
+
+    @cached_property
+    def place(self):
+        """[tokens] where each token lies in the padded groups, one behind the other."""
+        longest = np.concatenate([[max(group)] * len(group) for group in self.groups])  # [B]
+        row, column = ragged(self.lengths)
+        (place,) = send_arrays([(np.cumsum(longest) - longest)[row] + column], self.device)
+        return place
+
+
+def padded_attention(query, key, value, packing, window, scaling):
+    """Causal attention in each sequence of a packed row, group by group -> [N, heads, dim of values].
+
+    query [N, heads, dim], key and value [N, their own number of heads, their dim].
+    """
+    sizes, padded, parts = packing.sizes, [], []
+    for x in (query, key, value):
+        empty = x.new_zeros(sum(sizes), *x.shape[1:])
+        padded.append(empty.index_copy_(0, packing.place, x).split(sizes))
+    for group, *rows in zip(packing.groups, *padded, strict=True):
+        batch = [x.unflatten(0, (len(group), -1)).transpose(1, 2) for x in rows]
+        parts.append(causal_attention(*batch, window, scaling).flatten(0, 1))
+    return take_rows(torch.cat(parts), packing.place)
 
 
 def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
@@ -124,19 +173,19 @@ def rotated_attention(query, key, value, cos, sin, packing, window, scaling):
     keys are rotated here.
     """
     fits = packing is not None and packing.longest * max(LANES, query.shape[3]) <= MAX_COMPILED_SIZE
-    if not (fits and query.is_cpu) or kernels_for(query, key, value, cos, sin) is None:
+    kernels = kernels_for(query, key, value, cos, sin) if fits and query.is_cpu else None
+    if kernels is None:
         return None
-    return _Compiled.apply(query, key, value, cos, sin, packing.starts, window, scaling)
+    starts = packing.starts
 
+    def forward(query, key, value):
+        out = kernels.attention(query, key, value, cos, sin, starts, window, scaling)
+        return out, (query, key, value)
 
-def _packed(module, query, key, value, packing, **kwargs):
-    """Causal attention in each sequence of a packed row [1, heads, N, head_dim] -> [1, N, heads, dim]."""
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    out = flash_attention(*rows, packing, kwargs.get("sliding_window"), kwargs.get("scaling"))
-    if out is not None:
-        return out[None]
-    groups = zip(*map(packing.pad, rows), strict=True)
-    return packing.unpad([_causal(module, *group, **kwargs).transpose(1, 2) for group in groups])[None]
+    def gradient(query, key, value, grad):
+        return kernels.attention_backward(query, key, value, cos, sin, starts, window, scaling, grad)
+
+    return differentiable(forward, gradient, query, key, value)
 
 
 def flash_attention(query, key, value, packing, window, scaling):
@@ -145,54 +194,47 @@ def flash_attention(query, key, value, packing, window, scaling):
 
     It computes the whole row in one call, without padding, grouped heads and sliding windows included. It
     takes fp16 and bf16 on GPUs from Ampere (sm80) on. Whether it works here is tried once for each kind of
-    layer; where it does not, a warning says why.
-    query [N, heads, dim], key and value [N, their own number of heads, dim]; packing: ``Packing``; window: of
-    sliding attention, in tokens, or None; scaling: of the scores, None for dim ** -0.5.
+    layer; where it does not, a warning says why. Shapes: those of ``padded_attention``.
     """
     dtype = compute_dtype(query)
     if query.device.type != FLASH_DEVICE or dtype == torch.float32:
         return None
-    window = window if window and window < packing.longest else None
-    (_, heads, dim), (_, groups, value_dim) = query.shape, value.shape
-    if not _flash_works(query.device, dtype, heads, groups, dim, value_dim, windowed=window is not None):
+    if window and window >= packing.longest:
+        window = None
+    shapes = query.shape[1:], key.shape[1:], value.shape[1:]
+    if not _flash_works(query.device, dtype, shapes, windowed=bool(window)):
         return None
-    rows = [x.to(dtype) for x in (query, key, value)]
-    return _flash(*rows, packing.starts_int32, packing.longest, window, scaling)
+    return _flash(*(x.to(dtype) for x in (query, key, value)), packing, window, scaling)
 
 
-def _flash(query, key, value, starts, longest, window, scaling):
+def _flash(query, key, value, packing, window, scaling):
     from torch.nn.attention import varlen
 
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
-    size = (window - 1 if window else -1, 0)  # how far a token sees back and ahead; -1: to the end
-    more = {"scale": scaling, "window_size": size, **_grouped(varlen.varlen_attn)}
-    return varlen.varlen_attn(*rows, starts, starts, longest, longest, **more)
+    starts = packing.starts_int32
+    longest = packing.longest
+    back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
+    more = {"scale": scaling, "window_size": (back, 0)}
+    if "enable_gqa" in varlen.varlen_attn.__kwdefaults__:  # torch 2.11 takes grouped heads as they are
+        more["enable_gqa"] = True
+    return varlen.varlen_attn(query, key, value, starts, starts, longest, longest, **more)
 
 
 @cache
-def _grouped(kernel):
-    """The argument that grouped heads need: torch 2.11 takes them as they are."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+def _flash_works(device, dtype, shapes, windowed):
+    """Whether flash attention gives the values and gradients of padded attention in fp32 for such heads."""
+    packing, generator = Packing(TRIED_LENGTHS, device), torch.Generator().manual_seed(0)
+    rows = [torch.randn(sum(TRIED_LENGTHS), *shape, generator=generator) for shape in shapes]
+    rows = [x.to(device, dtype).requires_grad_() for x in rows]
+    window = 3 if windowed else None
 
-
-@cache
-def _flash_works(device, dtype, heads, groups, dim, value_dim, windowed):
-    """Whether flash attention gives the values and gradients of products in fp32 for such heads."""
-    window, scaling, count = 3 if windowed else None, dim**-0.5, sum(TRIED_LENGTHS)
-    starts = torch.tensor([0, *TRIED_LENGTHS]).cumsum(0).to(device, torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(count, heads, dim), (count, groups, dim), (count, groups, value_dim)]
-    rows = [torch.randn(x, generator=generator).to(device, dtype).requires_grad_() for x in shapes]
-
-    def products():
-        parts = [x.float().transpose(0, 1)[None].split(TRIED_LENGTHS, 2) for x in rows]
-        masks = [causal_mask(length, window, torch.float32, device) for length in TRIED_LENGTHS]
-        return torch.cat([matmul_attention(*x, scaling) for x in zip(*parts, masks, strict=True)], 1)[0]
+    def padded():
+        return padded_attention(*(x.float() for x in rows), packing, window, 0.2)
 
     def flash():
-        return _flash(*rows, starts, max(TRIED_LENGTHS), window, scaling)
+        return _flash(*rows, packing, window, 0.2)
 
-    if reason := difference(products, flash, device, rows, tolerance=0.03):  # bf16 has eight bits
+    reason = difference(padded, flash, device, rows, tolerance=0.03)  # bf16 has eight bits
+    if reason:
         warnings.warn(f"no flash attention of packed rows, which is faster: {reason}", stacklevel=2)
     return not reason
 

@@ -4,7 +4,11 @@ A batch is the prompts that one step samples, a minibatch is what one optimizer 
 micro-batch is what goes through a model in one forward.
 """
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer.compute.kernels import differentiable
 
 
 def tokens_per_pass(device):
@@ -42,12 +46,10 @@ def halves(rows):
     return [rows[:half], rows[half:]] if half else [rows]
 
 
-def pad_right(sequences, device="cpu", value=0):
-    """Lists of ids -> (tokens [B, T] int64, padded with ``value``, lengths [B] int64). Padding changes no
-    result."""
+def pad_right(sequences, device="cpu"):
+    """Lists of ids -> (tokens [B, T] int64, padded with 0, lengths [B] int64). Padding changes no result."""
     lengths = torch.tensor([len(s) for s in sequences])
-    width = int(lengths.max())
-    tokens = torch.tensor([list(s) + [value] * (width - len(s)) for s in sequences])
+    tokens = pad_sequence([torch.tensor(s, dtype=torch.int64) for s in sequences], batch_first=True)
     return send(tokens, device), send(lengths, device)
 
 
@@ -57,3 +59,31 @@ def send(x, device):
     if torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def ragged(lengths):
+    """Lengths (B ints) -> (row [N], column [N]): the places of all elements of B rows, row by row."""
+    lengths = np.asarray(lengths, np.int64)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def send_arrays(arrays, device):
+    """Arrays of ints -> int64 tensors on this device, in one copy."""
+    arrays = [np.asarray(x, np.int64) for x in arrays]
+    whole = send(torch.from_numpy(np.concatenate(arrays)), device)
+    return whole.split([len(x) for x in arrays])
+
+
+def take_rows(x, place):
+    """x [n, ...] -> x[place]. place has no repetitions, so that the gradient is a copy: torch's own adds rows
+    up, one after the other."""
+    shape = x.shape
+
+    def forward(x):
+        return x.index_select(0, place), ()
+
+    def gradient(grad):
+        return (grad.new_zeros(shape).index_copy_(0, place, grad),)
+
+    return differentiable(forward, gradient, x)

@@ -3,8 +3,8 @@
 transformers writes norms, rotary positions, gates and attention as dozens of small operations, each of which
 reads and writes every activation. Here compiled kernels (kernels.py) compute the same, with gradients of
 their own; where there are none, torch's operations do. A module keeps its class, parameters and names. Only
-its ``forward`` is replaced, and only where ``fuse_layers`` finds the same values and gradients. Models of
-other families do not change.
+its ``forward`` is replaced, and only if the whole model then gives the same values and gradients
+(``fuse_layers``). Models of other families do not change.
 
 Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, Su et al. 2021
 (arXiv:2104.09864); gated feed-forwards, Shazeer 2020 (arXiv:2002.05202).
@@ -12,41 +12,14 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 
 import warnings
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
 
 from trainer.compute.attention import attention, rotated_attention
-from trainer.compute.kernels import difference, kernels_for
+from trainer.compute.kernels import difference, differentiable, kernels_for
 from trainer.compute.precision import compute_dtype
-
-
-def _apply(function, *inputs):
-    """An autograd function; without gradients its forward alone, because decoding calls many in a step."""
-    if torch.is_grad_enabled():
-        return function.apply(*inputs)
-    return function.forward(SimpleNamespace(save_for_backward=lambda *tensors: None), *inputs)
-
-
-class _AddNorm(torch.autograd.Function):
-    """``add_norm`` by compiled kernels; s is None where delta is."""
-
-    @staticmethod
-    def forward(ctx, kernels, x, delta, weight, eps, dtype):
-        y, total, r = kernels.rms_norm(x, weight, eps, dtype, delta)
-        ctx.save_for_backward(x if delta is None else total, weight, r)
-        ctx.kernels, ctx.delta_dtype = kernels, None if delta is None else delta.dtype
-        return total, y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_total, grad):
-        grad_total = None if grad_total is None else grad_total.contiguous()
-        found = ctx.kernels.rms_norm_backward(
-            *ctx.saved_tensors, grad.contiguous(), grad_total, ctx.delta_dtype
-        )
-        return None, *found, None, None
 
 
 def add_norm(x, delta, norm):
@@ -54,11 +27,22 @@ def add_norm(x, delta, norm):
 
     y = s r w with r = (mean(s^2) + eps)^-1/2, computed in fp32 and returned in the dtype of matrix products.
     """
-    eps, dtype, weight = norm.variance_epsilon, compute_dtype(x), norm.weight
-    if (kernels := kernels_for(x, delta, weight, result=dtype)) is not None:
-        return _apply(_AddNorm, kernels, x, delta, weight, eps, dtype)
-    total = x if delta is None else x + delta
-    return total, F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(dtype)
+    eps = norm.variance_epsilon
+    dtype = compute_dtype(x)
+    kernels = kernels_for(x, delta, norm.weight, result=dtype)
+    if kernels is None:
+        total = x if delta is None else x + delta
+        return total, F.rms_norm(total.float(), norm.weight.shape, norm.weight.float(), eps).to(dtype)
+    delta_dtype = None if delta is None else delta.dtype
+
+    def forward(x, delta, weight):
+        y, total, r = kernels.rms_norm(x, weight, eps, dtype, delta)
+        return (total, y), (x if delta is None else total, weight, r)
+
+    def gradient(total, weight, r, grad_total, grad):
+        return kernels.rms_norm_backward(total, weight, r, grad, grad_total, delta_dtype)
+
+    return differentiable(forward, gradient, x, delta, norm.weight)
 
 
 def rms_norm_forward(norm, x):
@@ -66,44 +50,21 @@ def rms_norm_forward(norm, x):
     return add_norm(x, None, norm)[1]
 
 
-class _Rotate(torch.autograd.Function):
-    """``rotate`` by compiled kernels. The gradient rotates back."""
-
-    @staticmethod
-    def forward(ctx, kernels, x, cos, sin):
-        ctx.kernels = kernels
-        ctx.save_for_backward(cos, sin)
-        return kernels.rotate(x, cos, sin)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return None, ctx.kernels.rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None
-
-
 def rotate(x, cos, sin):
     """Rotary positions: x [B, T, heads, dim], cos and sin [B, T, 1, dim] -> x's shape. (x1, x2), the halves
-    of a head, become (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    of a head, become (x1 cos - x2 sin, x2 cos + x1 sin). The gradient rotates back."""
     kernels = kernels_for(x, cos, sin) if cos.shape == (*x.shape[:2], 1, x.shape[3]) else None
-    if kernels is not None:
-        return _apply(_Rotate, kernels, x, cos, sin)
-    first, second = x.chunk(2, -1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
+    if kernels is None:
+        first, second = x.chunk(2, -1)
+        return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
 
+    def forward(x):
+        return kernels.rotate(x, cos, sin), ()
 
-class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up by compiled kernels, with its gradient"""
+    def gradient(grad):
+        return (kernels.rotate(grad, cos, sin, back=True),)
 
-    @staticmethod
-    def forward(ctx, kernels, gate, up):
-        ctx.kernels = kernels
-        ctx.save_for_backward(gate, up)
-        return kernels.silu_mul(gate, up)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return None, *ctx.kernels.silu_mul_backward(*ctx.saved_tensors, grad.contiguous())
+    return differentiable(forward, gradient, x)
 
 
 def mlp_forward(mlp, x):
@@ -115,7 +76,13 @@ def mlp_forward(mlp, x):
     else:
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         kernels = kernels_for(gate, up)
-    return mlp.down_proj(F.silu(gate) * up if kernels is None else _apply(_SiluMul, kernels, gate, up))
+    if kernels is None:
+        return mlp.down_proj(F.silu(gate) * up)
+
+    def forward(gate, up):
+        return kernels.silu_mul(gate, up), (gate, up)
+
+    return mlp.down_proj(differentiable(forward, kernels.silu_mul_backward, gate, up))
 
 
 def attention_forward(
@@ -177,41 +144,32 @@ FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORWARDS.items()}
 
 
-def fuse_layers(backbone):
-    """Replace ``forward`` of the layers with known names, where ours gives the same values and gradients. A
-    warning names those where it does not."""
-    kept = set()
-    for module in reversed(list(backbone.modules())):  # inner modules before outer ones
-        forward = KNOWN.get(type(module).__name__)
-        if forward is None or "forward" in vars(module):
-            continue
-        if _gives_same_results(module, forward, backbone):
-            module.forward = MethodType(forward, module)
-        else:
-            kept.add(type(module).__name__)
-    if kept:
-        warnings.warn(f"{', '.join(sorted(kept))}: not fused, which is slower", stacklevel=2)
+def fuse_layers(backbone, states):
+    """Replace ``forward`` of the layers with known names, if the backbone gives the same values and gradients
+    with ours; a warning says where it does not. states(): some last hidden states of it."""
+    layers = [module for module in backbone.modules() if type(module).__name__ in KNOWN]
+    if not layers:
+        return
+    # Norms and biases: their gradients are small, and pass through every layer above.
+    vectors = [p for p in backbone.parameters() if p.dim() < 2]
+    frozen = [p for p in vectors if not p.requires_grad]
+
+    def fused():
+        for layer in layers:
+            layer.forward = MethodType(KNOWN[type(layer).__name__], layer)
+        return states()
+
+    for p in frozen:
+        p.requires_grad = True
+    reason = difference(states, fused, backbone.device, vectors)
+    for p in frozen:
+        p.requires_grad = False
+    if reason:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        warnings.warn(f"{type(backbone).__name__}: not fused, which is slower: {reason}", stacklevel=2)
 
 
 def is_fused(module, forward):
     """Whether ``fuse_layers`` has given this module that ``forward``."""
     return getattr(vars(module).get("forward"), "__func__", None) is forward
-
-
-def _gives_same_results(module, forward, backbone):
-    """Whether a module and this ``forward`` give the same values and gradients."""
-    device, width, others = backbone.device, backbone.config.hidden_size, {}
-    if forward is rms_norm_forward:  # norms of heads are narrower than hidden_size
-        width = module.weight.numel()
-    x = torch.linspace(-2, 3, 10 * width, device=device).view(2, 5, width).sin().requires_grad_()
-    if forward in (attention_forward, layer_forward):
-        places = torch.arange(5, device=device).expand(2, 5)
-        others = {"position_embeddings": backbone.rotary_emb(x, places), "attention_mask": None}
-
-    def first(function):
-        y = function(x, **others)
-        return y if torch.is_tensor(y) else y[0]
-
-    inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
-    fused = MethodType(forward, module)
-    return not difference(lambda: first(module), lambda: first(fused), device, inputs, tolerance=3e-5)

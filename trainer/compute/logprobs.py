@@ -65,6 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 p = None if ctx.kept is None else ctx.kept[c]
                 logprobs[c], entropy[c] = _logprobs(logits, targets[c], temperature, p)
+            del logits
         ctx.save_for_backward(states, weight, bias, targets, log_sum, entropy if learn_entropy else None)
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -98,6 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_states[c] = _product(d, table)
             if ctx.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, d.T, states[c].to(ctx.dtype), weight.dtype)
+            del x, d
         ctx.kept = None
         return grad_states, grad_weight, grad_bias, None, None, None, None, None
 
@@ -129,24 +131,23 @@ def _grad_logits(p, targets, grad, dtype, *learned):
     return (result if more is None else result.add_(more)).to(dtype)
 
 
-def head_logits(states, weight, bias, dtype, memory=None):
+def head_logits(states, weight, bias, dtype):
     """States [n, H] -> logits [n, V] of a head (weight [V, H]; bias [V] or None), from products in ``dtype``.
 
     On a GPU the logits are in fp32 in any case. Rounded to bf16, logits between 16 and 32 would have steps of
     0.125, and log-probs errors of about 0.03. On a CPU, which has no such product, they are in ``dtype``.
-    memory: fp32 [n or more rows, V] that may be used for the result, or None.
     """
     states, weight = states.to(dtype), weight.to(dtype)
-    if not states.is_cuda and (dtype != torch.float32 or bias is not None):
+    if not states.is_cuda:
         return F.linear(states, weight, None if bias is None else bias.to(dtype))
-    logits = _product(states, weight.T, None if memory is None else memory[: len(states)])
+    logits = _product(states, weight.T)
     return logits if bias is None else logits.add_(bias)
 
 
-def _product(a, b, out=None):
-    """-> a @ b: on a GPU in fp32, elsewhere in their dtype. out: memory for it"""
+def _product(a, b):
+    """-> a @ b: on a GPU in fp32, elsewhere in their dtype"""
     kind = {"out_dtype": torch.float32} if a.is_cuda and a.dtype != torch.float32 else {}
-    return torch.mm(a, b, out=out, **kind)
+    return torch.mm(a, b, **kind)
 
 
 def _add_product(total, a, b, dtype):
@@ -162,14 +163,13 @@ def _add_product(total, a, b, dtype):
 
 def _chunks_of_logits(states, weight, bias, dtype, forbid_=None):
     """Yield (slice of the tokens, its logits [n, V]): at most CHUNK of them, or those of MIN_CHUNK_TOKENS
-    tokens if that is more. Use them before the next: fp32 logits may all share one memory."""
+    tokens if that is more. Let go of them before the next: they take its memory."""
     count, table = len(states), weight.to(dtype)
     size = MIN_CHUNK_TOKENS * max(1, CHUNK[states.device.type] // (MIN_CHUNK_TOKENS * len(weight)))
-    shared = states.is_cuda or (dtype == torch.float32 and bias is None)
-    memory = torch.empty(min(size, count), len(weight), device=states.device) if shared else None
     for start in range(0, count, size):
         c = slice(start, min(start + size, count))
-        logits = head_logits(states[c], table, bias, dtype, memory)
+        logits = head_logits(states[c], table, bias, dtype)
         if forbid_:
             forbid_(logits, c)
         yield c, logits
+        del logits

@@ -46,33 +46,32 @@ class Rollout:
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
     advantages: torch.Tensor | None = None  # [B, R]
-    host_lengths: tuple | None = None  # see ``on_host``
 
     @property
     def mask(self):
         """[B, R] bool, True on response tokens. From lengths, never from ``== pad``: pad may equal EOS."""
         return length_mask(self.response_len, self.sampler_logprobs.shape[1])
 
-    def on_host(self):
-        """(prompt_len, response_len) as lists of B ints. Waits for a GPU, but only at the first call."""
-        if self.host_lengths is None:
-            self.host_lengths = tuple(torch.stack([self.prompt_len, self.response_len]).tolist())
-        return self.host_lengths
-
     @cached_property
     def layout(self):
-        """The ``Layout`` of the sequences, the same for every forward over them."""
-        return Layout.of_responses(*self.on_host())
+        """The ``Layout`` of the sequences, the same for every forward over them. A GPU is waited for if the
+        rollout was joined from several."""
+        prompt_len, response_len = torch.stack([self.prompt_len, self.response_len]).tolist()
+        return Layout.of_responses(prompt_len, response_len, self.tokens.device)
 
     @cached_property
     def layouts(self):
         """{rows: their ``Layout``}: several models and PPO epochs take the same rows."""
         return {}
 
+    def on_host(self):
+        """(prompt_len, response_len) as lists of B ints."""
+        return self.layout.prompt_len, self.layout.response_len
+
     @property
     def lengths(self):
         """[B] number of tokens of prompt plus response, on the CPU."""
-        return torch.tensor(self.on_host()).sum(0)
+        return torch.tensor(self.layout.lengths)
 
     @property
     def sequences(self):
@@ -82,17 +81,19 @@ class Rollout:
     def rows(self, index):
         """-> a rollout of these rows only (list of int), cut to the longest of them. Waits for no GPU."""
         rows = tuple(index)
-        lengths = tuple([x[i] for i in rows] for x in self.on_host())
+        device = self.tokens.device
         if rows not in self.layouts:
-            self.layouts[rows] = Layout.of_responses(*lengths)
+            prompt_len, response_len = ([x[i] for i in rows] for x in self.on_host())
+            self.layouts[rows] = Layout.of_responses(prompt_len, response_len, device)
         layout = self.layouts[rows]
-        index = send(torch.tensor(rows), self.tokens.device)
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked = {name: x[index] for name, x in picked.items() if isinstance(x, torch.Tensor)}
-        for name, x in picked.items():
+        index = send(torch.tensor(rows), device)
+        picked = {}
+        for name, x in tensors_of(self):
+            picked[name] = x[index]
             if x.dim() == 2:
-                picked[name] = x[:, : max(layout.lengths) if name == "tokens" else layout.shape[1]]
-        part = replace(self, host_lengths=lengths, **picked)
+                width = max(layout.lengths) if name == "tokens" else layout.shape[1]
+                picked[name] = picked[name][:, :width]
+        part = replace(self, **picked)
         part.layout = layout
         return part
 
@@ -102,17 +103,23 @@ class Rollout:
         return [tokens[start : start + count] for tokens, start, count in rows]
 
 
+def tensors_of(rollout):
+    """-> [(name, tensor)] of the fields that are filled"""
+    values = [(field.name, getattr(rollout, field.name)) for field in fields(rollout)]
+    return [(name, x) for name, x in values if isinstance(x, torch.Tensor)]
+
+
 def join_rollouts(parts):
     """Rollouts one below the other -> one of all their rows, as wide as the widest. A field that one of them
     lacks is lacking in the result."""
+    found = [dict(tensors_of(part)) for part in parts]
     joined = {}
-    for field in fields(Rollout):
-        tensors = [getattr(part, field.name) for part in parts]
-        if all(isinstance(x, torch.Tensor) for x in tensors):
-            if tensors[0].dim() == 2:
-                width = max(x.shape[1] for x in tensors)
-                tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
-            joined[field.name] = torch.cat(tensors)
+    for name in set.intersection(*map(set, found)):
+        tensors = [x[name] for x in found]
+        if tensors[0].dim() == 2:
+            width = max(x.shape[1] for x in tensors)
+            tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
+        joined[name] = torch.cat(tensors)
     return Rollout(**joined)
 
 
@@ -123,16 +130,18 @@ def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
     prompt_ids: B lists of ids; tokens and logprobs [B, columns]: of the responses, column t is their token t,
     what lies behind a response is not used; response_len and finished [B].
     """
-    counts = response_len.tolist()
-    rows = zip(prompt_ids, tokens[:, : max(counts)].tolist(), counts, strict=True)
-    sequences = [[*prompt, *response[:count]] for prompt, response, count in rows]
-    lengths = [len(prompt) for prompt in prompt_ids]
-    real = length_mask(response_len, max(counts))  # [B, R]
-    return Rollout(
-        tokens=pad_right(sequences, tokens.device)[0],
-        prompt_len=send(torch.tensor(lengths), tokens.device),
+    prompts, prompt_len = pad_right(prompt_ids, tokens.device)
+    layout = Layout.of_responses([len(x) for x in prompt_ids], response_len.tolist(), tokens.device)
+    width = layout.shape[1]
+    places = layout.response
+    whole = F.pad(prompts, (0, max(layout.lengths) - prompts.shape[1]))
+    whole[layout.wanted_row, layout.wanted_position] = tokens[:, :width].flatten()[places]
+    rollout = Rollout(
+        tokens=whole,
+        prompt_len=prompt_len,
         response_len=response_len.clone(),  # the engine's own tensors change in its next call
         finished=finished.clone(),
-        sampler_logprobs=torch.where(real, logprobs[:, : max(counts)], 0.0),
-        host_lengths=(lengths, counts),
+        sampler_logprobs=layout.spread(logprobs[:, :width].flatten()[places]),
     )
+    rollout.layout = layout
+    return rollout

@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from model.loading import is_moe
-from trainer.compute.batching import pad_right, send, tokens_per_pass
+from trainer.compute.batching import pad_right, send, take_rows, tokens_per_pass
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import Layout, pack_sequences, packed_states, ragged, take_rows
+from trainer.compute.packing import Layout, pack_sequences, packed_states
 from trainer.compute.precision import autocast
 
 
@@ -51,7 +51,7 @@ class BalanceLoss:
     """The load-balancing loss of a mixture of experts, times the weight in its config; 0 for other models.
 
     Call the backbone with the keyword arguments ``extra``, then this with the backbone's output and the
-    lengths [B] -> the loss, a sum over sequences and layers.
+    ``Layout`` -> the loss, a sum over sequences and layers.
     """
 
     def __init__(self, model):
@@ -59,32 +59,30 @@ class BalanceLoss:
         self.weight = model.config.router_aux_loss_coef if is_moe(model) else 0.0
         self.extra = {"output_router_logits": True} if self.weight else {}
 
-    def __call__(self, output, lengths):
+    def __call__(self, output, layout):
         if not self.weight:
-            return torch.zeros((), device=lengths.device)
+            return torch.zeros((), device=layout.length.device)
         top_k = self.config.num_experts_per_tok
-        return self.weight * load_balance_loss(output.router_logits, lengths, top_k)
+        return self.weight * load_balance_loss(output.router_logits, layout, top_k)
 
 
-def load_balance_loss(router_logits, lengths, top_k):
+def load_balance_loss(router_logits, layout, top_k):
     """Mixture-of-experts load balancing, per sequence (arXiv:2101.03961, eq. 4), summed over B and layers.
 
-    router_logits: one [N, E] for each layer, of the tokens of B sequences row by row; lengths [B] sum to N.
+    router_logits: one [N, E] for each layer, of the N tokens of a ``Layout``.
     For one sequence and layer it is E * sum_e f_e P_e, where f_e is the share of the sequence's choices that
     went to expert e, and P_e is the mean gate probability of e; it is 1 when balanced. It is computed per
     sequence, so that the cut into micro-batches does not change it.
     """
-    total = torch.zeros((), device=lengths.device)
-    rows = torch.arange(len(lengths), device=lengths.device)
-    if router_logits:  # with its size given, a GPU is not asked for it
-        row = torch.repeat_interleave(rows, lengths, output_size=len(router_logits[0]))
+    length = layout.length[:, None]
+    total = torch.zeros((), device=length.device)
     for logits in router_logits:
         experts = logits.shape[-1]
         gate = logits.float().softmax(-1)
         chosen = torch.zeros_like(gate).scatter_(-1, gate.topk(top_k, dim=-1).indices, 1.0)
-        per_sequence = torch.zeros(len(lengths), experts, device=lengths.device)
-        share = per_sequence.index_add(0, row, chosen) / (lengths[:, None] * top_k)
-        mean_gate = per_sequence.index_add(0, row, gate) / lengths[:, None]
+        per_sequence = gate.new_zeros(len(length), experts)
+        share = per_sequence.index_add(0, layout.row, chosen) / (length * top_k)
+        mean_gate = per_sequence.index_add(0, layout.row, gate) / length
         total = total + experts * (share * mean_gate).sum()
     return total
 
@@ -92,10 +90,9 @@ def load_balance_loss(router_logits, lengths, top_k):
 def states_at(backbone, tokens, layout, **extra):
     """The states that predict the M wanted tokens of a ``Layout`` in right-padded tokens [B, T] -> (states
     [M, H], the ids of those tokens [M], the backbone's output)."""
-    tables = layout.on(tokens.device)
     output = packed_states(backbone, tokens, layout, **extra)
-    states = take_rows(output.last_hidden_state, tables["predicted_by"])
-    return states, tokens[tables["wanted_row"], tables["wanted_position"]], output
+    states = take_rows(output.last_hidden_state, layout.predicted_by)
+    return states, tokens[layout.wanted_row, layout.wanted_position], output
 
 
 class PolicyScorer(nn.Module):
@@ -113,18 +110,17 @@ class PolicyScorer(nn.Module):
     def forward(self, tokens, layout, temperature=1.0):
         """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
         sum). A ``Layout`` without shape, of demonstrations, gives both of its M wanted tokens: [M]."""
+        forbid_ = None
+        if self.early_ends and layout.shape:  # --min_gen_len is not for demonstrations
+            forbid_ = self.early_ends.of(layout)
         with autocast(tokens.device, self.dtype):
             states, targets, output = states_at(self.model.base_model, tokens, layout, **self.balance.extra)
             head = self.model.get_output_embeddings()
-            of_responses = layout.shape is not None  # --min_gen_len is not for demonstrations
-            forbid_ = self.early_ends.of(layout, tokens.device) if self.early_ends and of_responses else None
             logprobs, entropy = token_logprobs(
                 head, states, targets, temperature, forbid_, self.learn_entropy
             )
-            balance = self.balance(output, layout.on(tokens.device)["length"])
-        if of_responses:
-            logprobs, entropy = layout.spread(logprobs), layout.spread(entropy)
-        return logprobs, entropy, balance
+            balance = self.balance(output, layout)
+        return layout.spread(logprobs), layout.spread(entropy), balance
 
 
 class ValueScorer(nn.Module):
@@ -138,18 +134,12 @@ class ValueScorer(nn.Module):
         self.balance = BalanceLoss(critic.backbone)
 
     def forward(self, tokens, layout):
-        """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding."""
-        return self._score(tokens, layout)[0]
-
-    def balanced(self, tokens, layout):
-        """The same -> values [B, R], balance loss (weighted sum), as of ``PolicyScorer``."""
-        return self._score(tokens, layout)
-
-    def _score(self, tokens, layout):
+        """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
+        sum)."""
         with autocast(tokens.device, self.dtype):
             states, _, output = states_at(self.critic.backbone, tokens, layout, **self.balance.extra)
             values = layout.spread(self.critic.read(states))
-            return values, self.balance(output, layout.on(tokens.device)["length"])
+            return values, self.balance(output, layout)
 
 
 @torch.no_grad()
@@ -164,32 +154,23 @@ def score_all(rollout, score, name="log-probs", scorer=None):
         places.extend(index)
 
     device = rollout.tokens.device
-    lengths = rollout.lengths.tolist()
+    lengths = rollout.layout.lengths
     each_micro_batch(lengths, tokens_per_pass(device), fill, name, scorer, lambda: score(rollout.rows([0])))
-    found = torch.cat(parts, -2)
-    return torch.zeros_like(found).index_copy_(-2, send(torch.tensor(places), device), found)
+    return torch.cat(parts, -2).index_select(-2, send(torch.tensor(places).argsort(), device))
 
 
 def score_policy(rollout, scorer, temperature):
-    """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences, temperature)[0], scorer=scorer)
-
-
-def score_entropy_too(rollout, scorer, temperature, wanted):
-    """The same -> log-probs [B, R], and the policy's entropies before each token [B, R] where they are
-    ``wanted``, else None: then nothing of their size is kept."""
-    count = 2 if wanted else 1
+    """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``, and its entropies before them."""
 
     def score(rows):
-        return torch.stack(scorer(*rows.sequences, temperature)[:count])
+        return torch.stack(scorer(*rows.sequences, temperature)[:2])
 
-    logprobs, *entropy = score_all(rollout, score, scorer=scorer)
-    return logprobs, entropy[0] if wanted else None
+    return score_all(rollout, score, scorer=scorer).unbind()
 
 
 def score_values(rollout, scorer):
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences), "values", scorer)
+    return score_all(rollout, lambda rows: scorer(*rows.sequences)[0], "values", scorer)
 
 
 def score_learned(items, scorer):
@@ -197,8 +178,6 @@ def score_learned(items, scorer):
     temperature 1. items: of ``SFTDataset``, (token ids, mask); the first token is never learned: nothing
     predicts it."""
     tokens, _ = pad_right([ids for ids, _ in items], scorer.model.device)
-    learned = [np.flatnonzero([0, *mask[1:]]) for _, mask in items]
-    row, _ = ragged([len(positions) for positions in learned])
-    layout = Layout([len(ids) for ids, _ in items], (row, np.concatenate(learned)))
-    logprobs, _, balance = scorer(tokens, layout)
+    learned = np.flatnonzero(np.concatenate([[0, *mask[1:]] for _, mask in items]))
+    logprobs, _, balance = scorer(tokens, Layout([len(ids) for ids, _ in items], learned, tokens.device))
     return logprobs, balance

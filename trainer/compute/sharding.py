@@ -22,12 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from progress_bar import phase
@@ -59,8 +54,6 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
     for layer in layers_of(root):
         fully_shard(layer, mp_policy=layers, **options)
     fully_shard(root, mp_policy=MixedPrecisionPolicy(**kinds), **options)
-    if hasattr(root, "balanced"):  # of a ``ValueScorer``: it is called instead of the module
-        register_fsdp_forward_method(root, "balanced")
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means

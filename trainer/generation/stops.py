@@ -43,11 +43,11 @@ class EarlyEnds:
         early = (places < self.least - 1)[:, None]
         logits[:, ids] = logits[:, ids].masked_fill(early, -torch.inf)
 
-    def of(self, layout, device):
+    def of(self, layout):
         """What ``token_logprobs`` is to do with the logits of a ``Layout.of_responses``: a function of
         (logits [n, V], the slice of the wanted tokens that they predict). Rows behind the last wanted token
         are padding and stay as they are."""
-        places = layout.on(device)["response"] % layout.shape[1]
+        places = layout.response % layout.shape[1]
 
         def forbid_(logits, chunk):
             mine = places[chunk]

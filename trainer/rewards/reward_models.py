@@ -32,7 +32,7 @@ from model.loading import (
 from progress_bar import phase
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import Layout, pack_sequences, packed_states
+from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_range
 from trainer.compute.rollout_data import length_mask
 
@@ -98,7 +98,7 @@ class ClassifierRewardModel:
         with autocast(self.model.device, self.dtype):
             if not self.packs:
                 return self._padded_scores(tokens, lengths).float()
-            states = packed_states(self.model.base_model, tokens, Layout(map(len, ids))).last_hidden_state
+            states = packed_states(self.model.base_model, tokens, map(len, ids)).last_hidden_state
             return self.model.score(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1).float()
 
     def _padded_scores(self, tokens, lengths):

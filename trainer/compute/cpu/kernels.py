@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -41,7 +42,13 @@ def library():
         built = Path(folder) / kept.name
         subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(built))
-        _keep(built, kept)
+        copy = kept.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # if it cannot be kept, the next process compiles again
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copy(built, copy)
+            os.replace(copy, kept)  # in one atomic step
+        with suppress(OSError):
+            copy.unlink()
         return loaded
     return None
 
@@ -54,20 +61,8 @@ def _key(command):
     except OSError:
         cpu = [platform.processor()]
     sources = [path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.[ch]"))]
-    parts = [*sources, *command, platform.machine(), *cpu]
+    parts = [*sources, *command, *cpu]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _keep(built, kept):
-    """Copy the file, in one atomic step, to where the next process looks for it. If that fails, the next
-    process compiles again."""
-    copy = kept.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        kept.parent.mkdir(exist_ok=True)
-        copy.write_bytes(built.read_bytes())
-        os.replace(copy, kept)
-    with suppress(OSError):
-        copy.unlink()
 
 
 def lanes():

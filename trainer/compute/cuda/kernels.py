@@ -22,18 +22,14 @@ LANES = 2048  # numbers of a row that a program reads at a time where a row is a
 
 
 def check(device="cuda"):
-    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
-    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
-    numbers: its products of matrices are compiled in ways that differ between GPUs."""
+    """Run the kernels that ``fuse_layers`` does not try once, small, in the dtype of mixed precision, so that
+    no run meets one in its middle that cannot work on this GPU. Raises whatever Triton raises, and
+    RuntimeError where attention gives wrong numbers: its products of matrices are compiled in ways that
+    differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
     half, each, ids = x.to(dtype), x[:, 0].contiguous(), torch.zeros(2, dtype=torch.int64, device=device)
-    rms_norm_backward(x, x[0], rms_norm(x, x[0], 1e-6, dtype, half)[2], half, x, dtype)
-    turns = half[:, :16].reshape(2, 1, 1, 16)
-    rotate(half.view(2, 1, 2, 16), turns, turns)
-    silu_mul_backward(half, half, silu_mul(half, half))
     token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
-    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype)
     token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
     state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.bool()
@@ -41,11 +37,9 @@ def check(device="cuda"):
     sample_and_store(x, 1.0, noise, ids[:1], ids[:1] + 1, state, results)
     joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
-    values, no_turn = (
-        keys.flip(2),
-        (torch.ones_like(half)[:, None, None], torch.zeros_like(half)[:, None, None]),
-    )
-    found = decode_attention(joint, *no_turn, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
+    values = keys.flip(2)
+    cos, sin = torch.ones_like(joint[:, :1, None]), torch.zeros_like(joint[:, :1, None])
+    found = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
     rows = [y.float() for y in (joint[:, :1, None], keys, values)]  # the new keys and values are in the cache
     wanted = matmul_attention(*rows, x.new_zeros(1, 1, 1, 20), 0.2)[:, 0]
     if not (found - wanted).abs().max() < 0.03:
@@ -156,12 +150,30 @@ def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, windo
 
     joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
     [n] of the first n rows of the cache; keys and values [slots, groups, width, dim]: the cache; norms: the
-    weights by which queries and keys are normed, or (None, None).
+    weights by which queries and keys are normed, or (None, None). cos and sin None: see ``cached_attention``.
     """
-    n, heads, _ = joint.shape
-    query = joint[:, : heads - 2 * keys.shape[1]]
-    turns = [x.expand(n, 1, 1, -1).contiguous() for x in (cos, sin)]
-    return _decode(query, [*turns, *norms], positions, keys, values, window, scale, eps)
+    n, heads, dim = joint.shape
+    groups, wide = keys.shape[1], values.shape[3]
+    if cos is not None:
+        cos, sin = (x.expand(n, 1, 1, -1).contiguous() for x in (cos, sin))
+        heads -= 2 * groups
+    out = joint.new_empty(n, heads, wide)
+    shared = heads // groups
+    rows, d, w = [max(16, triton.next_power_of_2(x)) for x in (shared, dim, wide)]
+    # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
+    # registers, so columns are few.
+    columns, number = max(16, min(64, 8192 // (max(d, w) * keys.element_size()))), 4
+    if not _multiplies_in_tensor_cores(keys.device):
+        columns, number = 16, 8
+    launch(
+        attention.decode_attention,
+        (n, groups),
+        joint, cos, sin, *norms, positions, keys, values, out,
+        *joint.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        dim, wide, window or keys.shape[2], float(scale), float(eps),
+        SHARED=shared, ROWS=rows, D=d, W=w, COLUMNS=columns, num_warps=number, num_stages=3,
+    )  # fmt: skip
+    return out
 
 
 def cached_attention(query, positions, keys, values, window, scale):
@@ -169,33 +181,8 @@ def cached_attention(query, positions, keys, values, window, scale):
 
     query [n, heads, dim]; positions [n]; keys and values [n or more, groups, width, their dim].
     """
-    return _decode(query, [None] * 4, positions, keys, values, window, scale, 0.0)
-
-
-def _decode(query, turns_and_norms, positions, keys, values, window, scale, eps):
-    """Launch ``attention.decode_attention``."""
-    (n, heads, dim), groups, wide = query.shape, keys.shape[1], values.shape[-1]
-    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
-    out = query.new_empty(n, heads, wide)
-    shared, strides = heads // groups, (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
-    sizes = [max(16, triton.next_power_of_2(x)) for x in (shared, dim, wide)]
-    columns, number = _tile(max(sizes[1:]) * keys.element_size(), keys.device)
-    launch(
-        attention.decode_attention,
-        (n, groups),
-        query, *turns_and_norms, positions, keys, values, out, *strides,
-        dim, wide, window or keys.shape[2], float(scale), float(eps),
-        SHARED=shared, ROWS=sizes[0], D=sizes[1], W=sizes[2], COLUMNS=columns, num_warps=number, num_stages=3,
-    )  # fmt: skip
-    return out
-
-
-def _tile(bytes_per_token, device):
-    """-> (columns of the cache that a program reads at once, its warps): 8 KiB of keys each time. Before the
-    A100, Triton computes products without tensor cores. That needs registers, so columns are few."""
-    if not _multiplies_in_tensor_cores(device):
-        return 16, 8
-    return max(16, min(64, 8192 // bytes_per_token)), 4
+    norms = None, None
+    return decode_attention(query, None, None, norms, 0.0, positions, keys, values, window, scale)
 
 
 @cache
