@@ -962,7 +962,7 @@ HEALTH = {
         ),
         (
             "shares=found if is_share else (),",
-            "shares=(0.5,) if is_share else (),",
+            "shares=(),",
             "the spread of a share",
             "tests/runs/test_summary.py",
         ),
