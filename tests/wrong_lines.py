@@ -922,7 +922,7 @@ HEALTH = {
         ("value > 2 * least", "value > least", "a small fall is wrong", *H),
     ],
     "trainer/runs/health.py": [
-        ('elif seen and seen.get("wrong"):', "elif seen:", "said at every step", *H),
+        ('elif seen and seen.get("wrong"):', "elif seen:", "the numbers move", *H),
         ('{**seen, "since": known.step}', "seen", "since it became wrong", *H),
         ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
         ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),

@@ -346,6 +346,9 @@ def test_length_that_changes_is_a_finding_where_nothing_independent_gets_better(
     paid = longer | {"rollout/score_length_corr": 0.55}
     assert "length_is_gamed" in found_in(run_of(16, paid))
     assert "length_is_gamed" not in found_in(run_of(16, longer | {"rollout/score_length_corr": -0.55}))
+    shorter = {"rollout/length": 15.0}
+    assert "length_is_gamed" in found_in(run_of(16, shorter | {"rollout/score_length_corr": -0.55}))
+    assert "length_is_gamed" not in found_in(run_of(16, shorter | {"rollout/score_length_corr": 0.55}))
     assert "length_is_gamed" not in found_in(evaluated(run_of(16, longer), 0.0, 0.0))  # of another form
 
 
@@ -353,6 +356,7 @@ def test_a_held_out_fall_is_told_from_chance_and_named_by_what_the_score_does():
     """Two standard errors of a difference of shares of 500 near 0.9: 2 sqrt(2) 0.3 / sqrt(500) = 0.038."""
     assert found_in(evaluated(run_of(16, {}), 0.6, 0.9, 0.85))["held_out_falls"] == ("look", 16)
     assert "held_out_falls" not in found_in(evaluated(run_of(16, {}), 0.6, 0.9, 0.87))
+    assert found_in(evaluated(run_of(16, {}), 0.9, 0.85))["held_out_falls"] == ("look", 16)
     worse = evaluated(run_of(16, {}), 0.9, 0.6)
     assert found_in(worse)["held_out_falls"] == ("wrong", 16)
     rising = evaluated(evaluated(run_of(16, {}), 0.9, 0.6), 1.0, 2.0, name="eval/score")
@@ -857,6 +861,8 @@ def test_a_finding_that_becomes_wrong_is_said_again_and_then_never():
     ]
     assert said == [["look"], [], ["wrong"], [], []]
     assert [f.step for f in health.sorted] == [1]  # since when, not when it became worse
+    stays = Health({}, steps_of({"kl/k1": 1.5}, {"kl/k1": 1.6}))
+    assert stays.sorted[0].numbers.startswith("kl/k1 1.50 ")  # of the step that was said
 
 
 def test_what_was_unusual_before_the_first_step_comes_first_and_its_value_is_that_of_all_remedies():
