@@ -147,8 +147,8 @@ Written by the `export.py` of small-lm-ppo.
 def main(argv=None):
     args = parse_args(argv)
     to_pth = args.target.endswith(".pth")
-    for target in {args.target, args.target.removesuffix(".pth")}:
-        check_free(target)
+    check_free(args.target)
+    check_free(args.target.removesuffix(".pth"))
     figures = read_figures(args.run) if args.run else ""
     model = load_policy(args.source, args.trust_remote_code)
     if not to_pth:

@@ -6,7 +6,6 @@ token, a response could end its turn, write the next one itself and so mislead a
 the text, and ``encode_marked`` encodes the marks as ordinary characters. Other text is not changed.
 """
 
-import itertools
 import re
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from model.loading import as_input_error
 MARK = "\ufdd0"  # begins a mark; Unicode reserves this code point for use inside programs
 FIRST, LAST = 0xF0000, 0xFFFFD  # a mark's second code point: FIRST for MARK itself, then the names
 MARKS = re.compile(f"({MARK}[{chr(FIRST)}-{chr(LAST)}])")
-SPECIAL_MARK = re.compile(f"{MARK}[{chr(FIRST + 1)}-{chr(LAST)}]")
 
 
 class Spellings(NamedTuple):
@@ -69,10 +67,8 @@ def encode_marked(tokenizer, text, add_special_tokens):
     The text is split only at special tokens, so words and prefix spaces get the same ids as in any text.
     """
     ids = []
-    pieces = re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text)
-    for is_marked, group in itertools.groupby(pieces, lambda piece: bool(SPECIAL_MARK.search(piece))):
-        if part := "".join(group):
-            ids += _as_text(tokenizer, part) if is_marked else _ids(tokenizer, unmark(tokenizer, part))
+    for piece in filter(None, re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text)):
+        ids += _as_text(tokenizer, piece) if MARK in piece else _ids(tokenizer, piece)
     if add_special_tokens:  # for example a BOS: what the tokenizer puts around any text
         whole = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         around = whole["special_tokens_mask"]
@@ -93,7 +89,7 @@ def _as_text(tokenizer, text):
         return ids
     ids = []
     for part in filter(None, MARKS.split(text)):
-        if SPECIAL_MARK.fullmatch(part):
+        if MARK in part:
             rows = _ids(tokenizer, list(unmark(tokenizer, part)), split_special_tokens=True)
             ids += [i for row in rows for i in row if i not in special]
         else:

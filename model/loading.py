@@ -17,14 +17,14 @@ Every mistake that a user can make raises ``InputError``.
 
 import contextlib
 import json
+import logging
 import math
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
 import torch
-from huggingface_hub import constants, get_session
-from huggingface_hub.file_download import repo_folder_name
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,10 +39,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
-from errors import InputError, first_line
+from errors import InputError
 from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
+MOST_PARTS = 4096  # layers, heads, experts: no model has more, and building them would take too long
 FEWEST_IDS = 0.5  # of a model's embeddings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -59,7 +60,6 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
-        check_hub(path)
         kind = PreTrainedTokenizerFast if _is_whole_in_json(path) else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
@@ -74,9 +74,7 @@ def _is_whole_in_json(path):
     Qwen2's own: it would split texts as Qwen2 does and add Qwen2's tokens.
     """
     settings = Path(path) / "tokenizer_config.json"
-    if not settings.is_file() or not (Path(path) / "tokenizer.json").is_file():
-        return False
-    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    kind = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
     return kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -90,13 +88,34 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         model = _load_pth(Path(path), trust_remote_code)
     else:
         with quiet(), as_input_error(f"no causal language model could be loaded from {_described(path)}"):
-            check_hub(path)
             config = plain_config(load_config(path, trust_remote_code))
             if "ForSequenceClassification" in str(config.architectures):
                 raise InputError("it is a classifier or reward model, not a causal language model")
+            _check_size(Path(path), _built(config, trust_remote_code))
             model = load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config=config)
     disable_dropout(model)
     return model
+
+
+def _built(config, trust_remote_code):
+    """The model of a config, without numbers in its weights: the system gives no memory for them."""
+    for name, value in config.to_dict().items():
+        if re.search("layer|head|expert", name) and isinstance(value, int) and value > MOST_PARTS:
+            raise InputError(f"its config says {name} = {value:.1e}, which is impossibly large")
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
+def _check_size(folder, model):
+    """Raise ``InputError`` if a model has more weights than the files of a folder can hold, with a bit each.
+    transformers would fill the missing ones with random numbers until the memory is full."""
+    size = sum(file.stat().st_size for file in folder.glob("*") if file.suffix != ".json")
+    if size and model.num_parameters() > max(8 * size, 10**8):
+        raise InputError(
+            f"config.json describes {model.num_parameters():.1e} weights, too many for its files"
+        )
 
 
 def _load_pth(path, trust_remote_code):
@@ -108,10 +127,7 @@ def _load_pth(path, trust_remote_code):
         what = f"{path} is not the model of {sidecar}/config.json (move that folder if it is not this file's)"
     with quiet(), as_input_error(what):
         config = load_config(sidecar, trust_remote_code) if described else minimind_config_of(state)
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
+        model = _built(plain_config(config), trust_remote_code)
         for name, source in model.all_tied_weights_keys.items():
             if not state.setdefault(name, state[source]).equal(state[source]):
                 raise InputError(f"{name} and {source} differ, but the model of its config ties the two")
@@ -133,9 +149,13 @@ def _read_state_dict(path):
             f"{path} is not a readable torch file of tensors alone ({type(error).__name__}): save "
             "model.state_dict(), without other Python objects, which could run code"
         ) from error
-    if not (isinstance(state, dict) and all(map(torch.is_tensor, state.values()))):
+    if not (isinstance(state, dict) and all(map(_is_ordinary, state.values()))):
         raise InputError(f"{path} is not a state-dict, that is a dict of tensors: save model.state_dict()")
     return dict(state)
+
+
+def _is_ordinary(x):
+    return torch.is_tensor(x) and x.layout == torch.strided and not (x.is_meta or x.is_complex())
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
@@ -247,27 +267,6 @@ def _real_context(cls, *args, **kwargs):
 # ---------------------------------------------------------------- helpers
 
 
-def check_hub(name: str | Path) -> None:
-    """Raise ``InputError`` if ``name`` has to be fetched from the hub, and the hub cannot be reached.
-
-    huggingface_hub would try each file six times, with longer and longer pauses: its error would come after
-    most of a minute (46 s measured). No request is sent for a folder, for a name with any file in the cache,
-    or with HF_HUB_OFFLINE=1. The time limit is HF_HUB_ETAG_TIMEOUT (10 s).
-    """
-    if os.path.isdir(name) or constants.HF_HUB_OFFLINE:
-        return
-    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=str(name), repo_type="model"))
-    if any(cached.glob("snapshots/*/*")):
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # of whatever client huggingface_hub has; an answer is none, whatever it says
-        raise InputError(
-            f"{constants.ENDPOINT} cannot be reached ({first_line(error)}); give a directory, or connect to "
-            "the network"
-        ) from error
-
-
 def _described(path):
     return str(path) if os.path.isdir(path) else f"the hub as {path} (there is no such directory here)"
 
@@ -283,25 +282,25 @@ def as_input_error(what):
         yield
     except InputError as error:
         raise InputError(f"{what}: {error}") from error
-    except Exception as error:  # bad files and hubs lead to exceptions of every class
+    except BaseException as error:  # bad files and hubs lead to exceptions of every class
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # but that one is of tokenizers' Rust code
         reason = " ".join(str(error).split())[:250]
         hint = " (see --trust_remote_code)" if "trust_remote_code" in str(error) else ""
         raise InputError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 
 
+hf_logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def quiet():
-    """No progress bars or load reports in this block: the callers check the outcome."""
-    verbosity = hf_logging.get_verbosity()
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
+    """No warnings or load reports in this block: the callers check the outcome."""
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
+        logging.disable(logging.NOTSET)
 
 
 # ---------------------------------------------------------------- do tokenizer, model and trainer fit?
@@ -350,11 +349,15 @@ def most_positions(config):
 def eos_ids(tokenizer, model):
     """The ids that end a response, sorted: the tokenizer's EOS and those of the model's generation config.
 
-    Raises ``InputError`` if there is no such id.
+    Raises ``InputError`` if there is no such id, or if one of them is not a token id.
     """
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise InputError(
+            f"the generation config's eos_token_id is {configured!r:.100}: give a token id, or a list"
+        )
     if not ids:
         raise InputError(
             f"neither the tokenizer {tokenizer.name_or_path} nor the model's generation config names an EOS "
@@ -381,19 +384,20 @@ def check_output_head(model):
     Training computes the logits in this way, because it needs them at response positions only. A family that
     also changes the logits (a soft-cap, a scale) would be trained as a different model, without any error.
     """
-    generator = torch.Generator().manual_seed(0)
     rows = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(rows, (2, 8), generator=generator).to(model.device)
+    tokens = torch.arange(16, device=model.device).view(2, 8) % rows
     logits = model(tokens, use_cache=False).logits
     head = model.get_output_embeddings()
     backbone = model.base_model
-    fits = head is not None and backbone is not model
-    if fits:
+    by_hand = None
+    if head is not None and backbone is not model:
         by_hand = head(backbone(tokens, use_cache=False).last_hidden_state)
-        fits = by_hand.shape == logits.shape and bool(
-            torch.allclose(by_hand, logits, rtol=1e-5, atol=1e-5 * logits.abs().max().item())
-        )
-    if not fits:
+    limit = 1e-5 * logits.abs().max().item()
+    if (
+        by_hand is None
+        or by_hand.shape != logits.shape
+        or not by_hand.allclose(logits, rtol=1e-5, atol=limit)
+    ):
         raise InputError(
             f"models of type {model.config.model_type} are not supported: their logits are more than the "
             "output head applied to the last hidden state (a soft-cap or a scale)"

@@ -238,14 +238,6 @@ def minimind_config_of(state: dict[str, torch.Tensor]) -> MiniMindConfig:
 
 # ---------------------------------------------------------------- the same models as classes of transformers
 
-SHARED = [  # fields that decide what is computed; they have the same names in all configs
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
-    *("rope_parameters", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
-    "attention_bias",
-]
-EXPERTS = ["num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
-
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of a dense MiniMind -> that of the Llama (MiniMind 2) or Qwen3 (MiniMind 3) that has the
@@ -253,8 +245,7 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if not isinstance(config, MiniMindConfig) or config.use_moe:
         return config
     kind = LlamaConfig if config.minimind_version == 2 else Qwen3Config
-    sizes = _fields(config, [*SHARED, "intermediate_size", "minimind_version"])
-    return kind(**sizes)
+    return _with_fields_of(config, kind, minimind_version=config.minimind_version)
 
 
 def as_plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -271,9 +262,13 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
             "a MiniMind 2 with experts is not exported: transformers, vLLM and llama.cpp have no such shared "
             "expert and could not load it; use its .pth, which chat.py and --model can load"
         )
-    sizes = _fields(config, SHARED + EXPERTS) | {"moe_intermediate_size": config.intermediate_size}
-    # norm_topk_prob: the weights of the chosen experts add up to one, as in MiniMind.
-    joined = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    joined = _with_fields_of(
+        config,
+        Qwen3MoeConfig,
+        head_dim=config.head_dim,
+        moe_intermediate_size=config.intermediate_size,
+        norm_topk_prob=True,  # the weights of the chosen experts add up to one, as in MiniMind
+    )
     # In files, a Qwen3-MoE's experts have MiniMind's names: transformers joins them when it loads a model.
     state = dict(model.state_dict())
     plain = Qwen3MoeForCausalLM.from_pretrained(None, config=joined, state_dict=state, dtype=model.dtype)
@@ -281,5 +276,7 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _fields(config, names):
-    return {name: getattr(config, name) for name in names}
+def _with_fields_of(config, kind, **more):
+    """A config of this kind: what both describe of a model as it is in ``config``, and more fields."""
+    names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
+    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)} | more)

@@ -5,9 +5,10 @@ import io
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from atomic_files import move, one_at_a_time
 from errors import InputError
@@ -64,12 +65,9 @@ def rounded_copy(model: PreTrainedModel, dtype: torch.dtype, path: Path) -> PreT
 
 def write_directory(model: PreTrainedModel, tokenizer, folder: Path) -> None:
     """Write what ``from_pretrained`` needs into a folder that is there."""
-    generation = model.generation_config
-    if generation:
-        model.generation_config = type(generation)()  # for the reason, see _write_settings
-    with quiet():
+    plain = mock.patch.object(model, "generation_config", GenerationConfig(), create=True)
+    with quiet(), plain:  # for the reason, see _write_settings
         model.save_pretrained(folder)
-    model.generation_config = generation
     _write_settings(folder, model, tokenizer)
     for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         shutil.copymode(folder / "config.json", file)
@@ -106,7 +104,7 @@ def _write_settings(folder, model, tokenizer):
     """
     # Not save_pretrained: it refuses contradictory generation settings, which some hub models have.
     model.config.to_json_file(folder / "config.json")
-    if model.generation_config:  # a classifier has none
+    if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     for path in (folder / "config.json", folder / "tokenizer_config.json"):

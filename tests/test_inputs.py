@@ -3,13 +3,11 @@
 import argparse
 
 import pytest
-import torch
 from tiny import tiny_llama
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.inputs import DEMO, choose_rates, count_steps, load_inputs
-from trainer.runs.distributed import World
+from trainer.inputs import DEMO, choose_rates, count_steps
 
 
 def parsed(*argv):
@@ -126,13 +124,6 @@ def test_the_rate_has_to_get_to_its_peak_in_the_batches_in_which_the_actor_train
 def test_a_dual_clip_that_would_stop_every_bad_token_is_refused(limit):
     with pytest.raises(InputError, match=f"--dual_clip {limit}: must be 0, for no limit, or above 1"):
         completed("--dual_clip", limit)
-
-
-@pytest.mark.parametrize(("processes", "said"), [(1, True), (2, False)])
-def test_that_a_single_process_splits_nothing_is_said(processes, said):
-    world = World(0, processes, torch.device("cpu"))
-    *_, notes = load_inputs(completed("--shard", "1"), world)
-    assert any("nothing is split: there is one process (--shard 1)" in str(x) for x in notes) == said
 
 
 @pytest.mark.parametrize(

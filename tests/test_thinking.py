@@ -154,11 +154,6 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
             {"thinking_ratio": 0.9},
             "--thinking_ratio 0.9: the chat template reads neither enable_thinking",
         ),
-        (
-            "Qwen3",
-            {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'},
-            "--thinking_ratio 0.9: --chat_template_kwargs sets enable_thinking; leave one of them out",
-        ),
         ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
     ],
 )
@@ -276,14 +271,14 @@ def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
     prompts = RLAIFDataset(data, tokenizer, 64)
     model = tiny_llama(len(tokenizer), spread=2.0)
     said = choose_reasoning(args, ALONE, model, tokenizer, prompts)
-    return args.reasoning, "\n".join(said) or None
+    return args.reasoning, said
 
 
 def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
     records = read_jsonl(ROOT / "dataset/demo/ppo.jsonl")[:40]
     on, said = chosen(tmp_path, records, demo)
     assert on == 1
-    assert "format   rewarded: 13 of 16 first answers of the policy have <answer>; --reasoning 0" in said
+    assert "format   --reasoning 1, chosen by 16 first answers of the policy" in said
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"open_thinking": True}])
@@ -292,8 +287,7 @@ def test_a_tag_of_thinking_in_template_or_prompt_is_no_format(tmp_path, kwargs):
     records = [{"prompt": "a <think> <answer>", "answer": "b"}] * 20
     on, said = chosen(tmp_path, records, None, name, **kwargs)
     assert on == 0
-    assert said.startswith("format   not rewarded: ") and " of 16 first answers of the policy have" in said
-    assert said.endswith("--reasoning 1 switches it on")
+    assert said == "format   --reasoning 0, chosen by 16 first answers of the policy"
 
 
 @pytest.mark.parametrize(("with_tag", "on"), [(4, 1), (3, 0)])
@@ -303,17 +297,15 @@ def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     found, said = chosen(tmp_path, [*records, *[{"prompt": "a"}] * 16], None)
     assert found == on
     if on:
-        assert said.startswith(f"format   rewarded: 4 of 16 first answers of {tmp_path}/data.jsonl have")
+        assert said == f"format   --reasoning 1, chosen by 16 first answers of {tmp_path}/data.jsonl"
     else:
-        assert " first answers of the policy have" in said
+        assert said.endswith(" first answers of the policy")
 
 
-def test_a_given_flag_stays_and_what_the_template_spoils_is_said(tmp_path):
+def test_a_given_flag_stays(tmp_path):
     records = [{"prompt": "a"}]
     assert chosen(tmp_path, records, None, given=0) == (0, None)
     assert chosen(tmp_path, records, None, given=1) == (1, None)
-    on, said = chosen(tmp_path, records, None, given=1, enable_thinking=False)
-    assert on == 1 and said.startswith("format   the chat template writes <think> before each response")
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -327,7 +319,7 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(tmp_path, cap
     train_ppo.main(argv)
     said = capsys.readouterr().out
     assert '\ntemplate with {"enable_thinking": false}\n' in said
-    assert "\nformat   not rewarded: 0 of 16 first answers" in said
+    assert "\nformat   --reasoning 0, chosen by 16 first answers" in said
     config = json.loads((tmp_path / "out/r/config.json").read_text())
     assert config["chat_template_kwargs"] == '{"enable_thinking": false}' and config["reasoning"] == 0
     with pytest.raises(InputError, match=r"--chat_template_kwargs was .* and is now None; set it back"):

@@ -735,8 +735,8 @@ ELSEWHERE = {
         ),
     ],
     "trainer/generation/stops.py": [
-        ("[r[:-1] if ended else r for", "[r for", "the EOS stays in the text", ENGINE),
-        ("[r[:-1] if ended else r for", "[r[:-1] for", "cut responses lose a token", ENGINE),
+        ("ids[:-1] if ended else ids)", "ids)", "the EOS stays in the text", ENGINE),
+        ("ids[:-1] if ended else ids)", "ids[:-1])", "cut responses lose a token", ENGINE),
     ],
     "trainer/runs/learning_rate.py": [
         ("0.1 + 0.45 * (1 + math", "0.5 * (1 + math", "the rate falls to 0"),
@@ -1183,7 +1183,7 @@ ENDS = {
         (", new, new % count + count)", ", new, new)", "a stop string inside of a token is missed", STOPS),
         ("bytes.fromhex(token[3:5])", 'b""', "single bytes are nothing", STOPS),
         ("bytes(BYTES.get(character, 0) for", "bytes(0 for", "halves of characters are nothing", STOPS),
-        ("stops.cut(r) if ended else", "stops.decode(r) if ended else", "texts have stop strings", STOPS),
+        ("if ended and stops:", "if False:", "texts have stop strings", STOPS),
     ],
     "trainer/compute/logprobs.py": [
         ("        if forbid_:\n            forbid_(logits, c)\n", "", "the scorers may end early"),

@@ -12,9 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from dataset.chat_template import (
-    SWITCHES,
     load_thinking,
-    parse_template_kwargs,
     set_system_prompt,
     set_template,
     set_template_kwargs,
@@ -45,7 +43,6 @@ from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.offline import load_logged
-from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import rate_note, suited_rate
 
@@ -83,10 +80,6 @@ def complete_flags(args):
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.thinking_ratio is not None and args.chat_template_kwargs:
-        for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
-            what = f"--thinking_ratio {args.thinking_ratio:g}"
-            raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
     if args.offline_data_path:
         args.missing_eos_penalty = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
@@ -127,17 +120,12 @@ def fill_paths(args):
         setattr(args, name, [path for path in getattr(args, name) if path])
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model and (args.hidden_size or args.use_moe):
-        reason = minimind_pth(args, "reason")
-        plain = minimind_pth(args, "full_sft")
-        if args.reasoning is None and reason.is_file():
+        if args.reasoning is None and minimind_pth(args, "reason").is_file():
             args.reasoning = 1  # it was trained to reason
-        wanted, other = (reason, plain) if args.reasoning else (plain, reason)
-        args.model = str(wanted)
+        wanted = minimind_pth(args, "reason" if args.reasoning else "full_sft")
         if not wanted.is_file():
-            hint = ""
-            if other.is_file():
-                hint = f"; {other.name} is there: --reasoning {1 - (args.reasoning or 0)}"
-            raise InputError(f"{args.model}: no such file{hint}; --model names a file in another place")
+            raise InputError(f"{wanted}: no such file; --model and --reasoning choose another")
+        args.model = str(wanted)
     if not args.model:
         args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
@@ -185,37 +173,25 @@ def count_steps(args, n_prompts, processes):
 
 def choose_reasoning(args, world, actor, tokenizer, prompts):
     """Set --reasoning where it is not given: 1 if a quarter or more of the answers have ``<answer>``, those
-    of the data or else the policy's own first ones -> lines that say so and what a template spoils.
+    of the data or else the policy's own first ones -> a line that says so, or None.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
-    notes = []
-    if args.reasoning is None:
-        where = args.data_path or args.offline_data_path
-        first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-        answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
-        args.reasoning = have_format(answers)
-        if not (args.offline_data_path or args.reasoning):
-            where = "the policy"
-            answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
-            args.reasoning = have_format(answers)
-        chosen, other = ("rewarded", "off") if args.reasoning else ("not rewarded", "on")
-        count = sum(ANSWER in text for text in answers)
-        notes.append(
-            f"format   {chosen}: {count} of {len(answers)} first answers of {where} have {ANSWER}; "
-            f"--reasoning {1 - args.reasoning} switches it {other}"
-        )
-    if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
-        notes.append(
-            "format   the chat template writes <think> before each response, which must write it again; "
-            "--reasoning 0 rewards no format"
-        )
-    return notes
+    if args.reasoning is not None:
+        return None
+    where = args.data_path or args.offline_data_path
+    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
+    answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
+    if not (args.offline_data_path or have_format(answers)):
+        where = "the policy"
+        answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
+    args.reasoning = int(have_format(answers))
+    return f"format   --reasoning {args.reasoning}, chosen by {len(answers)} first answers of {where}"
 
 
-def have_format(answers: list) -> int:
-    """1 if enough of these answers have ``<answer>``, else 0."""
-    return int(sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers)))
+def have_format(answers: list) -> bool:
+    """Whether enough of these answers have ``<answer>``."""
+    return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
 
 
 def first_answers(args, world: World, actor, tokenizer, prompts: list) -> list:
@@ -362,11 +338,5 @@ def load_inputs(args, world):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    notes = []
-    chosen = choose_reasoning(args, world, actor, tokenizer, prompts)
-    if not args.offline_data_path:  # they say whether the format is rewarded
-        notes += chosen
-    notes.append(accuracy_note(held_out))
-    if args.shard and world.size == 1:
-        notes.append("shard    nothing is split: there is one process (--shard 1); torchrun starts several")
+    notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
     return actor, tokenizer, prompts, held_out, notes

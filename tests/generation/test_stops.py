@@ -22,7 +22,7 @@ from trainer.generation import engine
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, response_texts
+from trainer.generation.stops import StopStrings, decode, response_texts
 
 LAY_OUT = SamplerCopy._lay_out
 CASES = [
@@ -99,7 +99,7 @@ def test_the_text_ends_before_the_stop_string(kind):
         for _ in range(40):
             ids = ids_of(tokenizer, generator, 20)
             end = end_by_hand(strings, tokenizer, ids)
-            text = wanted.decode(ids[:end])
+            text = decode(tokenizer, ids[:end])
             if end and "\ufffd" not in text and any(stop in text for stop in strings):
                 first = min(text.find(stop) for stop in strings if stop in text)
                 assert wanted.cut(ids[:end]) == text[:first]
@@ -263,7 +263,6 @@ def test_flags_to_ends():
     [
         (["--stop", ""], "--stop '': must be a text"),
         (["--stop", "a\ufffd"], "must be a text, without U\\+FFFD"),
-        (["--stop", "b", "a</s>"], "--stop 'a</s>': texts have no special token as </s>; name that alone"),
         (["--stop_token_ids", "3", "12"], "--stop_token_ids 12: the tokenizer has no such id"),
         (["--stop_token_ids", "x"], "argument --stop_token_ids: invalid int value: 'x'"),
         (["--reasoning", "1", "--stop", "</answer>"], "--stop '</answer>': the text ends before it, and"),

@@ -74,7 +74,6 @@ class Sampler:
         None. When memory runs out, sampling starts again with half the slots: the same tokens up to rounding.
         InputError if a single sequence does not fit, or if the model gives NaN (a large model in fp16).
         """
-
         width = max(map(len, prompt_ids)) + max_gen_len
 
         def run():
@@ -100,12 +99,11 @@ class Sampler:
 
     def _make_room(self, *needs):
         """See to an engine for a call of these sizes, with as many slots as there is room for."""
-        if self.engine and all(a >= b for a, b in zip(self.engine.sizes, needs, strict=True)):
+        sizes = tuple(map(max, self.sizes, needs))
+        if self.engine and sizes == self.sizes:
             return
-        if self.engine:  # it goes before the new one allocates
-            self.sizes = self.engine.sizes
-            self.release()
-        rows, width, limit = map(max, self.sizes, needs)
+        self.release()  # an engine goes before the new one allocates
+        self.sizes = rows, width, limit = sizes
         model = self.copy.model
         room = self.cache_bytes or CACHE_BYTES
         most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE

@@ -99,9 +99,9 @@ class StopStrings:
         ids = self.tokenizer.get_vocab()
         found = [b""] * (max(ids.values()) + 2)
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        length = len(self.decode(before))
+        length = len(decode(self.tokenizer, before))
         for token, i in ids.items():
-            text = self.decode([*before, i])[length:]
+            text = decode(self.tokenizer, [*before, i])[length:]
             if HALF not in text:
                 found[i] = text.encode()
             elif token.startswith("<0x"):  # a single byte, as in Llama 2's tokenizer
@@ -110,14 +110,10 @@ class StopStrings:
                 found[i] = bytes(BYTES.get(character, 0) for character in token)
         return found
 
-    def decode(self, ids):
-        """Token ids -> their text, without special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     def cut(self, ids):
         """The tokens of a response that has ended -> its text: up to where the stop string begins that the
         last token completes, else without the last token, which is an EOS."""
-        whole, before = self.decode(ids), self.decode(ids[:-1])
+        whole, before = decode(self.tokenizer, ids), decode(self.tokenizer, ids[:-1])
         seen = len(before.rstrip(HALF))
         starts = [whole.find(stop, max(0, seen - len(stop) + 1)) for stop in self.texts]
         found = [start for start in starts if start >= 0]
@@ -127,8 +123,15 @@ class StopStrings:
 def response_texts(rollout, tokenizer, stops=None):
     """The responses as B texts, without the EOS or the stop string that ended them and without other special
     tokens. stops: the ``StopStrings`` that they were sampled with, or None."""
-    ids, finished = rollout.responses(), rollout.finished.tolist()
-    if stops:
-        return [stops.cut(r) if ended else stops.decode(r) for r, ended in zip(ids, finished, strict=True)]
-    ids = [r[:-1] if ended else r for r, ended in zip(ids, finished, strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = []
+    for ids, ended in zip(rollout.responses(), rollout.finished.tolist(), strict=True):
+        if ended and stops:
+            texts.append(stops.cut(ids))
+        else:
+            texts.append(decode(tokenizer, ids[:-1] if ended else ids))
+    return texts
+
+
+def decode(tokenizer, ids):
+    """Token ids -> their text, without special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -21,7 +21,6 @@ from errors import InputError
 from model.half_precision import keep_in_half, make_score_heads
 from model.loading import (
     as_input_error,
-    check_hub,
     check_tokenizer,
     fill_buffers,
     is_from_outside,
@@ -215,7 +214,6 @@ def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32
     """
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
-        check_hub(path)
         config = load_config(path, trust_remote_code)
         architectures = config.architectures or []
         if any(name.endswith("ForSequenceClassification") for name in architectures):

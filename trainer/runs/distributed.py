@@ -208,10 +208,11 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
 
 
 def share_of(items, world):
-    """This process' share of a dataset's items, as a list."""
-    if len(items) < world.size:  # too few to share: every process takes all, which gives the same means
-        return [items[i] for i in range(len(items))]
-    return [items[i] for i in range(world.rank, len(items), world.size)]
+    """This process' share of a dataset's items, as a list. Where there are too few to share, every process
+    takes all, which gives the same means."""
+    few = len(items) < world.size
+    places = range(len(items)) if few else range(world.rank, len(items), world.size)
+    return [items[i] for i in places]
 
 
 def batches_of(count, size, world):
