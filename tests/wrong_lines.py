@@ -859,7 +859,6 @@ _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_heal
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
 )
-_SPREAD = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
     "trainer/runs/health_past.py": [
@@ -961,16 +960,10 @@ HEALTH = {
             _ENDED,
         ),
         (
-            "else math.sqrt(2) * spread)",
-            "else spread)",
-            "a difference as certain as one evaluation",
-            _SPREAD,
-        ),
-        (
-            "math.sqrt(max(share * (1 - share) for",
-            "math.sqrt(max(share for",
+            "shares=change if is_share else (),",
+            "shares=(0.5,) if is_share else (),",
             "the spread of a share",
-            _SPREAD,
+            "tests/runs/test_summary.py",
         ),
     ],
     "trainer/about_run.py": [
@@ -1377,10 +1370,9 @@ REST = {
         ("(bits * places[: len(bits)]).sum()", "bits.sum()", "the order of weights does not count", SWAPPED),
     ],
     "trainer/runs/summary.py": [
-        ("(spreads[-1] if spreads", "(2 * spreads[-1] if spreads", "too cautious about pairs", BY_PAIRS),
         (
-            'elif short.removesuffix("_greedy") in SHARES:',
-            "elif not steps:",
+            "if steps and not is_share:",
+            "if steps:",
             "chance of held-out pairs is that of pairs that were learned",
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),

@@ -9,7 +9,8 @@ has d / sqrt(n), d being the standard deviation over records: what the evaluatio
 sqrt(p (1 - p)), else s sqrt(b), b being the records of a step. Where an evaluation says how much the records'
 changes since the start vary (``eval/…_change_std``: pairs of offline PPO), the difference is one of equal
 records: its standard error is that number / sqrt(n). Twice the standard error of the difference is the least
-difference that is called a rise or a fall. Evaluations share their sampling noise, so this is cautious there.
+difference that is called a rise or a fall (``least_difference``). Evaluations share their sampling noise, so
+this is cautious there.
 """
 
 import math
@@ -20,7 +21,7 @@ from statistics import fmean
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trainer.runs.displays import Display, Records, logged, metric_names
-from trainer.runs.health_past import spread_of_steps
+from trainer.runs.health_past import least_difference, spread_of_steps
 
 SHARES = ("accuracy", "chosen_share", "chosen_preferred", "finished", "format_rate")  # each record: 0 to 1
 TEMPLATES = Environment(
@@ -44,7 +45,7 @@ def in_words(run, records: Records, state: str) -> list[str]:
     "stopped" or "ended by --strict_health 1: NAME"."""
     size = run.args.batch_size * run.world.size
     held_out = len(run.held_out_pairs or run.held_out or ())
-    words = verdict(records, run.display, size, held_out, run.best_metric)
+    words = verdict(records, run.display, size, held_out, run.best.metric)
     if state not in ("running", "ended"):
         words.append(f"The run was {state}, after step {run.progress.step} of {run.total_steps}.")
     return words
@@ -64,21 +65,24 @@ def verdict(records: Records, display: Display, batch_size: int, held_out: int, 
     spread = spread_of_steps(steps)
     change = ends(records, f"eval/{short}")
     if change:
-        spread *= math.sqrt(batch_size)  # of records
-        if spreads := values_of(records, f"eval/{short}_std"):
-            spread = max(spreads[0], spreads[-1])
-        elif short.removesuffix("_greedy") in SHARES:
-            spread = math.sqrt(max(share * (1 - share) for share in change))
-        count = held_out
+        is_share = short in SHARES
+        spreads = ends(records, f"eval/{short}_std") or ()
+        if steps and not is_share:  # else steps have none, or one of records that they have learned
+            spreads = (spread * math.sqrt(batch_size),)
+        least = least_difference(
+            count=max(held_out, 1),
+            changes=values_of(records, f"eval/{short}_change_std"),
+            spreads=spreads,
+            shares=change if is_share else (),
+        )
         where = f"on {held_out} held-out {display.tested or display.unit}"
     elif steps:
         first, last, count = first_and_last(steps)
         change = fmean(steps[:count]), fmean(steps[-count:])
+        least = least_difference(count, spreads=[spread])
         where = f"in training ({first} and {last} of {len(steps)})"
     else:
         return [f"Nothing was measured that says whether the run helped (eval/{short})."]
-    spreads = values_of(records, f"eval/{short}_change_std")
-    least = 2 * (spreads[-1] if spreads else math.sqrt(2) * spread) / math.sqrt(max(count, 1))
     best_by = best_by or f"eval/{short}"
     text = filled(
         "verdict.jinja2",
