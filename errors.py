@@ -15,12 +15,6 @@ class InputError(ValueError):
     code = 2  # the exit code of the script
     agreed = False  # True if all processes of the run raise it (World.all_or_none in runs/distributed.py)
 
-    def reworded(self, text):
-        """-> the same error in other words."""
-        error = type(self)(text)
-        error.agreed = self.agreed
-        return error
-
 
 class SaidElsewhere(InputError):
     """The same error in the other processes of a run. It is not printed: the main process prints it."""

@@ -52,8 +52,9 @@ def free_unused_memory():
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # not every C library has it
+        libc.malloc_trim(0)
 
 
 def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, dummy=None):
@@ -96,14 +97,16 @@ def keep_freed_memory(sharded=False):
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = ctypes.CDLL(None).mallopt
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # not every C library has it
+        return
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
     if sharded:
-        mallopt(mmap_threshold, 1 << 20)
+        libc.mallopt(mmap_threshold, 1 << 20)
         return
-    mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
-    mallopt(trim_threshold, (1 << 31) - 1)
-    mallopt(top_pad, 1 << 26)
+    libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
+    libc.mallopt(trim_threshold, (1 << 31) - 1)
+    libc.mallopt(top_pad, 1 << 26)
 
 
 def peak_memory():

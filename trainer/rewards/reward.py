@@ -363,4 +363,5 @@ def named_as_evaluation():
     try:
         yield
     except InputError as error:
-        raise error.reworded(re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error))) from error
+        error.args = (re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error)),)
+        raise
