@@ -92,7 +92,7 @@ class PpoRun:
         check_range(actor, self.dtype, f"--model {args.model}: ")
 
         # The reward, and that of evaluations, which never trains.
-        self.reward, self.judge = load_rewards(args, device, self.dtype, prompts, held_out)
+        self.reward, self.judge = load_rewards(args, device, self.dtype, prompts, held_out, sharded)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         actor.eval().requires_grad_(not args.lora_r)
         if not sharded:  # else it need not fit on a GPU
@@ -318,8 +318,16 @@ class PpoRun:
             shard_models(self)
 
 
-def load_rewards(args, device, dtype, prompts, held_out):
+def shares_reward_models(args):
+    """Whether ``--shard 1`` shares reward models too. With --filter_groups each process calls them as often
+    as its own prompts ask for; code from outside may use its weights in other ways."""
+    return not (args.filter_groups or args.trust_remote_code)
+
+
+def load_rewards(args, device, dtype, prompts, held_out, sharded):
     """-> (``Reward`` of the run, its ``Judge``), with their reward models."""
+    if sharded and shares_reward_models(args):
+        device = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
     judge = load_judge(args, device, dtype, held_out)
     if args.offline_data_path:  # logged answers come with their scores
         return Reward(reasoning=False), judge
@@ -346,8 +354,8 @@ def prepare_frozen(run):
 
 
 def shard_models(run):
-    """``--shard 1``: shard actor, critic, old actor and reference (compute/sharding.py), and make their
-    optimizers anew: of what each process keeps. Reward models stay whole.
+    """``--shard 1``: shard actor, critic, old actor, reference and reward models (compute/sharding.py), and
+    make the optimizers anew: of what each process keeps.
 
     All processes have loaded and built whole models in main memory, as those of an unsharded run do. The
     sampler is not sharded: before a rollout every process gathers a whole copy of the old actor, in the dtype
@@ -358,6 +366,10 @@ def shard_models(run):
     for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, run.in_step, run.dtype)
         scorer.in_step = run.in_step
+    models = [model for reward in (run.reward, run.judge) for model, _ in reward.models.values()]
+    for model in models if shares_reward_models(run.args) else ():
+        shard(model.root, run.in_step, run.dtype, model.model)
+        model.root.in_step = run.in_step
     for learner in learners:
         learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
 

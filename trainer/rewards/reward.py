@@ -210,8 +210,9 @@ class Reward:
         asked = [prompt.prompt for prompt in prompts]
         pairs = list(zip([*asked, *asked], [*responses, *answers], strict=True))
         pairs = [pair for pair in pairs if pair[1] is not None]
-        for name, (model, _) in self.models.items():
-            scores = finite("--reward_model", model(pairs), [text for _, text in pairs])
+        found = {name: model(pairs) for name, (model, _) in self.models.items()}
+        for name, scores in found.items():  # all have scored: sharded ones need all processes
+            finite("--reward_model", scores, [text for _, text in pairs])
             raw.parts[name] = scores[: len(asked)]
             raw.blocks[name] = raw.parts[name].masked_scatter(raw.has_block, scores[len(asked) :])
         raw.judging_seconds = time.perf_counter() - start

@@ -9,6 +9,7 @@ score head is made fp32.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -71,6 +72,7 @@ class ClassifierRewardModel:
         backbone = self.model.base_model
         plain = isinstance(head, torch.nn.Linear) and backbone is not self.model
         self.packs = plain and pack_sequences(backbone)
+        self.root = backbone if self.packs else self.model  # what is sharded, with --shard 1
         self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
         # What train_reward.py has put there, as a linear head without a bias cannot hold it.
         self.offset = float(getattr(self.model.config, "reward_offset", 0.0))
@@ -80,16 +82,21 @@ class ClassifierRewardModel:
         """N pairs (prompt, response) -> scores [N], fp32 on the CPU.
 
         Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
-        its beginning, because the score is read at the end.
+        its beginning, because the score is read at the end. A sharded one needs all processes.
         """
-        ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
+        in_step = getattr(self.root, "in_step", None)
+        with in_step.world.all_or_none() if in_step else nullcontext():
+            ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
         scores = torch.empty(len(ids))
 
         def score_some(rows):
             scores[rows] = self._score([ids[row] for row in rows]).cpu()
 
-        lengths = [len(x) for x in ids]
-        each_micro_batch(lengths, tokens_per_pass(self.model.device), score_some, "reward model")
+        def score_nothing():
+            self._score([[0]])
+
+        budget = tokens_per_pass(self.model.device)
+        each_micro_batch([len(x) for x in ids], budget, score_some, "reward model", self.root, score_nothing)
         return scores - self.offset
 
     def _score(self, ids):
