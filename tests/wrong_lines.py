@@ -961,7 +961,7 @@ HEALTH = {
         ),
         (
             "shares=change if is_share else (),",
-            "shares=(0.5,) if is_share else (),",
+            "shares=(),",
             "the spread of a share",
             "tests/runs/test_summary.py",
         ),
