@@ -124,7 +124,6 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("tokenizer missing", {"tokenizer": "/nowhere"}, "/nowhere"),
     ("reward model missing", {"reward_model": "/nowhere"}, "--reward_model /nowhere"),
     ("reward model is a policy", {"reward_model": "{policy}"}, "not a reward model"),
-    ("experts that are not there", {"use_moe": 1}, "--use_moe 1"),
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("no reward at all", {"reward_model": ""}, "--reward_model"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),

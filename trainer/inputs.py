@@ -274,8 +274,6 @@ def check_policy(args, policy, tokenizer):
         wanted = getattr(args, flag)
         if wanted and wanted != (has := getattr(policy.config, flag)):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
-    if args.use_moe and not is_moe(policy):
-        raise InputError(f"--use_moe 1: {args.model} is not a mixture of experts; leave the flag out")
 
 
 def check_sampling(policy):
