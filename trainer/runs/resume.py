@@ -180,7 +180,7 @@ class RunFolder:
         """
         with contextlib.suppress(OSError):
             others = {path.name for path in self.path.iterdir() if path.suffix != ".jsonl"}
-            logged = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
+            logged = "".join(path.read_text(encoding="utf-8") for path in self.path.glob("*.jsonl"))
             unused = others <= {"config.json", ".lock", ".lock.held"} and logged in ("", '{"step": 0}\n')
             if unused and not self._found:
                 shutil.rmtree(self.path)
