@@ -961,7 +961,7 @@ HEALTH = {
         ),
         (
             "shares=change if is_share else (),",
-            "shares=(),",
+            "shares=(0.9,) if is_share else (),",
             "the spread of a share",
             "tests/runs/test_summary.py",
         ),
