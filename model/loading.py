@@ -25,6 +25,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from huggingface_hub import constants, get_session
+from huggingface_hub.file_download import repo_folder_name
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,7 +41,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as hf_logging
 
-from errors import InputError
+from errors import InputError, first_line
 from model.model_minimind import minimind_config_of, plain_config
 
 MINIMIND_FOLDER = Path(__file__).resolve().parent  # where MiniMind keeps its tokenizer
@@ -60,6 +62,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if os.path.isdir(path) and not _has_tokenizer(Path(path)):
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
+        check_hub(path)
         kind = PreTrainedTokenizerFast if _is_whole_in_json(path) else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
@@ -197,6 +200,7 @@ def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
     In transformers 5 it is another name of ``rope_parameters``, and never None. Code that was written for
     transformers 4 takes None for rotary positions without scaling, and fails otherwise.
     """
+    check_hub(path)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if is_from_outside(config):
         written = config.get_config_dict(str(path))[0]
@@ -265,6 +269,23 @@ def _real_context(cls, *args, **kwargs):
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def check_hub(name: str | Path) -> None:
+    """Raise ``InputError`` if ``name`` has to be fetched from the hub, and the hub cannot be reached.
+
+    huggingface_hub would try each file six times, with longer and longer pauses: 46 s until its error.
+    """
+    if os.path.isdir(name) or constants.HF_HUB_OFFLINE:
+        return
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=str(name), repo_type="model"))
+    if any(cached.glob("snapshots/*/*")):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # of whatever client huggingface_hub has; an answer is none, whatever it says
+        why = f"{constants.ENDPOINT} cannot be reached ({first_line(error)})"
+        raise InputError(f"{why}; give a directory, or connect to the network") from error
 
 
 def _described(path):

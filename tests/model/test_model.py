@@ -1,6 +1,10 @@
 """The package model/: parity with MiniMind's own code, loading and saving, the critic, bad input."""
 
 import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import tiny
@@ -39,6 +43,7 @@ from model.loading import (
 )
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, minimind_config_of
 from model.saving import save_directory, save_policy
+from trainer.rewards.reward_models import load_reward_model
 
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
 
@@ -645,12 +650,75 @@ def test_bad_model_folder(tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+@pytest.fixture
+def nobody_there(monkeypatch):
+    """HF_ENDPOINT names a port at which no server listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        yield constants.ENDPOINT
+
+
+LOADERS = {
+    "policy": load_policy,
+    "tokenizer": load_tokenizer,
+    "reward model": lambda name: load_reward_model(name, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
+    start = time.monotonic()
+    message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached \(.*refused\); give a directory"
+    with pytest.raises(InputError, match=message) as caught:
+        LOADERS[kind]("nobody/no-such-model")
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 20  # huggingface_hub alone takes 46 s
+
+
+def test_a_hub_that_hangs_is_given_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+        with pytest.raises(InputError, match="cannot be reached"):
+            loading.check_hub("nobody/no-such-model")
+
+
+def test_a_hub_that_answers_is_searched_for_the_model(monkeypatch):
+    """Whatever it answers to the first request, even an error, the model is looked for as usual."""
+
+    class NotFound(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    asked, server = [], HTTPServer(("127.0.0.1", 0), NotFound)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    template = f"{constants.ENDPOINT}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(InputError, match="the hub as nobody/no-such-model"):
+        load_policy("nobody/no-such-model")
+    server.shutdown()
+    server.server_close()
+    assert any("nobody/no-such-model" in path for path in asked)
+
+
+def test_folders_cached_models_and_offline_mode_need_no_hub(nobody_there, monkeypatch, tmp_path):
+    loading.check_hub(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--some--model" / "snapshots" / "1").mkdir(parents=True)
+    with pytest.raises(InputError, match="cannot be reached"):
+        loading.check_hub("some/model")
+    (tmp_path / "models--some--model" / "snapshots" / "1" / "config.json").write_text("{}")
+    loading.check_hub("some/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for load in (load_policy, load_tokenizer):
-        with pytest.raises(InputError, match="the hub as nobody/no-such-model") as caught:
-            load("nobody/no-such-model")
-        assert "\n" not in str(caught.value)
+    loading.check_hub("other/model")
 
 
 def test_bad_tokenizer_folder(tmp_path):
