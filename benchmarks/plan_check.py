@@ -88,6 +88,7 @@ def forget_peak():
 def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
+    from dataset.data_order import RecordBatches, record_loader
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
     from trainer.inputs import load_inputs
@@ -112,8 +113,8 @@ def measure(argv):
         run.prepare()
         note("building")
         sizes = args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations
-        order = T.RecordBatches(len(run.prompts), 42, 0, args.max_steps, *sizes)
-        with T.record_loader(run.prompts, order, 0) as batches:
+        order = RecordBatches(len(run.prompts), 42, 0, args.max_steps, *sizes)
+        with record_loader(run.prompts, order, 0) as batches:
             for step in order.steps:
                 batch = T.collect(run, step, batches, order.positions)
                 note("rollout")

@@ -181,14 +181,17 @@ def tokenizer_source(path: str | Path) -> str:
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
     beside it, otherwise this repository's ``model/``, as in MiniMind. Raises ``InputError`` if there is no
-    such ``.pth``.
+    such ``.pth``, or none of the two has a tokenizer.
     """
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
-    return str(sidecar if _has_tokenizer(sidecar) else MINIMIND_FOLDER)
+    for folder in (sidecar, MINIMIND_FOLDER):
+        if _has_tokenizer(folder):
+            return str(folder)
+    raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
 
 
 # ---------------------------------------------------------------- from_pretrained, with all buffers

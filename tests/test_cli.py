@@ -87,7 +87,7 @@ def bad(tmp_path_factory):
     paths = {name: folder / name for name in ("text.jsonl", "empty.jsonl", "full_sft_32.pth", "big", "fn.py")}
     paths["text.jsonl"].write_text('{"prompt": "a"}\nhello\n')
     paths["empty.jsonl"].write_text("")
-    write_jsonl(folder / "no_prompt.jsonl", [{"prompt": "a"}, {"question": "b"}])
+    write_jsonl(folder / "no_prompt.jsonl", [{"prompt": "a"}, {"level": "b"}])
     (folder / "surrogate.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a \\ud800 b"}\n')
     write_jsonl(folder / "long.jsonl", [{"prompt": "a " * 100}])
     torch.save({"model.embed_tokens.weight": torch.zeros(10, 32)}, paths["full_sft_32.pth"])
@@ -105,7 +105,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("data empty", {"data_path": "{}/empty.jsonl"}, "empty.jsonl: the file has no records"),
     ("data not JSON", {"data_path": "{}/text.jsonl"}, "text.jsonl:2"),
     ("data without prompt", {"data_path": "{}/no_prompt.jsonl"}, "no_prompt.jsonl:2"),
-    ("data is a folder", {"data_path": "{}"}, "cannot be read"),
+    ("data is a folder", {"data_path": "{}"}, "cannot read it"),
     ("half a surrogate pair", {"data_path": "{}/surrogate.jsonl"}, "surrogate.jsonl:2"),
     ("every prompt too long", {"data_path": "{}/long.jsonl", "max_seq_len": 50}, "--max_seq_len"),
     ("held-out data missing", {"eval_data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),

@@ -51,6 +51,8 @@ def describe_run(run) -> str:
     if run.ptx:
         lines.append(f"ptx      {run.ptx.describe()}")
     lines += describe_texts(args, (run.prompts, run.held_out, run.ptx and run.ptx.data))
+    if args.filter_groups and args.kl_target:
+        lines.append("note     --kl_target sees only the answers that --filter_groups keeps")
     if run.critic:
         lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
     if args.critic_warmup_steps:

@@ -25,7 +25,7 @@ from math import inf
 from pathlib import Path
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ class Flag:
     at_most: float = inf
     at_least: float = -inf
     above: float = -inf
-    off: object = 0  # the value that asks for nothing, besides none at all
+    off: object = 0  # the value that asks for nothing, besides none at all; or several of them, a tuple
     needs: str | Mapping[str, str] = ""  # the flag without which it is of no use; or {its value: that flag}
     # {another flag, or "flag=value": why it excludes this one}
     not_with: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,8 @@ class Flag:
 
     def asks(self, value: object) -> bool:
         """Whether this value asks for something to happen."""
-        return value not in (None, "", [], [""], self.off)
+        off = self.off if isinstance(self.off, tuple) else (self.off,)
+        return value not in (None, "", [], [""]) and value not in off
 
 
 class Flags(argparse.Namespace):
@@ -162,7 +163,8 @@ class FlagParser(argparse.ArgumentParser):
             if ours in self.flags:
                 value = f" (value: {VALUES[known]})" if known in VALUES else ""
                 return f"{word}: it is called --{ours} here{value}"
-            if known in NOT_HERE and "ppo_epochs" in self.flags:  # reasons name flags of train_ppo.py
+            # The other reasons name flags of train_ppo.py.
+            if known in ONLY_DEMO or (known in NOT_HERE and "ppo_epochs" in self.flags):
                 return f"{word}: not a flag here: {NOT_HERE[known]}"
             known = known.partition(".")[2]
         if not is_flag:

@@ -211,6 +211,8 @@ adap_kl_ctrl: not needed, a --kl_target above 0 switches it on
 dataset_train_split prompt_split: add it to the name in --data_path, as user/name:split
 dataset_test_split eval_split: add it to the name in --eval_data_path, as user/name:split
 # ours, until November 2026
+extra_layers parting_coef lm_coef score_penalty: only the demo's reward model needs it, and
+    dataset/demo/make_reward.py has it; leave it out
 grad_sum_dtype: leave it out, gradients are summed in float32
 # others
 loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
@@ -249,3 +251,5 @@ NOT_HERE = {}  # their flag -> what to do instead
 for _row in _rows(_NOT_HERE):
     _names, _, _reason = _row.partition(": ")
     NOT_HERE |= dict.fromkeys(_names.split(), _reason)
+
+ONLY_DEMO = ("extra_layers", "parting_coef", "lm_coef", "score_penalty")  # they were flags of train_reward.py

@@ -95,7 +95,7 @@ def flag_parser():
         1.0,
         "what a response of --max_gen_len tokens loses",
         needs="overlong_buffer",
-        off=1.0,
+        off=(0, 1.0),
     )
     sampled("--repetition_penalty", 0.0, "largest penalty for repeated trigrams")
     sampled("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted")
@@ -138,8 +138,8 @@ def flag_parser():
         "up to N times: sample again where a prompt's answers score alike",
         needs="num_generations",
     )
-    critic("--vf_coef", 0.5, "weight of the value loss", off=0.5)
-    critic("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", off=0.5)
+    critic("--vf_coef", 0.5, "weight of the value loss", off=(0, 0.5))
+    critic("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", off=(0, 0.5))
     add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
     add(
         "--kl_in",
@@ -423,7 +423,7 @@ def update(run, rollout, step, metrics):
     args = run.args
     count = run.minibatches_per_batch
     first = step * args.ppo_epochs * count  # optimizer steps before this batch
-    training = [name for name, learner in run.learners.items() if step >= learner.first_batch]
+    training = [name for name, learner in run.learners.items() if first >= learner.first_step]
     cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]

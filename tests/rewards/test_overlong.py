@@ -44,7 +44,7 @@ def test_a_run_takes_it_off_the_score_of_long_responses(tmp_path, capsys):
     line = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
     parts = ("function", "model", "missing_eos", "overlong")
     assert line["reward/score"] == pytest.approx(sum(line[f"reward/{name}"] for name in parts), abs=1e-5)
-    assert "overlong     0 up to 1 tokens, -0.8 at 6" in capsys.readouterr().out
+    assert "overlong       --overlong_buffer 5\n" in capsys.readouterr().out
 
 
 def test_a_buffer_longer_than_the_response_is_refused():
@@ -53,7 +53,7 @@ def test_a_buffer_longer_than_the_response_is_refused():
 
 
 def test_a_penalty_without_a_buffer_is_refused():
-    with pytest.raises(InputError, match=r"--overlong_penalty 2: is of use only with --overlong_buffer"):
+    with pytest.raises(InputError, match=r"--overlong_penalty 2.0: is of use only with --overlong_buffer"):
         train_ppo.parse_args(flags(overlong_penalty=2))
 
 

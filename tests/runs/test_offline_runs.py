@@ -79,11 +79,11 @@ def test_without_pairs_the_answers_to_held_out_prompts_are_compared(files, tmp_p
     train(**files | ONE | more, out_dir=tmp_path)
     text = (tmp_path / "r" / "summary.md").read_text()
     assert "The accuracy " in text and "on 6 held-out prompts" in text
-    assert "Nothing was evaluated" not in text
+    assert "Nothing was measured" not in text
 
 
 def test_a_run_without_evaluation_says_that_nothing_was_compared(files, tmp_path):
     left = {name: path for name, path in files.items() if name != "eval_data_path"}
     train(**left, **ONE, max_gen_len=8, max_steps=2, out_dir=tmp_path, run_name="r")
     text = (tmp_path / "r" / "summary.md").read_text()
-    assert "Nothing was evaluated that says whether the run helped" in text
+    assert "Nothing was measured that says whether the run helped" in text

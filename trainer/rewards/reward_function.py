@@ -162,9 +162,9 @@ def as_scores(returned, responses):
     count = len(responses)
     scores = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | dict) else []
     if len(scores) != count:
+        what = f"{len(scores)} scores for {count} responses" if scores else _shown(returned)
         raise InputError(
-            f"--reward_fn: returned {_shown(returned)}; return a list of {count} numbers, one for each "
-            "response"
+            f"--reward_fn: returned {what}; return a list of {count} numbers, one for each response"
         )
     found = []
     steps = []

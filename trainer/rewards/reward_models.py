@@ -34,7 +34,7 @@ from progress_bar import phase
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.packing import pack_sequences, packed_states
-from trainer.compute.precision import autocast, check_range
+from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 
 # Conversations that a model's get_score and get_scores both score, to be compared
@@ -85,7 +85,8 @@ class ClassifierRewardModel:
         its beginning, because the score is read at the end. A sharded one needs all processes.
         """
         in_step = getattr(self.root, "in_step", None)
-        with in_step.world.all_or_none() if in_step else nullcontext():
+        together = in_step.world.all_or_none if in_step else nullcontext
+        with together():
             ids = [x[-self.max_length :] for x in conversation_ids(self.tokenizer, conversations)]
         scores = torch.empty(len(ids))
 
@@ -97,6 +98,9 @@ class ClassifierRewardModel:
 
         budget = tokens_per_pass(self.model.device)
         each_micro_batch([len(x) for x in ids], budget, score_some, "reward model", self.root, score_nothing)
+        with together():
+            if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+                check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):

@@ -38,10 +38,15 @@ class Learner:
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
 
-    def learning_rate(self, number):
+    @property
+    def first_step(self) -> float:
+        """The number of its first optimizer step in the run."""
+        return self.first_batch * self.per_batch
+
+    def learning_rate(self, number: int) -> float:
         """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
         model trains (learning_rate.py)."""
-        first = self.first_batch * self.per_batch
+        first = self.first_step
         return SCHEDULES[self.schedule](
             self.peak, number - first, self.total_steps - first, self.warmup_steps
         )
