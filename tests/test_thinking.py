@@ -154,6 +154,11 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
             {"thinking_ratio": 0.9},
             "--thinking_ratio 0.9: the chat template reads neither enable_thinking",
         ),
+        (
+            "Qwen3",
+            {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'},
+            "--thinking_ratio 0.9: --chat_template_kwargs sets enable_thinking; leave one of them out",
+        ),
         ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
     ],
 )
@@ -278,7 +283,7 @@ def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
     records = read_jsonl(ROOT / "dataset/demo/ppo.jsonl")[:40]
     on, said = chosen(tmp_path, records, demo)
     assert on == 1
-    assert "format   --reasoning 1, chosen by 16 first answers of the policy" in said
+    assert "format   --reasoning 1, as 13 of 16 first answers of the policy have <answer>" in said
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"open_thinking": True}])
@@ -287,7 +292,7 @@ def test_a_tag_of_thinking_in_template_or_prompt_is_no_format(tmp_path, kwargs):
     records = [{"prompt": "a <think> <answer>", "answer": "b"}] * 20
     on, said = chosen(tmp_path, records, None, name, **kwargs)
     assert on == 0
-    assert said == "format   --reasoning 0, chosen by 16 first answers of the policy"
+    assert said == "format   --reasoning 0, as 0 of 16 first answers of the policy have <answer>"
 
 
 @pytest.mark.parametrize(("with_tag", "on"), [(4, 1), (3, 0)])
@@ -297,15 +302,19 @@ def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     found, said = chosen(tmp_path, [*records, *[{"prompt": "a"}] * 16], None)
     assert found == on
     if on:
-        assert said == f"format   --reasoning 1, chosen by 16 first answers of {tmp_path}/data.jsonl"
+        assert (
+            said == f"format   --reasoning 1, as 4 of 16 first answers of {tmp_path}/data.jsonl have <answer>"
+        )
     else:
-        assert said.endswith(" first answers of the policy")
+        assert " first answers of the policy have" in said
 
 
-def test_a_given_flag_stays(tmp_path):
+def test_a_given_flag_stays_and_what_the_template_spoils_is_said(tmp_path):
     records = [{"prompt": "a"}]
     assert chosen(tmp_path, records, None, given=0) == (0, None)
     assert chosen(tmp_path, records, None, given=1) == (1, None)
+    on, said = chosen(tmp_path, records, None, given=1, enable_thinking=False)
+    assert on == 1 and said.startswith("format   the chat template writes <think>")
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -189,7 +189,7 @@ TRAIN_PPO = [
         "                    pass\n",
         "--target_kl does not stop the actor for the rest of a batch",
     ),
-    ("if step >= learner.first_batch]", "if step > learner.first_batch]", "warm-up takes a batch more"),
+    ("if first >= learner.first_step]", "if step > learner.first_batch]", "warm-up takes a batch more"),
     (
         "run.critic_warmup.note(step, latest, outcome, world.sum)\n",
         "pass\n",

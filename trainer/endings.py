@@ -54,6 +54,8 @@ def read_stops(given, tokenizer, reasoning=0):
             raise InputError(
                 f"--stop {written!r}: must be a text, without U+FFFD; correct it or leave it out"
             )
+        if held := [token for token in special if token in text]:
+            raise InputError(f"--stop {written!r}: texts have no special token as {held[0]}; name that alone")
         if reasoning and any(tag in text or text in tag for tag in TAGS):
             raise InputError(
                 f"--stop {written!r}: the text ends before it, and --reasoning 1 rewards {' '.join(TAGS)}; "

@@ -12,7 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from dataset.chat_template import (
+    SWITCHES,
     load_thinking,
+    parse_template_kwargs,
     set_system_prompt,
     set_template,
     set_template_kwargs,
@@ -43,6 +45,7 @@ from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.offline import load_logged
+from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import rate_note, suited_rate
 
@@ -80,6 +83,10 @@ def complete_flags(args):
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
+    if args.thinking_ratio is not None and args.chat_template_kwargs:
+        for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
+            what = f"--thinking_ratio {args.thinking_ratio:g}"
+            raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
     if args.offline_data_path:
         args.missing_eos_penalty = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
@@ -173,10 +180,12 @@ def count_steps(args, n_prompts, processes):
 
 def choose_reasoning(args, world, actor, tokenizer, prompts):
     """Set --reasoning where it is not given: 1 if a quarter or more of the answers have ``<answer>``, those
-    of the data or else the policy's own first ones -> a line that says so, or None.
+    of the data or else the policy's own first ones -> a line that says so, or what spoils it, or None.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
+    if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
+        return "format   the chat template writes <think>, which responses must write again; --reasoning 0?"
     if args.reasoning is not None:
         return None
     where = args.data_path or args.offline_data_path
@@ -186,7 +195,11 @@ def choose_reasoning(args, world, actor, tokenizer, prompts):
         where = "the policy"
         answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
     args.reasoning = int(have_format(answers))
-    return f"format   --reasoning {args.reasoning}, chosen by {len(answers)} first answers of {where}"
+    count = sum(ANSWER in text for text in answers)
+    return (
+        f"format   --reasoning {args.reasoning}, as {count} of {len(answers)} first answers of {where} have "
+        f"{ANSWER}"
+    )
 
 
 def have_format(answers: list) -> bool:

@@ -263,6 +263,7 @@ def test_flags_to_ends():
     [
         (["--stop", ""], "--stop '': must be a text"),
         (["--stop", "a\ufffd"], "must be a text, without U\\+FFFD"),
+        (["--stop", "b", "a</s>"], "--stop 'a</s>': texts have no special token as </s>; name that alone"),
         (["--stop_token_ids", "3", "12"], "--stop_token_ids 12: the tokenizer has no such id"),
         (["--stop_token_ids", "x"], "argument --stop_token_ids: invalid int value: 'x'"),
         (["--reasoning", "1", "--stop", "</answer>"], "--stop '</answer>': the text ends before it, and"),
