@@ -328,7 +328,7 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(tmp_path, cap
     train_ppo.main(argv)
     said = capsys.readouterr().out
     assert '\ntemplate with {"enable_thinking": false}\n' in said
-    assert "\nformat   --reasoning 0, chosen by 16 first answers" in said
+    assert "\nformat   --reasoning 0, as 0 of 16 first answers" in said
     config = json.loads((tmp_path / "out/r/config.json").read_text())
     assert config["chat_template_kwargs"] == '{"enable_thinking": false}' and config["reasoning"] == 0
     with pytest.raises(InputError, match=r"--chat_template_kwargs was .* and is now None; set it back"):
