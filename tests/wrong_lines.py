@@ -639,7 +639,7 @@ COMPUTE = {
             "the sign of the entropy without kernels",
             LOGPROBS,
         ),
-        ("= grad / temperature,", "= grad * 1.0,", "gradients forget the temperature", LOGPROBS),
+        ("grad = grad / temperature\n", "pass\n", "gradients forget the temperature", LOGPROBS),
         ("grad_entropy / temperature", "grad_entropy * 1.0", "the entropy's forgets it", ENTROPY),
         (
             "ctx.dtype, *learned\n                )",
@@ -941,7 +941,7 @@ HEALTH = {
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
         ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", _ENDED),
-        ("error.code, error.agreed = BROKEN, True", "error.agreed = True", "a broken run exits with 2", *H),
+        ("error.code = BROKEN", "error.code = 2", "a broken run exits with 2", *H),
     ],
     "trainer/runs/run_logger.py": [
         (

@@ -156,7 +156,9 @@ def padded_attention(query, key, value, packing, window, scaling):
 
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
-    sizes, padded, parts = packing.sizes, [], []
+    sizes = packing.sizes
+    padded = []
+    parts = []
     for x in (query, key, value):
         empty = x.new_zeros(sum(sizes), *x.shape[1:])
         padded.append(empty.index_copy_(0, packing.place, x).split(sizes))
@@ -222,7 +224,8 @@ def _flash(query, key, value, packing, window, scaling):
 @cache
 def _flash_works(device, dtype, shapes, windowed):
     """Whether flash attention gives the values and gradients of padded attention in fp32 for such heads."""
-    packing, generator = Packing(TRIED_LENGTHS, device), torch.Generator().manual_seed(0)
+    packing = Packing(TRIED_LENGTHS, device)
+    generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(sum(TRIED_LENGTHS), *shape, generator=generator) for shape in shapes]
     rows = [x.to(device, dtype).requires_grad_() for x in rows]
     window = 3 if windowed else None

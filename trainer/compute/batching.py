@@ -29,7 +29,8 @@ def micro_batches(lengths, token_budget):
     in the first one or never. lengths: list of B ints -> list of lists of row numbers, each row in one.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches, tokens = [], 0
+    batches = []
+    tokens = 0
     for row in order:
         tokens += lengths[row]
         if batches and pass_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:

@@ -74,7 +74,8 @@ def mlp_forward(mlp, x):
         gate, up = joint.chunk(2, -1)
         kernels = kernels_for(joint)
     else:
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        gate = mlp.gate_proj(x)
+        up = mlp.up_proj(x)
         kernels = kernels_for(gate, up)
     if kernels is None:
         return mlp.down_proj(F.silu(gate) * up)
@@ -103,7 +104,8 @@ def attention_forward(
         query, key, value = (x.transpose(1, 2) for x in turned)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, layer.layer_idx)
-        kwargs["scaling"], kwargs["sliding_window"] = layer.scaling, window
+        kwargs["scaling"] = layer.scaling
+        kwargs["sliding_window"] = window
         out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
     return layer.o_proj(out.reshape(*rows, -1)), None
 
@@ -117,7 +119,8 @@ def _heads(layer, x):
     else:
         query, key, value = (p(x).view(shape) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     if hasattr(layer, "q_norm"):
-        query, key = layer.q_norm(query), layer.k_norm(key)
+        query = layer.q_norm(query)
+        key = layer.k_norm(key)
     return query, key, value
 
 

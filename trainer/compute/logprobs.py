@@ -31,9 +31,11 @@ def token_logprobs(head, states, targets, temperature, forbid_=None, learn_entro
     gradient only with ``learn_entropy``). Under autocast the products run in its dtype. forbid_: None, or
     what changes the logits first (``EarlyEnds.of``); a target must not be forbidden.
     """
-    dtype, count = compute_dtype(head.weight), len(states)
+    dtype = compute_dtype(head.weight)
+    count = len(states)
     if more := rows_to_add(count, head.weight):
-        states, targets = F.pad(states, (0, 0, 0, more)), F.pad(targets, (0, more))
+        states = F.pad(states, (0, 0, 0, more))
+        targets = F.pad(targets, (0, more))
     logprobs, entropy = _TokenLogprobs.apply(
         states, head.weight, head.bias, targets, temperature, dtype, forbid_, learn_entropy
     )
@@ -51,7 +53,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states, weight, bias, targets, temperature, dtype, forbid_, learn_entropy):
-        ctx.temperature, ctx.dtype, ctx.forbid_, ctx.kept = temperature, dtype, forbid_, None
+        ctx.temperature = temperature
+        ctx.dtype = dtype
+        ctx.forbid_ = forbid_
+        ctx.kept = None
         ctx.gpu = _gpu_kernels(states.device)
         targets = targets.contiguous()
         trained = any(ctx.needs_input_grad)
@@ -76,8 +81,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, grad_entropy):
         states, weight, bias, targets, log_sum, entropy = ctx.saved_tensors
         temperature = 1.0 if ctx.gpu else ctx.temperature  # a GPU's kernels divide by it themselves
-        grad, grad_entropy = grad / temperature, grad_entropy / temperature
-        grad_states, table, grad_weight = torch.empty_like(states), weight.to(ctx.dtype), None
+        grad = grad / temperature
+        grad_entropy = grad_entropy / temperature
+        grad_states = torch.empty_like(states)
+        table = weight.to(ctx.dtype)
+        grad_weight = None
         grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None  # none if frozen
         chunks = [(slice(len(states)), ctx.kept)]
         if ctx.kept is None:
@@ -137,7 +145,8 @@ def head_logits(states, weight, bias, dtype):
     On a GPU the logits are in fp32 in any case. Rounded to bf16, logits between 16 and 32 would have steps of
     0.125, and log-probs errors of about 0.03. On a CPU, which has no such product, they are in ``dtype``.
     """
-    states, weight = states.to(dtype), weight.to(dtype)
+    states = states.to(dtype)
+    weight = weight.to(dtype)
     if not states.is_cuda:
         return F.linear(states, weight, None if bias is None else bias.to(dtype))
     logits = _product(states, weight.T)
@@ -164,7 +173,8 @@ def _add_product(total, a, b, dtype):
 def _chunks_of_logits(states, weight, bias, dtype, forbid_=None):
     """Yield (slice of the tokens, its logits [n, V]): at most CHUNK of them, or those of MIN_CHUNK_TOKENS
     tokens if that is more. Let go of them before the next: they take its memory."""
-    count, table = len(states), weight.to(dtype)
+    count = len(states)
+    table = weight.to(dtype)
     size = MIN_CHUNK_TOKENS * max(1, CHUNK[states.device.type] // (MIN_CHUNK_TOKENS * len(weight)))
     for start in range(0, count, size):
         c = slice(start, min(start + size, count))

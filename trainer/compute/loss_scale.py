@@ -12,7 +12,9 @@ import torch
 
 from model.shards import sharded_and_whole
 
-FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24
+FIRST = 2.0**16
+LEAST = 1.0
+MOST = 2.0**24
 INTERVAL = 2000  # good optimizer steps in a row after which the scale is doubled
 
 
@@ -20,8 +22,10 @@ class LossScale:
     """The loss scale of a run in ``dtype``. Only fp16 has one: in other types nothing is multiplied."""
 
     def __init__(self, dtype, interval=INTERVAL):
-        self.active, self.interval = dtype == torch.float16, interval
-        self.value, self.good_steps = FIRST if self.active else 1.0, 0
+        self.active = dtype == torch.float16
+        self.interval = interval
+        self.value = FIRST if self.active else 1.0
+        self.good_steps = 0
 
     def scaled(self, loss):
         """-> the loss to call ``backward`` on."""
@@ -46,7 +50,8 @@ class LossScale:
         if not finite:
             self.value = max(self.value / 2, LEAST)
         elif self.good_steps == self.interval:
-            self.value, self.good_steps = min(self.value * 2, MOST), 0
+            self.value = min(self.value * 2, MOST)
+            self.good_steps = 0
         return self.value < before
 
     def state_dict(self):

@@ -100,7 +100,9 @@ def keep_freed_memory(sharded=False):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # not every C library has it
         return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    trim_threshold = -1
+    top_pad = -2
+    mmap_threshold = -3
     if sharded:
         libc.mallopt(mmap_threshold, 1 << 20)
         return
@@ -126,7 +128,8 @@ def free_memory(device: torch.device) -> int:
         free = min(psutil.virtual_memory().available, free_in_groups())
         return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, total = torch.cuda.mem_get_info(device)
-    used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    used = torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_reserved(device)
     allowed = total * torch.cuda.get_per_process_memory_fraction(device)  # of the user, for this process
     return min(free + held - used, int(allowed) - used)
 

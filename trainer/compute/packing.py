@@ -50,7 +50,8 @@ class Layout:
     def of_responses(cls, prompt_len, response_len, device="cpu"):
         """The layout of prompts with their responses (two lists of B ints, the responses not empty): the
         response tokens are wanted."""
-        prompt, count = np.array(prompt_len, np.int64), np.array(response_len, np.int64)
+        prompt = np.array(prompt_len, np.int64)
+        count = np.array(response_len, np.int64)
         row, column = ragged(count)
         first = (prompt + count).cumsum() - count  # of each response, among the N tokens
         width = int(count.max())
@@ -105,7 +106,8 @@ def packed_states(backbone, tokens, layout, **extra):
     states of the N real tokens, row by row. layout: ``Layout``, or B lengths. extra: of a ``BalanceLoss``."""
     if not isinstance(layout, Layout):
         layout = Layout(layout, device=tokens.device)
-    row, position = layout.row, layout.position
+    row = layout.row
+    position = layout.position
     if backbone.config._attn_implementation == ATTENTION:
         count = len(row)
         filler = rows_to_add(count, backbone.get_input_embeddings().weight)

@@ -127,7 +127,8 @@ def round_frozen(models, dtype):
 
 def _weights_of(kinds, models):
     """The parameters of the models that only modules of these kinds have, and no adapter."""
-    found, elsewhere = {}, set()
+    found = {}
+    elsewhere = set()
     for model in models:
         for name, module in model.named_modules():
             for p in module.parameters(recurse=False):

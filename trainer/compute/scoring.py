@@ -103,8 +103,10 @@ class PolicyScorer(nn.Module):
 
     def __init__(self, model, dtype=torch.float32, early_ends=None, learn_entropy=False):
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.early_ends, self.learn_entropy = early_ends, learn_entropy
+        self.model = model
+        self.dtype = dtype
+        self.early_ends = early_ends
+        self.learn_entropy = learn_entropy
         self.balance = BalanceLoss(model)
 
     def forward(self, tokens, layout, temperature=1.0):
@@ -130,7 +132,8 @@ class ValueScorer(nn.Module):
 
     def __init__(self, critic, dtype=torch.float32):
         super().__init__()
-        self.critic, self.dtype = critic, dtype
+        self.critic = critic
+        self.dtype = dtype
         self.balance = BalanceLoss(critic.backbone)
 
     def forward(self, tokens, layout):
@@ -146,7 +149,9 @@ class ValueScorer(nn.Module):
 def score_all(rollout, score, name="log-probs", scorer=None):
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
     numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; scorer: what ``score`` calls."""
-    places, parts, width = [], [], rollout.sampler_logprobs.shape[1]
+    places = []
+    parts = []
+    width = rollout.sampler_logprobs.shape[1]
 
     def fill(index):
         part = score(rollout.rows(index))

@@ -68,7 +68,8 @@ def sleep_when_busy(device):
     otherwise. Nothing happens with a GPU, with one thread, and where ``set_up_threads`` has set nothing."""
     import torch  # not at the top: the environment has to be set before
 
-    threads, ours = torch.get_num_threads(), os.environ.get("GOMP_SPINCOUNT") == SPINS
+    threads = torch.get_num_threads()
+    ours = os.environ.get("GOMP_SPINCOUNT") == SPINS
     if device.type != "cpu" or threads == 1 or not ours or sys.platform != "linux":
         yield
         return

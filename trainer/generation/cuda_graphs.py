@@ -55,11 +55,13 @@ class CudaGraphs:
     def __init__(self, device):
         self.asynchronous = device.type == "cuda"
         self.possible = self.asynchronous
-        self.captured, self.pool = {}, None
+        self.captured = {}
+        self.pool = None
 
     def forget(self):
         """Let go of all graphs and their memory. Call it before the tensors that they use are freed."""
-        self.captured, self.pool = {}, None
+        self.captured = {}
+        self.pool = None
 
     def run(self, key, step, state):
         """Run ``step()`` once. key: what its shapes and constants depend on; each key has a graph of its own.
@@ -87,7 +89,8 @@ class CudaGraphs:
     def warm_up(self, step):
         """Run ``step`` twice on the stream of captures. In the first run, kernels are compiled and libraries
         allocate their memory. The second must not wait for the GPU: RuntimeError if it does."""
-        side, current = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+        side = capture_stream(torch.cuda.current_device())
+        current = torch.cuda.current_stream()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
@@ -100,7 +103,8 @@ class CudaGraphs:
     def record(self, step):
         """Record ``step`` as a graph -> a function that replays it. Where this fails, the stream and torch's
         allocator are as they were; ``torch.cuda.graph`` alone does not see to that."""
-        device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+        device = torch.cuda.current_device()
+        graph = torch.cuda.CUDAGraph()
         side = capture_stream(device)
         pool = self.pool or torch.cuda.graph_pool_handle()
         mode = "thread_local"  # what other threads do meanwhile, such as nccl's, does not matter

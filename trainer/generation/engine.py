@@ -230,9 +230,11 @@ class Engine:
     def advance(self):
         """Decode the next token of every live sequence; on a GPU, ``STEPS_PER_CHECK`` tokens without waiting
         for it."""
-        steps, rows = 1, min(self.slots, self.live + -self.live % ROW_MULTIPLE)
+        steps = 1
+        rows = min(self.slots, self.live + -self.live % ROW_MULTIPLE)
         if self.graphs.asynchronous:
-            steps, rows = STEPS_PER_CHECK, _bucket(self.live, 1, self.slots)
+            steps = STEPS_PER_CHECK
+            rows = _bucket(self.live, 1, self.slots)
         least = MIN_GRAPH_COLUMNS if self.cache.needs_columns else self.cache.width
         for _ in range(steps):
             self.longest = columns = min(self.longest + 1, self.cache.width)
@@ -258,7 +260,8 @@ class Engine:
         """Sample a token for each of these n slots from its state [n, H], and store it. A response ends here:
         at an EOS, at a stop string, or at max_gen_len tokens, which leaves ``finished`` False."""
         row, position = self.row[slots], self.position[slots]  # views, as the next two
-        count, done = self.count[slots], self.done[slots]
+        count = self.count[slots]
+        done = self.done[slots]
         logits = self._logits(states)
         if self.early_ends:
             self.early_ends.forbid_(logits, count)
@@ -271,7 +274,8 @@ class Engine:
             column = torch.where(done, self.unread_column, count)
             token, logprob = sample_tokens(logits, self.temperature, self.noise[row, column])
             ended = (token[:, None] == self.eos).any(1)
-            self.tokens[row, column], self.logprobs[row, column] = token, logprob
+            self.tokens[row, column] = token
+            self.logprobs[row, column] = logprob
             self.response_len[row] += going_on
             self.finished[row] |= ended & going_on
             self.token[slots] = token

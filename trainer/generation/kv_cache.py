@@ -71,9 +71,11 @@ class KVCache(Cache):
     """
 
     def __init__(self, model, slots, width):
-        config, device = model.config, model.device
+        config = model.config
+        device = model.device
         super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
-        self.config, self.slots = config, slots
+        self.config = config
+        self.slots = slots
         self.fused = decodes_fused(model)
         self.dtype = cache_dtype(model)
         self.kernels = able_kernels(model)
@@ -88,18 +90,21 @@ class KVCache(Cache):
         self.numbers = torch.arange(slots, device=device)
         self.columns = torch.arange(width, device=device)
         self.no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        self.keys, self.values = {}, {}
+        self.keys = {}
+        self.values = {}
 
     def prefill(self, first):
         """The next forward reads whole prompts and fills the slots from ``first`` on."""
-        self.first, self.positions = first, None
+        self.first = first
+        self.positions = None
 
     def decode(self, positions, longest):
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
         differ. Where no mask is read, its place is taken by a tensor of four dimensions, because transformers
         would make a mask otherwise: one False, or the positions for attention that reads them."""
-        self.positions, self.longest = positions, longest
+        self.positions = positions
+        self.longest = longest
         if self.fused:
             return self.no_mask
         if self.by_position:
@@ -107,7 +112,8 @@ class KVCache(Cache):
         behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
-        zero, masks = torch.zeros((), dtype=self.dtype, device=behind.device), {}
+        zero = torch.zeros((), dtype=self.dtype, device=behind.device)
+        masks = {}
         for kind in set(kinds or ["sliding_attention" if window else "full_attention"]):
             hidden = hidden_places(behind, window if kind == "sliding_attention" else None)
             masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
@@ -124,9 +130,11 @@ class KVCache(Cache):
                 )
             if self.block:  # compiled attention multiplies this many keys at once
                 self.keys[layer_idx] = self._in_blocks(self.keys[layer_idx]).contiguous()
-        all_keys, all_values = self.keys[layer_idx], self.values[layer_idx]
+        all_keys = self.keys[layer_idx]
+        all_values = self.values[layer_idx]
         if self.positions is None:  # a prefill: new sequences attend to their own tokens alone
-            new, keys = slice(self.first, self.first + rows), key_states
+            new = slice(self.first, self.first + rows)
+            keys = key_states
             if self.block:
                 keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % self.block)))
             all_keys[new, :, : keys.shape[2]] = keys
@@ -148,8 +156,10 @@ class KVCache(Cache):
         values are written into the cache. norms: of queries and keys, modules or None.
         """
         joint = joint.view(len(joint), -1, layer.head_dim)
-        weights, eps = [getattr(x, "weight", None) for x in norms], getattr(norms[0], "variance_epsilon", 0.0)
-        keys, values = self.keys[layer.layer_idx], self.values[layer.layer_idx]
+        weights = [getattr(x, "weight", None) for x in norms]
+        eps = getattr(norms[0], "variance_epsilon", 0.0)
+        keys = self.keys[layer.layer_idx]
+        values = self.values[layer.layer_idx]
         return self.kernels.decode_attention(
             joint, cos, sin, weights, eps, self.positions, keys, values, window, layer.scaling
         )

@@ -40,7 +40,8 @@ def sample_tokens(logits, temperature, u):
     block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
     inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
     fine = running_sum(inside)
-    end, total = coarse.gather(1, block), fine[:, -1:]
+    end = coarse.gather(1, block)
+    total = fine[:, -1:]
     # How much of the block lies below the target. Clamped, because the two levels round differently.
     below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
     column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)

@@ -113,7 +113,8 @@ class StopStrings:
     def cut(self, ids):
         """The tokens of a response that has ended -> its text: up to where the stop string begins that the
         last token completes, else without the last token, which is an EOS."""
-        whole, before = decode(self.tokenizer, ids), decode(self.tokenizer, ids[:-1])
+        whole = decode(self.tokenizer, ids)
+        before = decode(self.tokenizer, ids[:-1])
         seen = len(before.rstrip(HALF))
         starts = [whole.find(stop, max(0, seen - len(stop) + 1)) for stop in self.texts]
         found = [start for start in starts if start >= 0]

@@ -236,7 +236,8 @@ class Reward:
         parts = {}
         for name, scores in raw.parts.items():
             if name in self.models:
-                whole, block = self._clipped(name, scores), self._clipped(name, raw.blocks[name])
+                whole = self._clipped(name, scores)
+                block = self._clipped(name, raw.blocks[name])
                 mixed = torch.where(raw.has_block, 0.4 * whole + 0.6 * block, whole)
                 parts[name] = self._weight(name) * mixed
             else:

@@ -61,8 +61,11 @@ class AdamWInHalf(Optimizer):
         if not state:
             state |= zero_moments(self, p)
         state["step"] += 1
-        step, (beta1, beta2), size = int(state["step"]), group["betas"], CHUNK[p.device.type]
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+        step = int(state["step"])
+        (beta1, beta2) = group["betas"]
+        size = CHUNK[p.device.type]
+        correction1 = 1 - beta1**step
+        correction2 = 1 - beta2**step
         random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
         tensors = map(local_part, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
         flat = [x.reshape(-1) for x in tensors]

@@ -52,7 +52,9 @@ class StopRequest:
     """
 
     def __init__(self, reply=""):
-        self._reply, self._signal, self._time = reply, 0, 0.0
+        self._reply = reply
+        self._signal = 0
+        self._time = 0.0
         self._echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
 
     def __enter__(self):
@@ -61,7 +63,8 @@ class StopRequest:
 
     def _note(self, number, frame):
         if not self._signal:
-            self._signal, self._time = number, time.monotonic()
+            self._signal = number
+            self._time = time.monotonic()
             with suppress(OSError):  # stderr may be closed
                 os.write(2, self._reply.encode())  # print is not safe in a signal handler
         elif time.monotonic() - self._time > self._echo:

@@ -27,7 +27,8 @@ def save(run, logger):
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
-    start, main = time.perf_counter(), run.world.is_main
+    start = time.perf_counter()
+    main = run.world.is_main
     due = main and logger.saved_step != run.progress.step and logger.folder.path
     if folder := run.world.from_main(due):
         with run.world.all_or_none():
@@ -60,7 +61,8 @@ def end_if_broken(run, logger):
             f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
             "its line above and docs/health.md say what to try"
         )
-        error.code, error.agreed = BROKEN, True
+        error.code = BROKEN
+        error.agreed = True
         raise error
 
 

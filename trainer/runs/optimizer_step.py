@@ -79,7 +79,8 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     the budget, and ``run.progress.token_budget`` keeps the budget that fitted. Raises InputError where not
     even a single sequence fits.
     """
-    total, longest = sum(lengths), max(lengths)
+    total = sum(lengths)
+    longest = max(lengths)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
@@ -148,7 +149,9 @@ def note_steps(run, steps):
     models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
     run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
     """
-    progress, scale, steps = run.progress, run.loss_scale, list(steps)
+    progress = run.progress
+    scale = run.loss_scale
+    steps = list(steps)
     bad = sum(not step.finite for step in steps)
     # The loss is computed without the scale: if it is not finite, a lower scale does not help.
     lowered = all(math.isfinite(step.loss) for step in steps) and scale.adapt(not bad)

@@ -72,7 +72,8 @@ def lanes():
 
 def _call(name, numbers, tensors):
     """Call a kernel. numbers: its int and float arguments; tensors: its pointers, None for NULL."""
-    mask, pointers = 0, []
+    mask = 0
+    pointers = []
     for i, x in enumerate(tensors):
         if x is not None and x.dtype is torch.bfloat16:
             mask |= 1 << i
@@ -87,7 +88,8 @@ def _call(name, numbers, tensors):
 
 def rms_norm(x, weight, eps, dtype, delta=None):
     """Norm of x [..., width], or of s = x + delta -> (y in ``dtype``, s or None, r [rows])."""
-    width, y = x.shape[-1], torch.empty_like(x, dtype=dtype)
+    width = x.shape[-1]
+    y = torch.empty_like(x, dtype=dtype)
     rows = x.numel() // width
     total = None if delta is None else torch.empty_like(x)
     r = torch.empty(rows, dtype=torch.float32)
@@ -98,7 +100,8 @@ def rms_norm(x, weight, eps, dtype, delta=None):
 def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
     """Gradients of ``rms_norm``. grad_x: the gradient of s, added, or None. -> (gradient of x, the same in
     ``delta_dtype`` or None, gradient of the weight)."""
-    width, out = x.shape[-1], torch.empty_like(x)
+    width = x.shape[-1]
+    out = torch.empty_like(x)
     delta = None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)
     parts = torch.empty(PARTS, width)
     _call("rms_norm_backward", (x.numel() // width, width), (x, weight, r, grad, grad_x, out, delta, parts))
@@ -107,7 +110,8 @@ def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
 
 def rotate(x, cos, sin, back=False):
     """Rotate x [..., heads, dim] by cos and sin [..., 1, dim], or back -> the same shape"""
-    y, (heads, dim) = torch.empty_like(x), x.shape[-2:]
+    y = torch.empty_like(x)
+    heads, dim = x.shape[-2:]
     _call("rotate", (x.numel() // (heads * dim), heads, dim, int(back)), (x, cos, sin, y))
     return y
 
@@ -122,7 +126,8 @@ def silu_mul(gate, up):
 
 def silu_mul_backward(gate, up, grad):
     """-> gradients of gate and of up"""
-    width, grads = gate.shape[-1], (torch.empty_like(gate), torch.empty_like(up))
+    width = gate.shape[-1]
+    grads = torch.empty_like(gate), torch.empty_like(up)
     _call("silu_mul_backward", (gate.numel() // width, width), (gate, up, grad, *grads))
     return grads
 
@@ -158,7 +163,8 @@ def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, windo
     [n] of the first n rows of the cache; keys [slots, groups, width / lanes, dim, lanes] and values [slots,
     groups, width, dim]: the cache; norms: the weights by which queries and keys are normed, or (None, None).
     """
-    (n, heads, dim), (_, groups, width, _) = joint.shape, values.shape
+    n, heads, dim = joint.shape
+    _, groups, width, _ = values.shape
     heads -= 2 * groups
     out = joint.new_empty(n, heads, dim)
     numbers = (n, heads, groups, dim, width, window or NO_WINDOW, float(scale), float(eps))
@@ -169,7 +175,8 @@ def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, windo
 def token_logprobs(logits, targets, temperature, probabilities=None):
     """logits [n, V] -> (log-probs [n] of the targets [n], entropy [n]). The probabilities go into
     ``probabilities`` [n, V] fp32, if given; it may be the tensor of the logits."""
-    logprobs, entropy = torch.empty(len(logits)), torch.empty(len(logits))
+    logprobs = torch.empty(len(logits))
+    entropy = torch.empty(len(logits))
     tensors = (logits, targets, logprobs, entropy, probabilities)
     _call("token_logprobs", (*logits.shape, float(temperature)), tensors)
     return logprobs, entropy

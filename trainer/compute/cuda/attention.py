@@ -40,11 +40,14 @@ def decode_attention(
     behind the queries: they are normed, rotated and written to the cache. Without it they are there already.
     SHARED: query heads of a group; ROWS, D and W: SHARED, dim and wide, rounded up for matrix products.
     """
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
     groups = tl.num_programs(1)
     end = tl.load(positions + row).to(tl.int32) + 1
     first = tl.maximum(end - window, 0)
-    head, d, w = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, W)
+    head = tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    w = tl.arange(0, W)
     keys += row * k_slot + group * k_group
     values += row * v_slot + group * v_group
     query += row * q_row

@@ -28,7 +28,9 @@ def check(device="cuda"):
     differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
     x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
-    half, each, ids = x.to(dtype), x[:, 0].contiguous(), torch.zeros(2, dtype=torch.int64, device=device)
+    half = x.to(dtype)
+    each = x[:, 0].contiguous()
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
     token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
     token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
@@ -38,7 +40,8 @@ def check(device="cuda"):
     joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
-    cos, sin = torch.ones_like(joint[:, :1, None]), torch.zeros_like(joint[:, :1, None])
+    cos = torch.ones_like(joint[:, :1, None])
+    sin = torch.zeros_like(joint[:, :1, None])
     found = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
     rows = [y.float() for y in (joint[:, :1, None], keys, values)]  # the new keys and values are in the cache
     wanted = matmul_attention(*rows, x.new_zeros(1, 1, 1, 20), 0.2)[:, 0]
@@ -68,7 +71,8 @@ def _tiles(x):
 def rms_norm(x, weight, eps, dtype, delta=None):
     """Norm of x [..., width], or of s = x + delta -> (y in ``dtype``, s or None, r [rows])."""
     rows, width, tile = _tiles(x)
-    total, y = None if delta is None else torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    total = None if delta is None else torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     r = torch.empty(rows, device=x.device)
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     launch(layers.rms_norm, grid, x, delta, weight, total, y, r, rows, width, float(eps), **tile)
@@ -79,7 +83,8 @@ def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
     """Gradients of ``rms_norm``. grad_x: the gradient of s, added, or None. -> (gradient of x, the same in
     ``delta_dtype`` or None, gradient of the weight)."""
     rows, width, tile = _tiles(x)
-    out, delta = torch.empty_like(x), None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)
+    out = torch.empty_like(x)
+    delta = None if delta_dtype is None else torch.empty_like(x, dtype=delta_dtype)
     programs = min(PARTS, triton.cdiv(rows, tile["ROWS"]))
     parts = torch.empty(programs, width, device=x.device)
     tensors = (x, weight, r, grad, grad_x, out, delta, parts)
@@ -89,9 +94,11 @@ def rms_norm_backward(x, weight, r, grad, grad_x=None, delta_dtype=None):
 
 def rotate(x, cos, sin, back=False):
     """Rotate x [..., heads, dim] by cos and sin [..., 1, dim], or back -> the same shape"""
-    y, (heads, dim) = torch.empty_like(x), x.shape[-2:]
+    y = torch.empty_like(x)
+    heads, dim = x.shape[-2:]
     tile = {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(dim // 2)}
-    grid, sign = (x.numel() // (heads * dim),), -1.0 if back else 1.0
+    grid = (x.numel() // (heads * dim),)
+    sign = -1.0 if back else 1.0
     number = warps(tile["HEADS"] * tile["HALF"])
     launch(layers.rotate, grid, x, cos, sin, y, heads, dim, sign, **tile, num_warps=number)
     return y
@@ -108,7 +115,8 @@ def silu_mul(gate, up):
 
 def silu_mul_backward(gate, up, grad):
     """-> gradients of gate and of up"""
-    grads, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    grads = torch.empty_like(gate), torch.empty_like(up)
+    count = gate.numel()
     grid = (triton.cdiv(count, BLOCK),)
     launch(layers.silu_mul_backward, grid, gate, up, grad, *grads, count, BLOCK=BLOCK)
     return grads
@@ -153,7 +161,8 @@ def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, windo
     weights by which queries and keys are normed, or (None, None). cos and sin None: see ``cached_attention``.
     """
     n, heads, dim = joint.shape
-    groups, wide = keys.shape[1], values.shape[3]
+    groups = keys.shape[1]
+    wide = values.shape[3]
     if cos is not None:
         cos, sin = (x.expand(n, 1, 1, -1).contiguous() for x in (cos, sin))
         heads -= 2 * groups
@@ -162,9 +171,11 @@ def decode_attention(joint, cos, sin, norms, eps, positions, keys, values, windo
     rows, d, w = [max(16, triton.next_power_of_2(x)) for x in (shared, dim, wide)]
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns, number = max(16, min(64, 8192 // (max(d, w) * keys.element_size()))), 4
+    columns = max(16, min(64, 8192 // (max(d, w) * keys.element_size())))
+    number = 4
     if not _multiplies_in_tensor_cores(keys.device):
-        columns, number = 16, 8
+        columns = 16
+        number = 8
     launch(
         attention.decode_attention,
         (n, groups),

@@ -71,8 +71,10 @@ def rotate(x, cos, sin, y, heads, dim, sign, HEADS: tl.constexpr, HALF: tl.const
 
     x, y [tokens, heads, dim]; cos and sin [tokens, dim], of which the first half is read. Grid: tokens
     """
-    token, half = tl.program_id(0).to(tl.int64), dim // 2
-    head, i = tl.arange(0, HEADS), tl.arange(0, HALF)
+    token = tl.program_id(0).to(tl.int64)
+    half = dim // 2
+    head = tl.arange(0, HEADS)
+    i = tl.arange(0, HALF)
     inside = (head < heads)[:, None] & (i < half)[None, :]
     place = token * heads * dim + head[:, None] * dim + i[None, :]
     c = tl.load(cos + token * dim + i, i < half, other=0).to(tl.float32)[None, :]

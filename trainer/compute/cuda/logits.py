@@ -23,7 +23,8 @@ def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLO
     (most), the sum of e^(z - most) (total) and that of e^(z - most) (z - most) (mean). They are put together
     at the end. Grid: rows
     """
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
     logits += row * size
     most = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -60,7 +61,8 @@ def token_logprobs_backward(
     grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
     entropy), where entropy [rows] and its gradient are not None. Grid: (rows, blocks)
     """
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     z = tl.load(logits + row * size + column, inside, other=0).to(tl.float32) * scale
     log_p = z - tl.load(log_sum + row)
@@ -87,7 +89,8 @@ def _first_beyond(weights, target, places, none):
 def _draw(logits, size, scale, u, GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """-> (the token that ``u`` in [0, 1) draws from the softmax of scale * logits [size], its log-prob).
     GREEDY: the first of the largest logits. Logits with a NaN give some token, and the log-prob NaN."""
-    column, block = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    column = tl.arange(0, BLOCK)
+    block = tl.arange(0, BLOCKS)
     largest = tl.full([BLOCKS], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCKS], tl.float32)
     for start in tl.range(0, size, BLOCK, num_stages=3):
@@ -132,7 +135,8 @@ def sample_and_store(
     """
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(done + slot) == 0:
-        own, before = tl.load(row + slot), tl.load(count + slot)
+        own = tl.load(row + slot)
+        before = tl.load(count + slot)
         place = own * width + before
         u = tl.load(noise + place)
         drawn, logprob = _draw(logits + slot * size, size, scale, u, GREEDY, BLOCK, BLOCKS)
