@@ -141,7 +141,7 @@ MISTAKES = [  # (what is returned, what is said)
     (torch.ones(2, 2), r"score 1 is tensor\(\[1\., 1\.\]\) \(Tensor\) and no number"),
     (numpy.ones((2, 2)), r"score 1 is array\(\[1\., 1\.\]\) \(ndarray\) and no number"),
     (torch.tensor(1.0), "TypeError: iteration over a 0-d tensor"),
-    ([1.0], r"returned \[1\.0\] \(list\); return a list of 2 numbers"),
+    ([1.0], "returned 1 scores for 2 responses; return a list of 2 numbers"),
     ([1, "x"], r"score 2 is 'x' \(str\) and no number"),
     ([None, 1], r"score 1 is None \(NoneType\) and no number"),
     ([[1.0], [2.0]], r"score 1, entry 1 is 1\.0 \(float\); a list must hold pairs"),
