@@ -17,6 +17,7 @@ Decoding is greedy by default, so that two answers differ because of the models 
 """
 
 import contextlib
+import inspect
 import re
 import sys
 from itertools import count
@@ -180,9 +181,12 @@ class Speaker:
         """Answer these tokens, and ``show`` the text piece by piece."""
         answer = Answer(self.tokenizer, self.eos, show, self.stops)
         past = None
+        last = {}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            last["logits_to_keep"] = 1  # not those of a whole long prompt
         while not answer.finished and len(answer.ids) < min(max_gen_len, self.positions - len(ids)):
             tokens = torch.tensor([answer.ids[-1:] or ids], device=self.model.device)
-            output = self.model(tokens, past_key_values=past, use_cache=True)
+            output = self.model(tokens, past_key_values=past, use_cache=True, **last)
             past = output.past_key_values
             logits = output.logits[0, -1].float()
             token = logits.argmax()
@@ -205,8 +209,9 @@ def show(text: str):
 
 def ask(speakers: list[Speaker], prompt: str, number: int, args):
     """Answer prompt ``number`` with every model, and add prompt and answer to the conversations."""
-    for speaker in speakers:
-        ids = speaker.encode(prompt)
+    asked = [speaker.encode(prompt) for speaker in speakers]
+    answers = []
+    for speaker, ids in zip(speakers, asked, strict=True):
         torch.manual_seed(args.seed + number)  # the same random numbers for both models
         if len(speakers) > 1:
             show(f"[{speaker.name}]\n")
@@ -214,6 +219,8 @@ def ask(speakers: list[Speaker], prompt: str, number: int, args):
         show("\n")
         if not answer.finished:
             say(f"({speaker.name}: cut after {len(answer.ids)} tokens)")
+        answers.append(answer)
+    for speaker, answer in zip(speakers, answers, strict=True):  # only once all have answered
         if speaker.tokenizer.chat_template is not None:
             said = {"role": "assistant", "content": answer.text}
             speaker.history += [{"role": "user", "content": prompt}, said]

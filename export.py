@@ -42,7 +42,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(parse_args)
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from atomic_files import write_whole, writing
 from dataset.chat_template import TEMPLATE_KWARGS
@@ -73,8 +73,10 @@ def read_figures(run: str) -> str:
 def tokenizer_reader(folder: str, tokenizer) -> str:
     """The name of the class that reads the tokenizer of a folder unchanged. Why: ``_is_whole_in_json`` in
     model/loading.py."""
+    if type(tokenizer) is not PreTrainedTokenizerFast:
+        return "AutoTokenizer"
     again = type(AutoTokenizer.from_pretrained(folder))
-    if again is type(tokenizer):
+    if again is PreTrainedTokenizerFast:
         return "AutoTokenizer"
     print(
         f"note: AutoTokenizer would read this tokenizer as a {again.__name__}, which may split texts in "

@@ -142,8 +142,8 @@ def _found(record, keys, which, names):
 def _asked(record, keys):
     """What a record asks, with or without the answer: text or turns. None if only a "text" may say it."""
     _, asked = _found(record, keys, "prompt", PROMPTS)
-    if asked is None and None not in (record.get("instruction"), record.get("output")):
-        texts = (str(record["instruction"]), str(record.get("input") or ""))
+    if asked is None and isinstance(record.get("instruction"), str) and record.get("output") is not None:
+        texts = (record["instruction"], str(record.get("input") or ""))
         return "\n\n".join(text for text in texts if text.strip())
     return asked
 
@@ -154,6 +154,11 @@ def _is_pair(record, keys):
 
 def _prompt_and_answer(record, keys):
     """A record of any form -> (prompt: text or messages, the text that answers it, or None)."""
+    key, said = _found(record, keys, "answer", ANSWERS)
+    of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
+    is_answer = of_turns or isinstance(said, str | int | float)
+    if not (is_answer or keys.answer) and {"messages", "conversations"} & record.keys():
+        said = None  # something else beside a conversation, such as a list of accepted answers
     if _is_pair(record, keys):
         prompt, answer = to_pair(record, keys)[0]
     else:
@@ -165,9 +170,10 @@ def _prompt_and_answer(record, keys):
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
         prompt, answer = split(asked)
+        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
+            prompt, answer = asked, None  # it may end with the beginning of its answer
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
-    key, said = _found(record, keys, "answer", ANSWERS)
     if said is not None:
         turns, answer = split(said) if isinstance(said, list) else ([], said)
         prompt = to_messages(prompt) + turns if turns else prompt

@@ -267,8 +267,11 @@ class SFTDataset(RecordDataset):
         def item_of(*rows):
             ids = list(chain.from_iterable(rows))
             mask = []
-            for row, (_, is_said) in zip(rows, pieces, strict=True):
-                mask += up_to_eos(row, self.tokenizer.eos_token_id) if is_said else [0] * len(row)
+            for place, (row, (_, is_said)) in enumerate(zip(rows, pieces, strict=True)):
+                if is_said and place:
+                    mask += up_to_eos(row, self.tokenizer.eos_token_id)
+                else:  # a first piece that is said is a whole text, whose first token may be an EOS
+                    mask += [int(is_said)] * len(row)
             mask[0] = 0  # nothing comes before the first token of a text
             return ids, mask
 

@@ -122,11 +122,16 @@ class TableRecords:
         self.path = path
         name, _, split = path.partition(":")
         files = {}
+        if os.path.lexists(path):  # its name may have a colon, as on Windows
+            name, split = path, ""
         if path.endswith(TABLE):
             name = "parquet"
             files = {"data_files": path}
         with quiet(), as_input_error(f"{path}: the library datasets cannot read it"):
-            self._table = datasets.load_dataset(name, split=split or "train", **files)
+            if os.path.isfile(os.path.join(path, "dataset_info.json")):  # written by save_to_disk
+                self._table = datasets.load_from_disk(path)
+            else:
+                self._table = datasets.load_dataset(name, split=split or "train", **files)
 
     def __len__(self):
         return len(self._table)

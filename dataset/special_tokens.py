@@ -8,6 +8,7 @@ the text, and ``encode_marked`` encodes the marks as ordinary characters. Other 
 
 import re
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from model.loading import as_input_error
@@ -67,8 +68,10 @@ def encode_marked(tokenizer, text, add_special_tokens):
     The text is split only at special tokens, so words and prefix spaces get the same ids as in any text.
     """
     ids = []
-    for piece in filter(None, re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text)):
-        ids += _as_text(tokenizer, piece) if MARK in piece else _ids(tokenizer, piece)
+    pieces = re.split(f"((?:{spellings(tokenizer).pattern.pattern})+)", text)
+    for is_marked, some in groupby(filter(None, pieces), lambda piece: MARK in piece):
+        piece = "".join(some)
+        ids += _as_text(tokenizer, piece) if is_marked else _ids(tokenizer, piece)
     if add_special_tokens:  # for example a BOS: what the tokenizer puts around any text
         whole = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         around = whole["special_tokens_mask"]

@@ -320,11 +320,12 @@ hf_logging.disable_progress_bar()
 @contextlib.contextmanager
 def quiet():
     """No warnings or load reports in this block: the callers check the outcome."""
+    before = logging.root.manager.disable  # this block may be inside another one
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 # ---------------------------------------------------------------- do tokenizer, model and trainer fit?

@@ -42,6 +42,11 @@ def add_adapters(backbone, rank, seed):
     ``peft``.
     """
     targets = _targets(backbone)
+    most = max((min(layer.weight.shape) for layer in targets.values()), default=0)
+    if rank > most:
+        raise InputError(
+            f"--lora_r {rank}: the matrices of this model have ranks of at most {most}; lower it"
+        )
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # it is not there, or too old for this transformers

@@ -142,7 +142,8 @@ def restore_best(run, logger):
     if best.forgotten:
         best.since = run.progress.step
         logger.say(
-            "note: the best so far was evaluated otherwise; it begins anew, and its files stay until then"
+            "note: the best so far was evaluated otherwise; it begins anew, and best.pth of this run stays "
+            "until then"
         )
     with run.world.all_or_none():
         if not run.world.is_main:
@@ -150,7 +151,8 @@ def restore_best(run, logger):
         kept = logger.folder.path / KEPT
         if best.step:
             run.save_best(kept, logger.folder.checkpoint / KEPT)
-        elif run.args.resume and not best.forgotten:  # a new run has none, and what is there is the user's
+        # A new run has none, and what is there is the user's. An earlier best stays until there is a new one.
+        elif run.args.resume and not (best.forgotten or best.since):
             remove_saved(kept)
 
 

@@ -100,7 +100,8 @@ def evaluate_actor(run, metrics, rows):
             with world.all_or_none():
                 parts |= reward.combine(run.raw_scores(reward, prompts, rollout, texts))
         if args.offline_data_path and temperature:
-            parts["kl"] = sequence_kl(run, rollout)
+            with world.all_or_none():
+                parts["kl"] = sequence_kl(run, rollout)
         return rollout, texts, parts
 
     def evaluated():

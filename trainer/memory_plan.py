@@ -240,8 +240,10 @@ def check_memory(
     text += ", ".join(f"{part} {shown(size)}" for part, size in plan.phases[plan.fullest].items() if size)
     if fits:
         return plan, f"memory   {text}"
-    flags = {"gradient_checkpointing": 1, "moments_dtype": "bfloat16", "lora_r": 16}
-    if processes > 1:
+    flags = {"gradient_checkpointing": 1, "moments_dtype": "bfloat16"}
+    if found[actor].adapters and not args.lora_r:
+        flags["lora_r"] = 16
+    if processes > 1 and not args.ema_beta:
         flags = {"shard": 1} | flags
     elif device.type == "cuda":
         flags["offload_frozen"] = 1

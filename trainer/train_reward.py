@@ -100,6 +100,7 @@ from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
 from trainer.runs.metrics import Metrics
+from trainer.runs.resume import short_hash, weights_hash
 
 
 def parse_args(argv=None):
@@ -235,6 +236,13 @@ class RewardRun(supervised.SupervisedRun):
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
         return fp32_head(self.model.score, states).squeeze(-1)
+
+    def fingerprints(self) -> dict:
+        found = super().fingerprints()
+        if self.reference:
+            kept = weights_hash(self.reference.model), self.reference.eos, self.reference.prompts
+            found["reference"] = short_hash([*kept])
+        return found
 
     def save_result(self):
         """Do nothing: see ``result_path``."""

@@ -222,9 +222,8 @@ def test_tensors_must_be_contiguous_and_of_known_types(monkeypatch):
     assert kernels_for(x, result=torch.float64) is None
 
 
-def test_check_runs_every_kernel_with_which_no_model_is_tried(monkeypatch):
-    """``kernels_of`` asks it. A kernel that it left out could fail in the middle of a run. Layers are tried
-    by ``fuse_layers`` (test_a_gpus_kernels_give_the_values_and_gradients_of_transformers)."""
+def test_check_runs_every_kernel(monkeypatch):
+    """``kernels_of`` asks it. A kernel that it left out could fail in the middle of a run."""
     names = [f"{room.__name__}.{module.name}" for module in pkgutil.iter_modules(room.__path__)]
     things = [x for name in names for x in vars(importlib.import_module(name)).values()]
     known = {x.fn.__name__ for x in things if hasattr(x, "fn") and not x.fn.__name__.startswith("_")}
@@ -236,8 +235,8 @@ def test_check_runs_every_kernel_with_which_no_model_is_tried(monkeypatch):
 
     monkeypatch.setattr(kernels, "launch", launch)
     kernels.check(DEVICE)
-    assert known - launched == {"rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward"}
-    assert launched == {"token_logprobs", "token_logprobs_backward", "sample_and_store", "decode_attention"}
+    assert launched == known
+    assert len(known) >= 9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -279,6 +279,17 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         assert to_messages(text) == [user(text)]
 
 
+def test_what_is_no_answer_beside_a_conversation_is_left_alone():
+    """A list of accepted answers, which a reward function reads from the record."""
+    record = {"messages": [user("hi")], "answer": ["5", "five"]}
+    assert to_prompt(record) == ([user("hi")], None)
+
+
+def test_a_prompt_may_end_with_the_beginning_of_its_answer():
+    text = "\n\nHuman: hi\n\nAssistant: Sure,"
+    assert to_prompt({"prompt": text, "completion": " five"})[0][-1] == assistant("Sure,")
+
+
 @pytest.mark.parametrize(
     ("form", "record", "says"),
     [

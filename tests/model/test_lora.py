@@ -385,10 +385,24 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(files, tmp_path):
 # ---------------------------------------------------------------------------------------------- bad input
 
 
-def test_impossible_ranks_are_refused(files, tmp_path):
-    with pytest.raises(InputError, match="--lora_r -1: must be at least 0"):
-        train_ppo.main(argv_of(files, tmp_path, lora_r=-1))
+@pytest.mark.parametrize(
+    "rank, message",
+    [
+        (-1, "--lora_r -1: must be at least 0"),
+        (1000, "--lora_r 1000: the matrices of this model have"),
+    ],
+)
+def test_impossible_ranks_are_refused(files, tmp_path, rank, message):
+    with pytest.raises(InputError, match=message):
+        train_ppo.main(argv_of(files, tmp_path, lora_r=rank))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_matrices_in_its_layers():
+    backbone = build(FAMILIES["Llama"]()).base_model
+    backbone.layers = nn.ModuleList()
+    with pytest.raises(InputError, match="--lora_r 4: the matrices of this model have ranks of at most 0"):
+        add_adapters(backbone, 4, 0)
 
 
 def test_without_peft(files, tmp_path, monkeypatch):

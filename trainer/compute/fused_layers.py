@@ -153,20 +153,25 @@ def fuse_layers(backbone, states):
     layers = [module for module in backbone.modules() if type(module).__name__ in KNOWN]
     if not layers:
         return
-    # Norms and biases: their gradients are small, and pass through every layer above.
-    vectors = [p for p in backbone.parameters() if p.dim() < 2]
-    frozen = [p for p in vectors if not p.requires_grad]
+    # Norms and biases of the last layer: their gradients are small, and pass through all of it. The layers
+    # below keep nothing for a backward, which would take as much memory as a copy of the weights.
+    last = [layer for layer in layers if type(layer).__name__.endswith("DecoderLayer")][-1:] or layers
+    vectors = [p for layer in last for p in layer.parameters() if p.dim() < 2]
+    needed = {p: p.requires_grad for p in backbone.parameters()}
 
     def fused():
         for layer in layers:
             layer.forward = MethodType(KNOWN[type(layer).__name__], layer)
         return states()
 
-    for p in frozen:
+    backbone.requires_grad_(False)
+    for p in vectors:
         p.requires_grad = True
-    reason = difference(states, fused, backbone.device, vectors)
-    for p in frozen:
-        p.requires_grad = False
+    try:
+        reason = difference(states, fused, backbone.device, vectors)
+    finally:
+        for p, before in needed.items():
+            p.requires_grad = before
     if reason:
         for layer in layers:
             vars(layer).pop("forward", None)

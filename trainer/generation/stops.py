@@ -76,14 +76,15 @@ class StopStrings:
         self.texts = list(texts)
         self.tokenizer = tokenizer
         stops = tuple(text.encode() for text in self.texts)
-        states = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
+        begun = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
+        states = {text: place for place, text in enumerate(begun)}
         count = len(states)  # the first of them is b""
         after = torch.zeros(count, 256, dtype=torch.int64)  # the table of single bytes
-        for state, begun in enumerate(states):
+        for begun, state in states.items():
             for byte in range(256):
                 text = begun + bytes([byte])
                 longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in states)
-                after[state, byte] = states.index(longest) + count * text.endswith(stops)
+                after[state, byte] = states[longest] + count * text.endswith(stops)
         words = self._vocabulary()
         self.table = torch.arange(count)[:, None].repeat(1, len(words))
         words = dict(enumerate(words))
@@ -101,6 +102,9 @@ class StopStrings:
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         length = len(decode(self.tokenizer, before))
         for token, i in ids.items():
+            if isinstance(token, bytes):  # as in old Qwen's tokenizer
+                found[i] = token
+                continue
             text = decode(self.tokenizer, [*before, i])[length:]
             if HALF not in text:
                 found[i] = text.encode()

@@ -29,6 +29,7 @@ for a new rule inside this program see reward.py.
 import copy
 import importlib.util
 import inspect
+import operator
 import sys
 import traceback
 from collections.abc import Iterable
@@ -160,7 +161,11 @@ def as_scores(returned, responses):
     Raises InputError that says what is wrong with what was returned.
     """
     count = len(responses)
-    scores = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | dict) else []
+    scores = (
+        list(returned)
+        if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | dict | set)
+        else []
+    )
     if len(scores) != count:
         what = f"{len(scores)} scores for {count} responses" if scores else _shown(returned)
         raise InputError(
@@ -191,6 +196,8 @@ def _steps(pairs, place, length):
                 f"--reward_fn: {here}: the offset {_shown(offset)} is no whole number from 0 to "
                 f"{length}, the number of characters; count them from 0, or give None for the end"
             )
+        if offset is not None:
+            offset = operator.index(offset)
         steps.append((offset, _number(score, f"{here}: its score")))
     return steps
 

@@ -38,8 +38,10 @@ from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 
 # Conversations that a model's get_score and get_scores both score, to be compared
-CHECKED = [("a b c", "d e f g " * count) for count in (1, 3, 9)]
-TOLERANCE = 2e-2  # of a score between -1 and 1, of a model in 16 bits
+TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
+CHECKED = [(prompt, "d e f g " * count) for prompt in ("a b c", TURNS) for count in (1, 3, 9)]
+TOLERANCE = 1e-3  # of a score between -1 and 1
+TOLERANCE_16 = 2e-2  # the same of a model in 16 bits
 
 
 class ClassifierRewardModel:
@@ -192,7 +194,8 @@ class RemoteRewardModel:
         except InputError as error:
             difference = str(error).removeprefix("--reward_model: ")
         else:
-            if (gap <= TOLERANCE * expected.abs().clamp_min(1)).all():
+            tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
+            if (gap <= tolerance * expected.abs().clamp_min(1)).all():
                 return True
             difference = f"its get_scores and get_score differ by {gap.max():.2g}"
         tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)

@@ -71,7 +71,8 @@ class Kept:
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` returned. Raises KeyError for anything else."""
         for name in self.kept:
-            setattr(self, name, state[name])
+            if name in state:  # else the checkpoint is from before there was this option
+                setattr(self, name, state[name])
 
 
 def save(folder: str | Path, run, config: dict, keep: int) -> None:

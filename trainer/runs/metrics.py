@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from trainer.compute.batching import send
+
 Number = torch.Tensor | float
 SQUARE = "_mean_square"
 
@@ -59,5 +61,12 @@ class Metrics:
 
 
 def _together(numbers: list[Number], device: torch.device) -> torch.Tensor:
-    """Numbers and tensors of one element -> fp64 [n] on the device."""
-    return torch.tensor([float(x) for x in numbers], dtype=torch.float64, device=device)
+    """Numbers and tensors of one element -> fp64 [n] on the device. A GPU gets all that the host has in one
+    copy, and its own in one piece: the host waits for none of them."""
+    there = [i for i, x in enumerate(numbers) if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    host = [0.0 if i in there else float(x) for i, x in enumerate(numbers)]
+    flat = send(torch.tensor(host, dtype=torch.float64), device)
+    if there:
+        values = torch.stack([numbers[i].double().reshape(()) for i in there])
+        flat.index_copy_(0, send(torch.tensor(there), device), values)
+    return flat

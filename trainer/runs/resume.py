@@ -132,8 +132,9 @@ class RunFolder:
             while True:
                 self.path, self.checkpoint = choose(out_dir, run_name, resume, kind)
                 self._found = self.path.exists()  # and not made by this run
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    self.path.mkdir(parents=True, exist_ok=named)
+                    self.path.mkdir(exist_ok=named)
                     break
                 except FileExistsError:  # another new run has just taken this number
                     if named:
@@ -255,8 +256,9 @@ def check_same_run(old: dict, new: dict, flags: dict) -> list[str]:
     """
     notes = []
     any_length = new.get("lr_schedule") == "constant"
-    if old["script"] != new["script"]:
-        raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
+    script = old.get("script", "train_ppo.py")  # the first versions had no other
+    if script != new["script"]:
+        raise InputError(f"this is a run of {script}; name one of {new['script']}")
     for name, flag in flags.items():
         was = old.get(name, flag.default)
         now = new[name]

@@ -7,6 +7,7 @@
 They hold what report.html shows, of all processes.
 """
 
+import math
 import textwrap
 
 import numpy as np
@@ -45,7 +46,8 @@ def rows_of_step(run, batch, rollout) -> dict[str, list[dict]]:
         rows = [{**row, "kl": None} for row in rows]
     kept = [{**row, "kind": "first"} for row in rows[:FIRST]]
     kept += [{**max(rows, key=by), "kind": kind} for kind, by in KINDS.items()]
-    deciles = {name: np.quantile(x, DECILES).round(4).tolist() for name, x in values.items()}
+    finite = {name: [x for x in numbers if math.isfinite(x)] for name, numbers in values.items()}
+    deciles = {name: np.quantile(x, DECILES).round(4).tolist() for name, x in finite.items() if x}
     return {"samples.jsonl": kept, "deciles.jsonl": [deciles]}
 
 
