@@ -287,7 +287,7 @@ def test_what_is_no_answer_beside_a_conversation_is_left_alone():
 
 def test_a_prompt_may_end_with_the_beginning_of_its_answer():
     text = "\n\nHuman: hi\n\nAssistant: Sure,"
-    assert to_prompt({"prompt": text, "completion": " five"})[0][-1] == assistant("Sure,")
+    assert to_prompt({"prompt": text, "completion": " five"}) == (text, " five")
 
 
 @pytest.mark.parametrize(
