@@ -208,6 +208,27 @@ def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
     assert not any(p.requires_grad for p in net.parameters())
 
 
+def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
+    """The layers below the last one keep nothing for its backward: of a large frozen model that would be as
+    much as its weights."""
+    net = build(KNOWN["llama"]).base_model
+    wanted = {name: i % 2 == 0 for i, (name, _) in enumerate(net.named_parameters())}
+    for name, p in net.named_parameters():
+        p.requires_grad = wanted[name]
+    seen = []
+    hook = net.layers[0].register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
+    fuse_layers(net, lambda: states_of(net))
+    hook.remove()
+    assert len(net.layers) > 1 and seen and not any(seen)
+    assert {name: p.requires_grad for name, p in net.named_parameters()} == wanted
+
+    def fails():
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fuse_layers(build(KNOWN["llama"]).base_model, fails)
+
+
 def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
     """oneDNN compiles code for every new shape, so packed and decoded rows are padded to few shapes."""
     model, seen = tiny_llama(20, layers=2), []

@@ -277,6 +277,14 @@ def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
     assert trained_text(plain, text) == " 5<|im_end|>"
 
 
+def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(plain, jsonl):
+    """OPT's tokenizer puts its EOS before every text."""
+    data = SFTDataset(jsonl({"text": "2 + 3"}), plain, 100)
+    pieces, item_of = data.draft(0, {"text": "2 + 3"})
+    rows = [[plain.eos_token_id, 3, 4], [5]][: len(pieces)]
+    assert item_of(*rows)[1] == [0, 1, 1, 1][: 2 + len(pieces)]
+
+
 def test_sft_limits_and_errors(chat, jsonl):
     path = jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50})
     data = SFTDataset(path, chat, 30)

@@ -487,6 +487,24 @@ def test_runs_that_begin_together_get_folders_of_their_own(files, tmp_path):
     load_policy(str(tmp_path / "ppo_actor_32.pth"))
 
 
+def test_a_place_that_is_not_mounted_is_one_line(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nothing" / "there")
+    for name in ("", "r"):
+        with pytest.raises(InputError, match=r"--out_dir .*out: cannot be written"):
+            RunFolder(tmp_path / "out", name, "")
+
+
+def test_what_a_checkpoint_of_before_does_not_have_stays_as_it_begins():
+    class Option(checkpoints.Kept):
+        kept = ("old", "new")
+        old = 1
+        new = 2
+
+    option = Option()
+    option.load_state_dict({"old": 5})
+    assert option.state_dict() == {"old": 5, "new": 2}
+
+
 def test_a_folder_in_use_is_refused(files, tmp_path):
     argv = argv_of(files, tmp_path, max_steps=500, epochs=1000)
     process = launch(argv)
