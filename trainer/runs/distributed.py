@@ -17,7 +17,7 @@ the sum unnoticed. ``torchrun`` sets RANK, LOCAL_RANK and WORLD_SIZE; without it
 sums are its own numbers. Backend: nccl on GPUs, gloo on CPUs. torchrun ends all processes when one has died.
 When one hangs, the others wait for it up to ``PATIENCE`` and then end.
 
-With ``--shard 1`` no process keeps a whole model (compute/sharding.py, sharded_checkpoints.py). Then torch
+With ``--shard 1`` no process keeps a whole model (compute/sharding.py). Then torch
 sums the gradients of matrices, 3. holds for vectors, and 4. compares these.
 """
 
