@@ -14,6 +14,7 @@ for; no text is kept. Nothing is ever left-padded. Record formats: formats.py. F
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -43,7 +44,7 @@ SAMPLE = 1_000  # records of a larger file that are read at the start, evenly sp
 BLOCK = 256  # records that are tokenised together
 
 
-class RecordDataset(Dataset):
+class RecordDataset(Dataset, ABC):
     """The base of all datasets here: items by number, made from records. Subclasses add ``draft``.
 
     ``keys``: the keys of records that the user named (formats.py); ``dropped``: number of records found too
@@ -98,10 +99,10 @@ class RecordDataset(Dataset):
                 "that call one or hold its result are left out"
             )
 
+    @abstractmethod
     def draft(self, i: int, record: dict) -> tuple[list[tuple[str, bool]], Callable]:
         """Item ``i``, before its texts are tokens -> ([(text, does it open a sequence?), …], a function that
         makes the item of their token ids). ``record``: the record of the item. Raises InputError."""
-        raise NotImplementedError
 
     def count(self) -> int:
         """The number of items, those that are too long too."""

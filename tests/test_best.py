@@ -376,6 +376,8 @@ def test_the_accuracy_decides_from_its_first_value_above_0_on():
         resumed = Best("eval/score", "x", "eval/accuracy")
         resumed.load_state_dict(best.state_dict())
         assert resumed == best
+        resumed.load_state_dict({})  # a checkpoint from before there was a best
+        assert resumed == best and not resumed.forgotten
     assert (best.value, best.step) == (0.2, 6)
     assert best.describe("b.pth") == "b.pth has those after step 6, the best by eval/accuracy (0.200)"
     old = {

@@ -73,7 +73,9 @@ class Best(Kept):
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what ``state_dict`` returned, if it is of the same metric and source, or if nothing is
-        evaluated now. Raises KeyError for anything else."""
+        evaluated now. {}: a checkpoint from before there was a best. Raises KeyError for anything else."""
+        if not state:
+            return
         known = state["metric"] in (self.metric, self.successor) and state["source"] == self.source
         self.forgotten = bool(self.metric) and not known and state["value"] is not None
         if known or not self.metric:

@@ -39,10 +39,7 @@ from trainer.offline import held_out_pairs
 from trainer.ptx import load_ptx
 from trainer.replay import Replay
 from trainer.rewards.reward import Request, Reward, load_judge, load_reward
-from trainer.rewards.reward_models import (
-    critic_start,
-    modules_of,
-)
+from trainer.rewards.reward_models import critic_start, modules_of, scoring_models
 from trainer.runs import displays
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
@@ -366,10 +363,10 @@ def shard_models(run):
     for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, run.in_step, run.dtype)
         scorer.in_step = run.in_step
-    models = [model for reward in (run.reward, run.judge) for model, _ in reward.models.values()]
-    for model in models if shares_reward_models(run.args) else ():
-        shard(model.root, run.in_step, run.dtype, model.model)
-        model.root.in_step = run.in_step
+    if shares_reward_models(run.args):
+        for model in scoring_models(run.reward, run.judge):
+            shard(model.root, run.in_step, run.dtype, model.model)
+            model.root.in_step = run.in_step
     for learner in learners:
         learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
 

@@ -240,8 +240,8 @@ class RewardRun(supervised.SupervisedRun):
     def fingerprints(self) -> dict:
         found = super().fingerprints()
         if self.reference:
-            kept = weights_hash(self.reference.model), self.reference.eos, self.reference.prompts
-            found["reference"] = short_hash([*kept])
+            weights = weights_hash(self.reference.model)
+            found["reference"] = short_hash([weights, self.reference.eos, self.reference.prompts])
         return found
 
     def save_result(self):

@@ -97,8 +97,7 @@ def difference(
 
     Compared are the results of the two, and their gradients with respect to ``inputs``, with exact products.
     tolerance: of differences, relative to the number itself and to the largest one: of the results, or of all
-    gradients. Only a
-    torch.OutOfMemoryError, which says nothing about a path, is raised.
+    gradients. Only a torch.OutOfMemoryError is raised: it says nothing about a path.
     """
 
     def results(path):

@@ -76,8 +76,8 @@ class StopStrings:
         self.texts = list(texts)
         self.tokenizer = tokenizer
         stops = tuple(text.encode() for text in self.texts)
-        begun = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
-        states = {text: place for place, text in enumerate(begun)}
+        starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
+        states = {text: place for place, text in enumerate(starts)}
         count = len(states)  # the first of them is b""
         after = torch.zeros(count, 256, dtype=torch.int64)  # the table of single bytes
         for begun, state in states.items():

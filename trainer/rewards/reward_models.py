@@ -305,6 +305,11 @@ def load_reward_models(specs: list[str], args, device, dtype) -> dict:
     return loaded
 
 
+def scoring_models(*rewards):
+    """The reward models of these rewards (``Reward``, ``Judge``), as a list."""
+    return [model for reward in rewards for model, _ in reward.models.values()]
+
+
 def modules_of(*rewards):
-    """The frozen modules of the reward models of these rewards (``Reward``, ``Judge``), as a list."""
-    return [model.model for reward in rewards for model, _ in reward.models.values()]
+    """The frozen modules of the reward models of these rewards, as a list."""
+    return [model.model for model in scoring_models(*rewards)]

@@ -69,10 +69,10 @@ class Kept:
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what ``state_dict`` returned. Raises KeyError for anything else."""
+        """Take over what ``state_dict`` returned. What a checkpoint of before this option lacks stays as it
+        begins."""
         for name in self.kept:
-            if name in state:  # else the checkpoint is from before there was this option
-                setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 def save(folder: str | Path, run, config: dict, keep: int) -> None:

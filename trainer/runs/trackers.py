@@ -14,8 +14,8 @@ has them as one ``Trackers``, in the main process only.
 
 A resumed run keeps its id (``run_id`` in config.json). What a tracker wrote into the run folder is removed,
 and the metrics are written again from the run's own file, up to the step from which the run goes on. So no
-step is there twice, and a tracker that is new has all steps. Online, SwanLab and Weights & Biases go on with
-the same run, and pass over steps that they have.
+step is there twice, and a tracker that is new has all steps, but online: there SwanLab and Weights & Biases
+go on with the same run, from the checkpoint on.
 
 A tracker that cannot start ends the run in one line, before anything is learned. One that fails later gets
 nothing more, which one line says, and the run goes on: its own files have everything.
