@@ -97,7 +97,7 @@ class Ours:
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
-        self.run = PpoRun(self.args, world, *load_inputs(self.args, world))
+        self.run = PpoRun(load_inputs(self.args, world), world)
         self.prompts = self.run.prompts
         self.run.prepare()
         self.number, self.metrics = 0, []
@@ -186,7 +186,7 @@ class Turns(TrainerCallback):
 
     def one_of_ours(self, epochs):
         start = time.perf_counter()
-        self.ours.args.ppo_epochs = epochs
+        self.ours.args = self.ours.args.completed(ppo_epochs=epochs)
         self.ours.step()
         self.seconds["ours"].append(time.perf_counter() - start)
 

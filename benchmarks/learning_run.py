@@ -31,10 +31,10 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
+from trainer.options.value_scale import AdvantageScale
 from trainer.rewards.reward import Request, load_reward
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World
-from trainer.value_scale import AdvantageScale
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
 RATES = ("learning_rate", "critic_learning_rate")
@@ -180,13 +180,13 @@ def deal_anew():
     def update(run, rollout, step, metrics):
         epochs, rows = run.args.ppo_epochs, len(rollout.tokens)
         older = run.args.replay_batches
-        run.args.replay_batches = 0  # the first rows are of all batches
-        run.args.ppo_epochs = 1
+        run.args = run.args.completed(replay_batches=0)  # the first rows are of all batches
+        run.args = run.args.completed(ppo_epochs=1)
         for number in range(step * epochs, (step + 1) * epochs):
             order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
             one_epoch(run, rollout.rows(order.tolist()), number, metrics)
-        run.args.ppo_epochs = epochs
-        run.args.replay_batches = older
+        run.args = run.args.completed(ppo_epochs=epochs)
+        run.args = run.args.completed(replay_batches=older)
 
     train_ppo.update = update
 
@@ -231,7 +231,9 @@ def run_trl(request, out):
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     args = train_ppo.parse_args(command_line(flags_of(request, out)))
-    policy, tokenizer, prompts, held_out, _ = load_inputs(args, World(0, 1, torch.device("cpu")))
+    inputs = load_inputs(args, World(0, 1, torch.device("cpu")))
+    policy, tokenizer = inputs.actor, inputs.tokenizer
+    prompts, held_out = inputs.prompts, inputs.held_out
     reward = load_reward(args, torch.device("cpu"), torch.float32, prompts, held_out)
     judge = Judge(
         request["task"], request["folder"], args, reward, tokenizer, prompts, held_out, frozen_copy(policy)

@@ -86,7 +86,7 @@ def run_of(model, method, dtype, shard=0):
     """-> (flags, {"actor": ``Sizes``, …}) of a run without a reward model."""
     more = "--data_path x --reward_fn x.py:f --gradient_checkpointing 1"
     args = parse_args(shlex.split(f"--model x {more} {SIZES_OF_A_STEP} {METHODS[method]}"))
-    args.shard = shard
+    args = args.completed(shard=shard)
     actor, critic = map(copy, sizes_of(model))
     actor.exact = critic.exact = dtype == torch.bfloat16  # they were saved in it
     sizes = {"actor": actor, "rewards": [], "responses": args.batch_size, "demonstration": 0}

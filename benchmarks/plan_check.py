@@ -108,8 +108,8 @@ def measure(argv):
         note("loading")
         free_unused_memory()  # as PpoRun does first
         forget_peak()
-        numbers = Sizes(inputs[0], inputs[0].dtype).all
-        run = PpoRun(args, world, *inputs)
+        numbers = Sizes(inputs.actor, inputs.actor.dtype).all
+        run = PpoRun(inputs, world)
         run.prepare()
         note("building")
         sizes = args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations

@@ -123,15 +123,13 @@ def commands_table():
     """The table of the commands of docs/algorithms.md: their memory with a critic and without."""
     text, rows = read(ALGORITHMS).split("\n## Commands for one card of 24 GB\n")[1].split("\n## ")[0], []
     for number, command in enumerate(re.findall(r"^python trainer/train_ppo\.py (.*)$", text, re.M), 1):
-        args = flag_parser().parse_args(shlex.split(command))
-        complete_sizes(args)
+        args = complete_sizes(flag_parser().parse_args(shlex.split(command)))
         name = next(name for name, (sign, _) in CARD_24.items() if sign in command)
         row = {"command": number, "policy": name + (", LoRA" if args.lora_r else "")}
-        chosen = args.advantage
-        for args.advantage, column in (("gae", "GB with a critic"), ("rloo", "GB without")):
-            given = args, CARD_24[name][1], CARD, torch.bfloat16, torch.device("cuda"), "MiniMind" in name
+        for advantage, column in (("gae", "GB with a critic"), ("rloo", "GB without")):
+            given = args.completed(advantage=advantage), CARD_24[name][1], CARD, torch.bfloat16, torch.device("cuda"), "MiniMind" in name
             size = f"{planned(*given)[0].peak / GB:.1f}"
-            row[column] = f"**{size}**" if args.advantage == chosen else size
+            row[column] = f"**{size}**" if advantage == args.advantage else size
         rows.append(row)
     return table(rows)
 

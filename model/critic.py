@@ -27,7 +27,7 @@ class CriticModel(nn.Module):
     through the final norm, so the head applies no norm. The head starts at zero: the first values are equal
     everywhere, and no random values get into the advantages. A critic that starts from a reward model
     takes over its score head instead, as in InstructGPT (Ouyang et al. 2022, arXiv:2203.02155, appendix C.4).
-    ``scale``: what the head's output is multiplied by (trainer/value_scale.py).
+    ``scale``: what the head's output is multiplied by (trainer/options/value_scale.py).
     """
 
     scale = 1.0

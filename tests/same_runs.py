@@ -24,7 +24,7 @@ def sizes(responses):
 def built(files, **values):
     """Flags -> a run as main builds it, in one process."""
     args = train_ppo.parse_args(flags(**{**files, **values}))
-    return PpoRun(args, ALONE, *load_inputs(args, ALONE))
+    return PpoRun(load_inputs(args, ALONE), ALONE)
 
 
 def run_in_two_processes(argv):

@@ -9,8 +9,8 @@ from tiny import read_jsonl, train
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.critic_warmup import CriticWarmup
 from trainer.flags import AUTO, steps_or_auto
+from trainer.options.critic_warmup import CriticWarmup
 from trainer.runs.optimizer_step import Learner
 
 assert files  # the fixture

@@ -9,7 +9,7 @@ from tiny import flags, load_weights, read_jsonl, train, write_jsonl
 from errors import InputError
 from model.loading import load_policy
 from trainer import train_ppo
-from trainer.ema import Ema
+from trainer.options.ema import Ema
 from trainer.runs.optimizer_step import Learner
 
 assert files  # the fixture

@@ -196,7 +196,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
     values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
     args = train_ppo.parse_args(flags(**values))
-    actor, tokenizer, prompts, held_out, _ = load_inputs(args, ALONE)
+    held_out = load_inputs(args, ALONE).held_out
     responses = {}
     for kind, temperature, samples in (("", 0.7, range(answers)), ("_greedy", 0.0, range(1))):
         asked = [held_out[i] for i in range(len(held_out))]
@@ -206,8 +206,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
         kind = "_greedy" if n % 2 else "" if n % 3 == 0 else None
         record["answer"] = responses[kind][n if kind else n * answers] if kind is not None else "nothing"
     write_jsonl(tmp_path / "held_out.jsonl", records)
-    actor, tokenizer, prompts, held_out, _ = load_inputs(args, ALONE)
-    run = PpoRun(args, ALONE, actor, tokenizer, prompts, held_out)
+    run = PpoRun(load_inputs(args, ALONE), ALONE)
     run.actor.load_state_dict(plain.state_dict())
     found, _ = train_ppo.evaluate_actor(run, {}, {})
     for kind, texts in responses.items():

@@ -638,8 +638,8 @@ def test_everything_that_a_run_loads(changes, file, model_folder, folder):
         counted("run: loading"),
         one_line_or_fine(),
     ):
-        actor, tokenizer, *_ = load_inputs(train_ppo.parse_args(argv), World(0, 1, torch.device("cpu")))
-        eos_ids(tokenizer, actor)
+        inputs = load_inputs(train_ppo.parse_args(argv), World(0, 1, torch.device("cpu")))
+        eos_ids(inputs.tokenizer, inputs.actor)
         COUNT["run: loading: read"] += 1
 
 

@@ -13,7 +13,9 @@ LEVELS = (
     ({"model"},),
     ({"dataset"},),
     ({"trainer.compute"},),
-    ({"trainer.generation"}, {"trainer.rewards"}, {"trainer.runs"}),
+    ({"trainer.generation"}, {"trainer.rewards"}, {"trainer.runs"}, {"trainer.ppo"}),
+    ({"trainer.collect"},),
+    ({"trainer.options"},),
     ({"trainer"},),  # what the scripts share
     ({"trainer.train_ppo"}, {"trainer.train_sft"}, {"trainer.train_reward"}, {"chat"}, {"export"}),
     ({"dataset.demo"},),
@@ -51,8 +53,7 @@ def imports_of(path):
 
 
 def exists(module):
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file()
 
 
 def wrong_imports(name, imported):

@@ -1,7 +1,5 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
-import argparse
-
 import pytest
 from tiny import tiny_llama
 
@@ -52,7 +50,7 @@ def test_sizes_follow_each_other(given, batch, mini):
 def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
     args = completed("--num_generations", str(answers), *given)
     assert (args.batch_size, args.mini_batch_size) == (batch, mini)
-    assert count_steps(args, 10 * batch, 1) == 10 * answers  # prompts are what epochs count
+    assert count_steps(args, 10 * batch, 1)[0] == 10 * answers  # prompts are what epochs count
 
 
 @pytest.mark.parametrize(
@@ -87,8 +85,7 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(("steps", "warmup"), [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)])
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(steps, warmup):
     args = completed("--max_steps", str(steps))
-    assert count_steps(args, 10**6, 1) == steps
-    assert args.critic_warmup_steps == warmup
+    assert count_steps(args, 10**6, 1) == (steps, warmup)
 
 
 @pytest.mark.parametrize(("tokens", "lam"), [(1, 0.95), (64, 0.95), (65, 1.0), (512, 1.0)])
@@ -100,22 +97,20 @@ def test_lambda_is_chosen_by_the_length_of_the_answers(tokens, lam):
 @pytest.mark.parametrize("steps", [4, 46])
 def test_with_a_constant_rate_warmup_does_not_depend_on_the_length(steps):
     args = train_ppo.parse_args(["--max_steps", str(steps), "--epochs", "99", "--lr_schedule", "constant"])
-    count_steps(args, 5888, 1)
-    assert args.critic_warmup_steps == 2
+    assert count_steps(args, 5888, 1)[1] == 2
 
 
 def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
     args = completed("--max_steps", "3", "--critic_warmup_steps", "2")
-    assert count_steps(args, 10**6, 1) == 3
-    assert args.critic_warmup_steps == 2
-    args.critic_warmup_steps = 3
+    assert count_steps(args, 10**6, 1) == (3, 2)
+    args = args.completed(critic_warmup_steps=3)
     with pytest.raises(InputError, match=r"only 3 steps.* --epochs or --max_steps"):
         count_steps(args, 10**6, 1)
 
 
 def test_the_rate_has_to_get_to_its_peak_in_the_batches_in_which_the_actor_trains():
     flags = ["--max_steps", "6", "--critic_warmup_steps", "2", "--lr_warmup_steps"]
-    assert count_steps(completed(*flags, "3"), 10**6, 1) == 6
+    assert count_steps(completed(*flags, "3"), 10**6, 1) == (6, 2)
     with pytest.raises(InputError, match="--lr_warmup_steps 4: the actor trains in only 4 batches"):
         count_steps(completed(*flags, "4"), 10**6, 1)
 
@@ -165,19 +160,22 @@ def test_which_pth_hidden_size_names(tmp_path, there, given, name, reasoning):
     assert args.reasoning == reasoning
 
 
+def given(**values):
+    return train_ppo.flag_parser().parse_args([]).completed(**values)
+
+
 def test_rates_are_chosen_by_size_and_said(monkeypatch):
     times = {"actor": 1, "critic": 2}
     monkeypatch.setattr("trainer.inputs.suited_rate", lambda kind, size, lora: times[kind] * size)
     small, large = tiny_llama(8), tiny_llama(8, layers=2)
     n, m = small.num_parameters(), large.num_parameters()
-    args = argparse.Namespace(learning_rate=None, critic_learning_rate=None)
+    args = given(learning_rate=None, critic_learning_rate=None)
     models = {"learning_rate": ("actor", small), "critic_learning_rate": ("critic", large)}
-    suited, line = choose_rates(args, models)
+    args, suited, line = choose_rates(args, models)
     assert suited == {"learning_rate": n, "critic_learning_rate": 2 * m}
     assert (args.learning_rate, args.critic_learning_rate) == (n, 2 * m)
     assert "--learning_rate" in line and "--critic_learning_rate" in line
-    args = argparse.Namespace(learning_rate=3e-4, critic_learning_rate=None)
-    assert "actor" not in choose_rates(args, models)[1]
+    args, _, line = choose_rates(given(learning_rate=3e-4, critic_learning_rate=None), models)
+    assert "actor" not in line
     assert args.learning_rate == 3e-4
-    args = argparse.Namespace(learning_rate=3e-4, critic_learning_rate=1e-3)
-    assert choose_rates(args, models)[1] is None
+    assert choose_rates(given(learning_rate=3e-4, critic_learning_rate=1e-3), models)[2] is None

@@ -45,8 +45,8 @@ def make_run(files, **values):
     }
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
     args = train_ppo.parse_args(flags(**given))
-    actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
-    return PpoRun(args, ALONE, actor, tokenizer, prompts), prompts
+    inputs = load_inputs(args, ALONE)
+    return PpoRun(inputs, ALONE), inputs.prompts
 
 
 def filled_rollout(run, prompts, step=0):
@@ -144,7 +144,7 @@ def test_accumulation_changes_no_gradient(files, kl_in):
     minibatch = rollout.rows(range(16))
     whole, _ = gradients(run, minibatch)
     for pieces in (2, 5, 16):
-        run.args.accumulation_steps = pieces
+        run.args = run.args.completed(accumulation_steps=pieces)
         assert furthest(whole, gradients(run, minibatch)[0]) < 1e-6
 
 
@@ -213,11 +213,11 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     assert (
         sums.totals(["policy/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
     )  # coefficient x sequences x layers, at least
-    run.args.accumulation_steps = 8
+    run.args = run.args.completed(accumulation_steps=8)
     assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
     # The critic's experts are balanced too: with --vf_coef 0 its gradients are those of that loss alone.
     assert sums.totals(["value/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
-    run.args.vf_coef = 0.0
+    run.args = run.args.completed(vf_coef=0.0)
     found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
     forget_gradients(run)
     for ids, length in zip(rollout.tokens[:8], rollout.lengths[:8].tolist(), strict=True):

@@ -48,7 +48,7 @@ def planned(*argv, model=None, start=None, rewards=(), device=CPU, dtype=BF16, s
     """The plan for a model; start: what the critic starts from, by default the model itself."""
     model = model or tiny_llama(10)
     args = arguments(*argv)
-    args.shard = shard
+    args = args.completed(shard=shard)
     sizes = {
         "actor": Sizes(model, dtype),
         "rewards": [Sizes(m, dtype) for m in rewards],

@@ -1,4 +1,4 @@
-"""Offline PPO: logged answers are learned from as if the reference had written them (trainer/offline.py)."""
+"""Offline PPO: logged answers are learned from as if the reference had written them (options/offline.py)."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import load_inputs
-from trainer.offline import evaluate_pairs, sequence_kl
+from trainer.options.offline import evaluate_pairs, sequence_kl
 from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 
@@ -36,8 +36,7 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
-    actor, tokenizer, prompts, held_out, notes = load_inputs(args, ALONE)
-    return PpoRun(args, ALONE, actor, tokenizer, prompts, held_out, notes)
+    return PpoRun(load_inputs(args, ALONE), ALONE)
 
 
 def one_batch(run, step=0):

@@ -1,4 +1,4 @@
-"""PTX: the loss of demonstrations in the actor's steps (trainer/ptx.py)."""
+"""PTX: the loss of demonstrations in the actor's steps (trainer/options/ptx.py)."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.compute.loss_scale import LossScale
 from trainer.memory_plan import Sizes, memory_plan
-from trainer.ptx import Ptx
+from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, forget_gradients

@@ -13,7 +13,7 @@ from trainer.compute.rollout_data import join_rollouts
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
-from trainer.replay import KEPT, Replay
+from trainer.options.replay import KEPT, Replay
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 

@@ -270,13 +270,12 @@ def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
     argv = flags(model=policy or path, reward_url="http://x", data_path=data)
     args = train_ppo.parse_args([*argv, *(flags(reasoning=given) if given is not None else [])])
     if policy:
-        run = train_ppo.load_inputs(args, ALONE)
-        return args.reasoning, "\n".join(filter(None, run[-1]))
+        inputs = train_ppo.load_inputs(args, ALONE)
+        return inputs.args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
     prompts = RLAIFDataset(data, tokenizer, 64)
     model = tiny_llama(len(tokenizer), spread=2.0)
-    said = choose_reasoning(args, ALONE, model, tokenizer, prompts)
-    return args.reasoning, said
+    return choose_reasoning(args, ALONE, model, tokenizer, prompts)
 
 
 def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):

@@ -620,9 +620,10 @@ def start(files, experts=False, steps=False, logged=False, **values):
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))
-    actor, tokenizer, prompts, *_ = load_inputs(args, ALONE)
-    untouched = copy.deepcopy(actor)
-    run = PpoRun(args, ALONE, actor, tokenizer, prompts)
+    inputs = load_inputs(args, ALONE)
+    prompts = inputs.prompts
+    untouched = copy.deepcopy(inputs.actor)
+    run = PpoRun(inputs, ALONE)
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)

@@ -378,7 +378,7 @@ PPO = [
 ]
 
 CRITIC = {
-    "trainer/value_scale.py": [
+    "trainer/options/value_scale.py": [
         (
             "self.critic.rescale(self.std)",
             "self.critic.rescale(self.variance)",
@@ -409,7 +409,7 @@ CRITIC = {
         ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
         ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
-    "trainer/critic_warmup.py": [
+    "trainer/options/critic_warmup.py": [
         (
             "error < FALLING * self.error",
             "error < self.error",
@@ -424,7 +424,7 @@ CRITIC = {
             WARMUP,
         ),
     ],
-    "trainer/ema.py": [
+    "trainer/options/ema.py": [
         (" / (1 - self.beta**self.batches)", "", "the start counts in the average", EMA),
         ("self.weights[name].lerp_(_on_host(p), share)", "pass", "the average stays at the start", EMA),
         (" or batch < self.learner.first_batch", "", "batches of warm-up count", EMA),
@@ -440,7 +440,7 @@ CRITIC = {
         ("len(everyone) - count + 1", "count", "the tokens of low entropy count", ENTROPY_TOP),
         ("(entropy >= least)", "(entropy > least)", "the last one does not count", ENTROPY_TOP),
     ],
-    "trainer/kl_controller.py": [
+    "trainer/options/kl_controller.py": [
         ("[-count:] for x in", "[:] for x in", "replayed responses move the weight of the KL", KL_TARGET),
         ("* responses / self.horizon", "/ self.horizon", "the number of responses does not count", KL_TARGET),
         ("total / responses / self.target - 1", "1 - total / responses / self.target", "the sign", KL_TARGET),
@@ -451,7 +451,7 @@ CRITIC = {
         ('kept = ("coef",)', "kept = ()", "a checkpoint forgets the weight of the KL", KL_TARGET),
         ("torch.where(mask, old - ref, 0.0)", "(old - ref)", "padding counts in the KL", KL_TARGET),
     ],
-    "trainer/replay.py": [
+    "trainer/options/replay.py": [
         ("first = len(rollout.tokens) - count", "first = 0", "metrics of replayed batches too"),
         (
             "self.batches[-self.size :]",
@@ -1036,7 +1036,7 @@ REPORT = {
 }
 
 LOGGED_DATA = {  # demonstrations and logged answers
-    "trainer/ptx.py": [
+    "trainer/options/ptx.py": [
         ("return self.coef * loss, metrics", "return loss, metrics", "--ptx_coef is ignored"),
         ("loss = -logprobs.sum()", "loss = logprobs.sum()", "demonstrations are unlearned"),
         ("/ self.learned[number] +", "/ len(logprobs) +", "the mean of a micro-batch, not of all", PTX),
@@ -1048,7 +1048,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
     "trainer/compute/scoring.py": [
         ("np.concatenate([[0, *mask[1:]]", "np.concatenate([[0, *mask[:-1]]", "the wrong tokens are learned"),
     ],
-    "trainer/offline.py": [
+    "trainer/options/offline.py": [
         (
             "rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs",
             "rollout.old_logprobs = rollout.ref_logprobs",
@@ -1242,7 +1242,9 @@ ENDS = {
         ("rest = rewards.gather(1, last) + rest - steps", "rest = rest - steps", "no step on the last token"),
         ("+ rest - steps.sum(1, keepdim=True)", "+ rest", "steps count twice"),
     ],
-    "trainer/replay.py": [('KEPT += ("step_rewards",)', "KEPT += ()", "replayed steps land at the end")],
+    "trainer/options/replay.py": [
+        ('KEPT += ("step_rewards",)', "KEPT += ()", "replayed steps land at the end")
+    ],
     "trainer/collect.py": [
         ("rewards[row, place] += score", "rewards[row, place] = score", "steps of one token", STEPS),
         ("[: offset + 1] == wanted", "[:offset] == wanted[:-1]", "the character before", STEPS),
@@ -1363,7 +1365,7 @@ REST = {
     "dataset/logged_answers.py": [
         ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
     ],
-    "trainer/offline.py": [
+    "trainer/options/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
     ],
     "trainer/runs/distributed.py": [
@@ -1392,7 +1394,7 @@ REST = {
         ("as_number(said) if reasoning", "None if reasoning", "no number in a block", EVALUATION),
         ("else after_thinking(response)", "else response", "a number of the thought counts", EVALUATION),
     ],
-    "trainer/best.py": [
+    "trainer/options/best.py": [
         ("metrics.get(self.successor, 0.0) > 0", "self.successor", "accuracy 0 decides", FROM_ABOVE_0),
     ],
 }
@@ -1432,7 +1434,7 @@ REFEREED = {  # what no test of its module noticed once
             f"{REWARDS}::test_length_reward_by_hand",
         ),
     ],
-    "trainer/value_scale.py": [
+    "trainer/options/value_scale.py": [
         (
             ', "last")',
             ")",
@@ -1443,7 +1445,7 @@ REFEREED = {  # what no test of its module noticed once
         ("MISLED = 1.1", "MISLED = 0.0", "good values are fitted too", VALUE_SCALE),
         ("SMALL = 0.1", "SMALL = 0.0", "rewards 100 times the model's scores", VALUE_SCALE),
     ],
-    "trainer/best.py": [
+    "trainer/options/best.py": [
         (
             'if name.startswith("judge") else []',
             "if False else []",
@@ -1497,7 +1499,7 @@ REFEREED = {  # what no test of its module noticed once
     "dataset/logged_answers.py": [
         ("[(before, True), (answer, False)]", "[(before, True), (answer, True)]", "a BOS inside", LOGGED),
     ],
-    "trainer/replay.py": [
+    "trainer/options/replay.py": [
         (
             "for number in sorted(batches)]",
             "for number in batches]",

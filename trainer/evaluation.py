@@ -16,7 +16,7 @@ import torch
 from dataset.answers import comparable
 from progress_bar import phase
 from trainer.generation.sampling import noise_keys
-from trainer.offline import evaluate_pairs, sequence_kl
+from trainer.options.offline import evaluate_pairs, sequence_kl
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics

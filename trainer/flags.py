@@ -68,9 +68,22 @@ class Flag:
 
 
 class Flags(argparse.Namespace):
-    """The values of all flags. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+    """The values of all flags, frozen. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
 
-    __slots__ = ("declared",)
+    __slots__ = ("_frozen", "declared")
+    declared: Mapping[str, Flag]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if getattr(self, "_frozen", False):
+            raise AttributeError(f"--{name}: flags are frozen; completed() returns others")
+        super().__setattr__(name, value)
+
+    def completed(self, **values: object) -> "Flags":
+        """A frozen copy in which these flags have these values."""
+        copy = Flags(**vars(self) | values)
+        copy.declared = self.declared
+        copy._frozen = True
+        return copy
 
 
 def steps_or_auto(text):
@@ -149,7 +162,7 @@ class FlagParser(argparse.ArgumentParser):
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
         check_together(args)
-        return args
+        return args.completed()
 
     def _unknown(self, word):
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
@@ -261,10 +274,10 @@ def minimind_pth(args, kind: str) -> Path:
     return Path(args.out_dir) / f"{kind}_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"
 
 
-def complete_output_flags(args):
-    """Make --out_dir absolute: where things are written must not depend on the working directory, which a
-    reward function may change. InputError for a --run_name that is a path, or a tracker that is missing."""
+def complete_output_flags(args: Flags) -> Flags:
+    """The flags with an absolute --out_dir: where things are written must not depend on the working
+    directory, which a reward function may change. InputError for a path as --run_name, or no tracker."""
     if re.search(r"^\.\.?$|[/\\]", args.run_name):
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)
-    args.out_dir = os.path.abspath(args.out_dir)
+    return args.completed(out_dir=os.path.abspath(args.out_dir))

@@ -7,9 +7,13 @@ docs/models.md.
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import (
     SWITCHES,
@@ -40,11 +44,11 @@ from model.loading import (
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
-from trainer.flags import AUTO, ROOT, complete_output_flags, minimind_pth
+from trainer.flags import AUTO, ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
-from trainer.offline import load_logged
+from trainer.options.offline import load_logged
 from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import rate_note, suited_rate
@@ -72,10 +76,10 @@ SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
 
-def complete_flags(args):
+def complete_flags(args: Flags) -> Flags:
     """Fill in what train_ppo.py's flags leave open and no file has to be read for -> the flags. Raises
     InputError. What flags need and exclude was checked before (``check_together`` in flags.py)."""
-    complete_output_flags(args)
+    args = complete_output_flags(args)
     if args.reward_url and not re.match("https?://.", args.reward_url):
         raise InputError(f"--reward_url {args.reward_url}: must begin with http:// or https://")
     if 0 < args.dual_clip <= 1:
@@ -87,61 +91,61 @@ def complete_flags(args):
         for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
             what = f"--thinking_ratio {args.thinking_ratio:g}"
             raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
+    changes: dict[str, object] = {}
     if args.offline_data_path:
-        args.missing_eos_penalty = 0.0
+        changes["missing_eos_penalty"] = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
-        args.ptx_coef = PTX_COEF
+        changes["ptx_coef"] = PTX_COEF
     if args.advantage != "gae":
-        args.lam = 1.0
-        args.critic_warmup_steps = 0
+        changes |= {"lam": 1.0, "critic_warmup_steps": 0}
     elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
-    complete_sizes(args)
-    fill_paths(args)
-    return args
+        changes["lam"] = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+    return fill_paths(complete_sizes(args.completed(**changes)))
 
 
-def complete_sizes(args):
+def complete_sizes(args: Flags) -> Flags:
     """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other. Both count
     answers; a batch has all those to a prompt."""
     answers = args.num_generations
     mini = args.mini_batch_size
-    if args.batch_size is None:
-        unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
-        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
     batch = args.batch_size
+    if batch is None:
+        unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
+        batch = unit * math.ceil(BATCH_SIZE / unit)
     if batch % answers:
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
     if mini is None:
-        args.mini_batch_size = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
+        mini = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
     elif batch % mini:
         raise InputError(f"--mini_batch_size {mini}: must divide --batch_size {batch}")
+    return args.completed(batch_size=batch, mini_batch_size=mini)
 
 
-def fill_paths(args):
+def fill_paths(args: Flags) -> Flags:
     """Fill in paths that were not given: MiniMind's file names in --out_dir, or the demo's files.
 
     Raises InputError if there is no data or no reward.
     """
-    for name in ("reward_model", "eval_reward_model"):
-        setattr(args, name, [path for path in getattr(args, name) if path])
-    has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
+    lists = ("reward_model", "eval_reward_model")
+    args = args.completed(**{name: [path for path in getattr(args, name) if path] for name in lists})
     if not args.model and (args.hidden_size or args.use_moe):
         if args.reasoning is None and minimind_pth(args, "reason").is_file():
-            args.reasoning = 1  # it was trained to reason
+            args = args.completed(reasoning=1)  # it was trained to reason
         wanted = minimind_pth(args, "reason" if args.reasoning else "full_sft")
         if not wanted.is_file():
             raise InputError(f"{wanted}: no such file; --model and --reasoning choose another")
-        args.model = str(wanted)
+        args = args.completed(model=str(wanted))
+    has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
-        args.model = DEMO["model"]
+        changes = {"model": DEMO["model"]}
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
-            args.eval_data_path = args.eval_data_path or DEMO["eval_data_path"]
-            args.data_path = "" if args.offline_data_path else DEMO["data_path"]
+            changes["eval_data_path"] = args.eval_data_path or DEMO["eval_data_path"]
+            changes["data_path"] = "" if args.offline_data_path else DEMO["data_path"]
         if not has_reward:
-            has_reward = args.reward_model = [DEMO["reward_model"]]
+            has_reward = changes["reward_model"] = [DEMO["reward_model"]]
         if args.reasoning is None:
-            args.reasoning = 1  # the demo's answers have the format
+            changes["reasoning"] = 1  # the demo's answers have the format
+        args = args.completed(**changes)
     if not (args.offline_data_path or args.data_path):
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not has_reward:
@@ -151,23 +155,25 @@ def fill_paths(args):
     for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
         if getattr(args, name) and not args.eval_data_path:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
+    return args
 
 
-def count_steps(args, n_prompts, processes):
-    """The number of batches of the whole run; also chooses --critic_warmup_steps where it is not given.
+def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int | str]:
+    """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
 
     Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
     """
     per_batch = args.batch_size // args.num_generations * processes  # prompts
     steps = math.ceil(args.epochs * n_prompts / per_batch)
     steps = min(steps, args.max_steps or steps)
-    if args.critic_warmup_steps is None:
+    warmup = args.critic_warmup_steps
+    if warmup is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
-        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
-    rest = steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)
+        warmup = min(CRITIC_WARMUP_STEPS, most)
+    rest = steps - (0 if warmup == AUTO else warmup)
     if rest <= 0:
         raise InputError(
-            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
+            f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
     if args.lr_warmup_steps >= rest:
@@ -175,31 +181,36 @@ def count_steps(args, n_prompts, processes):
             f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {rest} batches, so its rate "
             "would never get to --learning_rate; lower it"
         )
-    return steps
+    return steps, warmup
 
 
-def choose_reasoning(args, world, actor, tokenizer, prompts):
-    """Set --reasoning where it is not given: 1 if a quarter or more of the answers have ``<answer>``, those
-    of the data or else the policy's own first ones -> a line that says so, or what spoils it, or None.
+def choose_reasoning(
+    args: Flags,
+    world: World,
+    actor: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: RLAIFDataset,
+) -> tuple[int, str | None]:
+    """-> (--reasoning, a line that says why it was chosen or what spoils it, or None). Where it is not given
+    it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
     if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
-        return "format   the chat template writes <think>, which responses must write again; --reasoning 0?"
+        note = "format   the chat template writes <think>, which responses must write again; --reasoning 0?"
+        return args.reasoning, note
     if args.reasoning is not None:
-        return None
+        return args.reasoning, None
     where = args.data_path or args.offline_data_path
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
     answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
     if not (args.offline_data_path or have_format(answers)):
         where = "the policy"
         answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
-    args.reasoning = int(have_format(answers))
+    reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
-    return (
-        f"format   --reasoning {args.reasoning}, as {count} of {len(answers)} first answers of {where} have "
-        f"{ANSWER}"
-    )
+    found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
+    return reasoning, f"format   --reasoning {reasoning}, as {found}"
 
 
 def have_format(answers: list) -> bool:
@@ -232,33 +243,38 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
     )
 
 
-def choose_rates(args, models, lora=False):
-    """Set the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, lines
-    that say so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters train."""
-    suited = {}
+def choose_rates(
+    args: Flags, models: Mapping[str, tuple[str, nn.Module]], lora: bool = False
+) -> tuple[Flags, dict[str, float], str | None]:
+    """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
+    suits}, lines that say so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
+    adapters train."""
+    suited: dict[str, float] = {}
     said = []
     notes = []
     for name, (kind, model) in models.items():
         size = sum(p.numel() for p in model.parameters())
         suited[name] = suited_rate(kind, size, lora)
         if getattr(args, name) is None:
-            setattr(args, name, suited[name])
+            args = args.completed(**{name: suited[name]})
             said.append(f"{kind} {suited[name]:g} ({size / 1e6:.1f}M parameters, --{name})")
         notes.append(rate_note(name, getattr(args, name), suited[name]))
     if said:
         how = "with adapters, by size" if lora else "by size"
         notes.insert(0, f"rates    {how}: {', '.join(said)}")
-    return suited, "\n".join(filter(None, notes)) or None
+    return args, suited, "\n".join(filter(None, notes)) or None
 
 
-def load_trained_tokenizer(args):
+def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:
     """The tokenizer of --tokenizer or --model with the chat template, the arguments of that and the system
-    message of the flags or its own."""
+    message of the flags or its own; the flags then name those."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
-    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
-    args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
-    return tokenizer
+    args = args.completed(
+        system_prompt=set_system_prompt(tokenizer, args.system_prompt),
+        chat_template_kwargs=set_template_kwargs(tokenizer, args.chat_template_kwargs),
+    )
+    return args, tokenizer
 
 
 def longest_prompt(prompts, held_out):
@@ -313,12 +329,21 @@ def check_sampling(policy):
 # ------------------------------------------------------------------------------------------------ all of them
 
 
-def load_inputs(args, world):
-    """Flags -> (policy, tokenizer, prompts, held-out prompts or None, lines that say what was chosen).
+@dataclass(frozen=True)
+class Inputs:
+    """What a PPO run is made of, all checked against each other."""
 
-    All are checked against each other: raises InputError. The policy is in fp32 on the CPU.
-    """
-    tokenizer = load_trained_tokenizer(args)
+    args: Flags  # completed
+    actor: PreTrainedModel  # the policy, fp32 on the CPU
+    tokenizer: PreTrainedTokenizerBase
+    prompts: RLAIFDataset | LoggedAnswers
+    held_out: RLAIFDataset | None  # the prompts of an evaluation
+    notes: list[str | None]  # lines that say what was chosen
+
+
+def load_inputs(args: Flags, world: World) -> Inputs:
+    """Load and check all inputs. Raises InputError."""
+    args, tokenizer = load_trained_tokenizer(args)
     if args.shard and world.size > 1:  # before loading, which would leave gaps that nothing else fits into
         keep_freed_memory(sharded=True)
     check_loading(args.model)
@@ -349,5 +374,7 @@ def load_inputs(args, world):
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
-    return actor, tokenizer, prompts, held_out, notes
+    reasoning, note = choose_reasoning(args, world, actor, tokenizer, prompts)
+    args = args.completed(reasoning=reasoning)
+    notes = [note, accuracy_note(held_out)]
+    return Inputs(args, actor, tokenizer, prompts, held_out, notes)

@@ -20,32 +20,33 @@ from model.saving import save_policy, state_dict_in
 from model.shards import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
-from trainer.best import KEPT, choose_best, remove_saved
 from trainer.collect import choose_missing_eos_penalty
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
-from trainer.critic_warmup import CriticWarmup
-from trainer.ema import Ema, save_ema
 from trainer.endings import keep_endings, load_endings
 from trainer.generation.engine import Sampler
 from trainer.generation.stops import response_texts
-from trainer.inputs import choose_rates, count_steps, sampling_sizes
-from trainer.kl_controller import KlController
+from trainer.inputs import Inputs, choose_rates, count_steps, sampling_sizes
 from trainer.memory_plan import check_memory
-from trainer.offline import held_out_pairs
-from trainer.ptx import load_ptx
-from trainer.replay import Replay
+from trainer.options.best import KEPT, choose_best, remove_saved
+from trainer.options.critic_warmup import CriticWarmup
+from trainer.options.ema import Ema, save_ema
+from trainer.options.kl_controller import KlController
+from trainer.options.offline import held_out_pairs
+from trainer.options.ptx import load_ptx
+from trainer.options.replay import Replay
+from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.reward import Request, Reward, load_judge, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of, scoring_models
 from trainer.runs import displays
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.commands import command_line
+from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import Learner
-from trainer.value_scale import AdvantageScale, ValueScale
 
 
 class PpoRun:
@@ -58,12 +59,16 @@ class PpoRun:
     fingerprints = fingerprints  # before frozen weights are rounded
     begin = choose_missing_eos_penalty  # what is chosen before step 1
 
-    def __init__(self, args, world, actor, tokenizer, prompts, held_out=None, notes=()):
+    def __init__(self, inputs: Inputs, world: World):
         """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
         policy, the critic as its backbone or as a reward model's (``critic_start``). A critic is built for
         ``--advantage gae`` only. No model has dropout: the training forward is the scoring forward."""
+        args = inputs.args
+        actor = inputs.actor
+        tokenizer = inputs.tokenizer
+        prompts = inputs.prompts
+        held_out = inputs.held_out
         device = world.device
-        self.args = args
         self.flags = args.declared  # {name: ``Flag``}
         self.world = world
         self.tokenizer = tokenizer
@@ -118,9 +123,9 @@ class PpoRun:
         models = {"learning_rate": ("actor", actor)}
         if start:
             models["critic_learning_rate"] = ("critic", start)
-        self.suited, rates = choose_rates(args, models, args.lora_r > 0)
+        args, self.suited, rates = choose_rates(args, models, args.lora_r > 0)
         # Lines that say what was chosen for the user.
-        self.notes = [note for note in (*notes, rates, memory) if note]
+        self.notes = [note for note in (*inputs.notes, rates, memory) if note]
 
         # It generates with the weights of the old actor, or of the actor to evaluate it.
         self.sampler = None  # where nothing is sampled
@@ -155,7 +160,8 @@ class PpoRun:
             "old_actor": scorer if self.old_actor is actor else scorer_of(self.old_actor),
             "reference": scorer_of(self.ref),
         }
-        self.total_steps = count_steps(args, len(prompts), world.size)  # batches
+        self.total_steps, warmup = count_steps(args, len(prompts), world.size)  # batches
+        args = args.completed(critic_warmup_steps=warmup)
 
         def learner(model, scorer, peak):
             return Learner(
@@ -179,6 +185,8 @@ class PpoRun:
         self.host = HostMemory(device)  # where frozen models wait with --offload_frozen 1
         self.progress = Progress(token_budget=self.plan.token_budget)
         self.state = None  # of a sharded actor, while it is saved
+
+        self.args = args
 
         # Options.
         self.best = choose_best(args, held_out, self.reward, self.judge, self.held_out_pairs)

@@ -24,7 +24,6 @@ from dataset.formats import Keys
 from errors import InputError
 from model.loading import load_policy, most_positions
 from trainer.about_run import describe_texts
-from trainer.best import Best
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
@@ -32,6 +31,7 @@ from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
+from trainer.options.best import Best
 from trainer.runs.adamw import make_optimizer
 from trainer.runs.checkpoints import Progress
 from trainer.runs.distributed import share_of
@@ -68,10 +68,10 @@ class SupervisedRun:
 
     def __init__(self, args, world):
         """Flags -> the run, with all inputs checked. Raises InputError."""
+        args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args
         self.flags = args.declared
         self.world = world
-        self.tokenizer = load_trained_tokenizer(args)
         if args.model:
             policy = load_policy(args.model, args.trust_remote_code)
         else:
@@ -102,7 +102,8 @@ class SupervisedRun:
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        self.args = args
         optimizer = make_optimizer(
             groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
         )

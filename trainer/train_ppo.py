@@ -226,8 +226,8 @@ from trainer.compute.scoring import score_policy, score_values
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import complete_flags, load_inputs
 from trainer.loop import build_and_train
-from trainer.offline import collect_logged, take_reference
-from trainer.replay import newest_rows
+from trainer.options.offline import collect_logged, take_reference
+from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
@@ -465,7 +465,7 @@ def learn(run, step, batch):
 
 def build(args, world):
     """Flags -> the run, with all inputs checked. Raises InputError."""
-    return PpoRun(args, world, *load_inputs(args, world))
+    return PpoRun(load_inputs(args, world), world)
 
 
 def main(argv=None):

@@ -104,15 +104,16 @@ from trainer.runs.resume import short_hash, weights_hash
 
 
 def parse_args(argv=None):
-    args = flag_parser().parse_args(argv)
-    complete_output_flags(args)
+    args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
-        args.model = str(minimind_pth(args, "full_sft"))
+        args = args.completed(model=str(minimind_pth(args, "full_sft")))
     if not args.model:
-        args.model = DEMO["model"]
+        args = args.completed(model=DEMO["model"])
         if not args.data_path:
-            args.data_path = f"{ROOT}/dataset/demo/preferences.jsonl"
-            args.eval_data_path = args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl"
+            args = args.completed(
+                data_path=f"{ROOT}/dataset/demo/preferences.jsonl",
+                eval_data_path=args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl",
+            )
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args

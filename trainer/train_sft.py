@@ -69,11 +69,12 @@ from trainer.runs.metrics import Metrics
 
 
 def parse_args(argv=None):
-    args = flag_parser().parse_args(argv)
-    complete_output_flags(args)
+    args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model:
-        args.tokenizer = args.tokenizer or f"{ROOT}/dataset/demo/tokenizer"
-        args.data_path = args.data_path or f"{ROOT}/dataset/demo/sft.jsonl"
+        args = args.completed(
+            tokenizer=args.tokenizer or f"{ROOT}/dataset/demo/tokenizer",
+            data_path=args.data_path or f"{ROOT}/dataset/demo/sft.jsonl",
+        )
     if not args.data_path:
         raise InputError("--data_path: name the file with the demonstrations")
     return args

@@ -60,7 +60,7 @@ def test_a_run_with_it_is_the_same_and_scores_with_models_on_the_device(files, l
     results = []
     for offload in (0, 1):
         run, prompts = make_run(files, lora_r=lora_r, update_old_actor_freq=2, learning_rate=1e-2)
-        run.args.offload_frozen = offload
+        run.args = run.args.completed(offload_frozen=offload)
         run.prepare()
         assert bool(run.host.waiting) == offload
         if offload:

@@ -241,7 +241,7 @@ def test_actor_and_critic_learn_apart(files):
     assert not same(values, trained(run.critic))
     rollout, _ = filled_rollout(run, prompts, 1)
     values = [p.detach().clone() for p in trained(run.critic)]
-    run.args.vf_coef = 0.0
+    run.args = run.args.completed(vf_coef=0.0)
     run.learners["critic"].optimizer.param_groups[0]["betas"] = (0.0, 0.999)  # no momentum either
     train_ppo.update(run, rollout, 1, Metrics())
     assert same(values, trained(run.critic))

@@ -95,7 +95,7 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 def evaluated_run(files, more, **values):
     """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return PpoRun(args, ALONE, *load_inputs(args, ALONE))
+    return PpoRun(load_inputs(args, ALONE), ALONE)
 
 
 def test_one_part_alone_has_no_second_name():
@@ -125,7 +125,7 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
 def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
     run = evaluated_run(files, judged, lora_r=lora_r)
     expected, _ = evaluate_actor(run, {}, {})
-    run.args.offload_frozen = 1
+    run.args = run.args.completed(offload_frozen=1)
     run.prepare()
     assert len(run.judges) == 2  # that of the reward and that of the judge
     for model in run.judges:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.best import remove_saved
+from trainer.options.best import remove_saved
 
 
 class Ema:

@@ -1,1 +1,0 @@
-"""Compute: sequences -> log-probs, values and gradients."""

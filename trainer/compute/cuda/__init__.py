@@ -1,1 +1,0 @@
-"""Kernels for GPUs, in Triton: what a model computes besides matrix products."""

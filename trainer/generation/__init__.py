@@ -1,1 +1,0 @@
-"""Generation: prompts -> responses, with a KV cache and continuous batching."""

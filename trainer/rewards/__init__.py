@@ -1,1 +1,0 @@
-"""Rewards: responses -> scores."""

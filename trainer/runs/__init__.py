@@ -1,1 +1,0 @@
-"""A training run, the same for all three scripts: its folder, processes, steps, checkpoints and logs."""
