@@ -127,7 +127,14 @@ def commands_table():
         name = next(name for name, (sign, _) in CARD_24.items() if sign in command)
         row = {"command": number, "policy": name + (", LoRA" if args.lora_r else "")}
         for advantage, column in (("gae", "GB with a critic"), ("rloo", "GB without")):
-            given = args.completed(advantage=advantage), CARD_24[name][1], CARD, torch.bfloat16, torch.device("cuda"), "MiniMind" in name
+            given = (
+                args.completed(advantage=advantage),
+                CARD_24[name][1],
+                CARD,
+                torch.bfloat16,
+                torch.device("cuda"),
+                "MiniMind" in name,
+            )
             size = f"{planned(*given)[0].peak / GB:.1f}"
             row[column] = f"**{size}**" if advantage == args.advantage else size
         rows.append(row)

@@ -11,7 +11,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.flags import AUTO, steps_or_auto
 from trainer.options.critic_warmup import CriticWarmup
-from trainer.runs.optimizer_step import Learner
+from trainer.runs.base import Learner
 
 assert files  # the fixture
 OPEN = float("inf")

@@ -10,7 +10,7 @@ from errors import InputError
 from model.loading import load_policy
 from trainer import train_ppo
 from trainer.options.ema import Ema
-from trainer.runs.optimizer_step import Learner
+from trainer.runs.base import Learner
 
 assert files  # the fixture
 

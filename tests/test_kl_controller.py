@@ -11,9 +11,9 @@ from test_invariants import files, make_run
 from errors import InputError
 from trainer import train_ppo
 from trainer.options.kl_controller import KlController
+from trainer.runs.base import Learner
 from trainer.runs.health_past import Past
 from trainer.runs.health_rules import remedy_of
-from trainer.runs.optimizer_step import Learner
 
 assert files  # the fixture
 

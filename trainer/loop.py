@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from dataset.data_order import RecordBatches, record_loader
 from errors import InputError
-from trainer.options.best import keep_best, restore_best
 from trainer.runs.distributed import init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
@@ -30,7 +29,7 @@ def build_and_train(build: Callable, args, argv, collect: Callable, learn: Calla
         with world.all_or_none():
             run = build(args, world)
         logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
-        restore_best(run, logger)
+        run.restore_best(logger)
         run_to_the_end(run, logger, train)
 
 
@@ -58,7 +57,7 @@ def train_to_the_end(run, logger, collect, learn, evaluate):
             run.begin(logger)
             metrics, rows = evaluate(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
-            keep_best(run, logger, metrics)
+            run.keep_best(logger, metrics)
             end_if_broken(run, logger)
         for step in order.steps:
             try:
@@ -78,7 +77,7 @@ def train_to_the_end(run, logger, collect, learn, evaluate):
                 except InputError as error:  # a reward failed: first log and save what has been learned
                     failed = error
             log_step(run, logger, done, metrics, rows)
-            keep_best(run, logger, metrics)
+            run.keep_best(logger, metrics)
             if last or signal or failed or done % args.save_interval == 0:
                 save(run, logger)
             if failed:

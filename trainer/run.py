@@ -7,6 +7,7 @@ it. runs/resume.py says what every script's run has.
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from trainer.generation.engine import Sampler
 from trainer.generation.stops import response_texts
 from trainer.inputs import Inputs, choose_rates, count_steps, sampling_sizes
 from trainer.memory_plan import check_memory
-from trainer.options.best import KEPT, choose_best, remove_saved
+from trainer.options.best import KEPT, choose_best, keep_best, remove_saved, restore_best
 from trainer.options.critic_warmup import CriticWarmup
 from trainer.options.ema import Ema, save_ema
 from trainer.options.kl_controller import KlController
@@ -43,21 +44,20 @@ from trainer.rewards.reward import Request, Reward, load_judge, load_reward
 from trainer.rewards.reward_models import critic_start, modules_of, scoring_models
 from trainer.runs import displays
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.checkpoints import Progress
+from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.commands import command_line
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import Learner
 
 
-class PpoRun:
+class PpoRun(Run):
     """What every phase of PPO needs: the models, how they are trained, and what does not change in a run."""
 
     script = "train_ppo.py"
     display = displays.PPO
-    about = describe_run  # what the run is made of, in a few lines
-    facts = start_facts  # what health.py says of its start
+    about = describe_run
+    facts = start_facts
     fingerprints = fingerprints  # before frozen weights are rounded
-    begin = choose_missing_eos_penalty  # what is chosen before step 1
+    begin = choose_missing_eos_penalty
 
     def __init__(self, inputs: Inputs, world: World):
         """The loaded policy -> all models of the run. Actor, old actor, reference and sampler start as the
@@ -69,7 +69,6 @@ class PpoRun:
         prompts = inputs.prompts
         held_out = inputs.held_out
         device = world.device
-        self.flags = args.declared  # {name: ``Flag``}
         self.world = world
         self.tokenizer = tokenizer
         self.data = self.prompts = prompts
@@ -279,6 +278,16 @@ class PpoRun:
         if not self.best.step:
             remove_saved(self.best_path)
 
+    def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
+        keep_best(self, logger, metrics)
+
+    def restore_best(self, logger: Any) -> None:
+        restore_best(self, logger)
+
+    @property
+    def best_metric(self) -> str:
+        return self.best.metric
+
     def save_best(self, kept, ready=None):
         """Write the actor as the best so far: as ``kept``, in the run folder, and from there as
         ``best_path``. ready: the ``.pth`` of a checkpoint, which is written instead."""
@@ -311,9 +320,6 @@ class PpoRun:
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
         talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n{words}talk     {talk}"
-
-    def complete(self):
-        """Nothing is left to do after the last step."""
 
     def prepare(self):
         """Make the models ready, after fingerprints were taken and before a checkpoint is loaded: round the

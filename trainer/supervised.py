@@ -13,7 +13,6 @@ A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and 
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -31,19 +30,18 @@ from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
-from trainer.options.best import Best
 from trainer.runs.adamw import make_optimizer
-from trainer.runs.checkpoints import Progress
+from trainer.runs.base import Learner, Progress, Run, Stateful
 from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Learner, accumulate, gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
 
-class SupervisedRun:
-    """A run of stage 1 or 2: what every run has (runs/resume.py), and what a step below needs.
+class SupervisedRun(Run):
+    """A run of stage 1 or 2: what every run has, and what a step below needs.
 
     data, held_out: Subsets of datasets of items; held_out is None without evaluation. Subclasses have
     ``script``, ``display``, ``rate`` (a kind of ``suited_rate``), ``dataset`` (a class or function) and
@@ -59,18 +57,10 @@ class SupervisedRun:
         results()              -> lines of text that name the result
     """
 
-    files = ()
-    best = Best()  # the weights of the best evaluation are not kept
-    held_out_pairs = None
-    in_step = None  # nothing is sharded
-    gathered = nullcontext  # the weights are whole in every process before they are saved
-    facts = dict  # none for health.py
-
     def __init__(self, args, world):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args
-        self.flags = args.declared
         self.world = world
         if args.model:
             policy = load_policy(args.model, args.trust_remote_code)
@@ -78,8 +68,8 @@ class SupervisedRun:
             policy = self.new_model()
         check_policy(args, policy, self.tokenizer)
         self.data, self.held_out = split_records(args, self.dataset, self.tokenizer)
-        self.modules = self.start_from(policy)
-        self.model = self.modules["model"]
+        self.parts = self.start_from(policy)
+        self.model = self.parts["model"]
         limit = most_positions(self.model.config)
         if args.max_seq_len > limit:
             raise InputError(
@@ -93,7 +83,7 @@ class SupervisedRun:
         keep_freed_memory()
         check_range(self.model, self.dtype, f"--model {args.model}: ")
         self.trained = (
-            torch.nn.ModuleList(self.modules.values()).to(world.device).eval()
+            torch.nn.ModuleList(self.parts.values()).to(world.device).eval()
         )  # no dropout, as in PPO
         self.balance = BalanceLoss(self.model)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
@@ -104,24 +94,34 @@ class SupervisedRun:
         ]
         args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
         self.args = args
-        optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
         )
-        self.optimizers = {"optimizer": optimizer}
         steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
             scorer=None,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             peak=args.learning_rate,
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
         self.learners = {"model": learner}
         self.loss_scale = LossScale(self.dtype)
-        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return self.parts
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {"optimizer": self.optimizer}
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        return {"loss_scale": self.loss_scale}
 
     def tokens(self, item):
         """The number of tokens of an item, which is lists of ids and one thing more."""
@@ -137,11 +137,6 @@ class SupervisedRun:
 
     def summarise(self, means):
         return means
-
-    def prepare(self, *given):
-        """Nothing is left to do."""
-
-    begin = complete = prepare
 
     def about(self):
         """Lines that describe the run: its model and its data."""

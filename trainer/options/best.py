@@ -20,7 +20,7 @@ from pathlib import Path
 
 from atomic_files import one_at_a_time, writing
 from errors import InputError
-from trainer.runs.checkpoints import Kept
+from trainer.runs.base import Kept
 
 KEPT = "best.pth"  # in the run folder and in checkpoints
 

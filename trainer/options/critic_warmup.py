@@ -9,7 +9,7 @@ change meanwhile, so the critic is fitted to one fixed policy (VAPO, arXiv:2504.
 import math
 
 from trainer import ppo
-from trainer.runs.checkpoints import Kept
+from trainer.runs.base import Kept
 
 AUTO = "auto"  # of --critic_warmup_steps
 FALLING = 0.9  # times the error of the batch before: an error above that has stopped falling

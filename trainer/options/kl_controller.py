@@ -18,7 +18,7 @@ import math
 import torch
 
 from errors import InputError
-from trainer.runs.checkpoints import Kept
+from trainer.runs.base import Kept
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given

@@ -20,7 +20,7 @@ import math
 import torch
 
 from trainer import ppo
-from trainer.runs.checkpoints import Kept
+from trainer.runs.base import Kept
 
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
 GROWTH = 4.0  # times the variance so far, or that of the batch before, is the most that a batch counts with

@@ -31,7 +31,7 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -45,37 +45,12 @@ from model.loading import as_input_error
 from model.lora import learned
 from model.shards import is_sharded, local_part, whole
 from trainer.runs.adamw import zero_moments
+from trainer.runs.base import Progress, Run
 
 SUMS = "SHA256SUMS"
 
 
-@dataclass
-class Progress:
-    """How far a run has come: what changes from batch to batch besides weights and moments."""
-
-    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
-    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
-    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
-    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
-
-
-class Kept:
-    """An option of a run. Checkpoints keep those of its attributes that ``kept`` names."""
-
-    kept = ()
-
-    def state_dict(self) -> dict:
-        """What a checkpoint keeps."""
-        return {name: getattr(self, name) for name in self.kept}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take over what ``state_dict`` returned. What a checkpoint of before this option lacks stays as it
-        begins."""
-        for name in self.kept:
-            setattr(self, name, state.get(name, getattr(self, name)))
-
-
-def save(folder: str | Path, run, config: dict, keep: int) -> None:
+def save(folder: str | Path, run: Run, config: dict, keep: int) -> None:
     """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
 
     All processes call it. The main one, which alone has a config, writes. Raises InputError if a weight is
@@ -222,7 +197,7 @@ def newest_intact(folder: str | Path) -> tuple[Path | None, list[str]]:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def load(path: Path, run) -> None:
+def load(path: Path, run: Run) -> None:
     """Load an undamaged checkpoint into a run. Raises InputError if it is of another model."""
     with as_input_error(f"--resume {path}: cannot be loaded"):
         for name, module in run.modules.items():

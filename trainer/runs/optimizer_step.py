@@ -8,51 +8,21 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from model.shards import sharded_and_whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
+from trainer.runs.base import Run
 from trainer.runs.distributed import sum_gradients
-from trainer.runs.learning_rate import SCHEDULES
 from trainer.runs.metrics import Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 
 
-@dataclass
-class Learner:
-    """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
-
-    model: torch.nn.Module
-    scorer: torch.nn.Module | None  # computes the actor's log-probs or the critic's values; stages 1, 2: None
-    optimizer: torch.optim.Optimizer
-    peak: float  # the highest learning rate
-    total_steps: int  # optimizer steps of the whole run
-    per_batch: int = 1  # optimizer steps of a batch
-    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
-    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
-    schedule: str = "cosine"  # one of SCHEDULES
-
-    @property
-    def first_step(self) -> float:
-        """The number of its first optimizer step in the run."""
-        return self.first_batch * self.per_batch
-
-    def learning_rate(self, number: int) -> float:
-        """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
-        model trains (learning_rate.py)."""
-        first = self.first_step
-        return SCHEDULES[self.schedule](
-            self.peak, number - first, self.total_steps - first, self.warmup_steps
-        )
-
-
-def accumulate(run, lengths: list[int], token_budget: int, loss_of: Callable) -> Metrics:
+def accumulate(run: Run, lengths: list[int], token_budget: int, loss_of: Callable) -> Metrics:
     """Add the gradients of ``loss_of(rows)`` -> (loss, ``Metrics``) of every micro-batch of at most
     ``token_budget`` tokens -> their metrics. lengths: of the sequences."""
     sums = Metrics()

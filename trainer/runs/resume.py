@@ -31,28 +31,6 @@ that step (run_logger.py), and later checkpoints are deleted. A run that was kil
 checkpoint starts from the beginning. Prompt order, sampling noise and learning rates follow from seed and
 step, so the result is the same as without the stop. A flag that would change it is refused by name; files are
 compared by what they hold, by short hashes of what was loaded from them.
-
-Every script's run (``PpoRun``, ``SupervisedRun``) is an object with
-
-    args, flags             the flags' values; {name: ``Flag``}: default, and whether resuming may change it
-    world, dtype            its processes (distributed.py); the type of mixed precision
-    total_steps, progress   the number of batches; how far it has come (``Progress`` in checkpoints.py)
-    loss_scale              of fp16 (``LossScale`` in compute/loss_scale.py)
-    script, display         the name of its file; how it is shown (displays.py)
-    modules, optimizers     {file name: module or optimizer}: what a checkpoint holds
-    states                  {name: object with state_dict and load_state_dict}: more of a checkpoint, in
-                            a file of this name where it has tensors, else in state.json
-    files                   [name of a file in the run folder]: a checkpoint has a copy of it
-    fingerprints()          {flag: hash of what it names}: what resuming compares
-    facts()                 {name: value}: what health.py says of a run's start
-    prepare()               makes the models ready for training, before a checkpoint is loaded
-    begin(logger)           chooses what is chosen before step 1
-    complete()              called once after the last step, on all processes
-    save_result()           writes the files that users load
-    result_path, held_out   where those are, None if not yet; the records of an evaluation, or None
-    result_file             the last of them that is written, there or not
-    best                    the best evaluation (``Best`` in best.py)
-    about(), results()      lines of text: what the run is made of; where its files are
 """
 
 import argparse
@@ -75,6 +53,7 @@ from errors import InputError
 from model.loading import as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
+from trainer.runs.base import Run
 from trainer.runs.commands import quoted
 from trainer.runs.run_logger import NullLogger, RunLogger
 
@@ -83,7 +62,7 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
 
 
-def start_or_resume(run, about: str, argv: list[str]):
+def start_or_resume(run: Run, about: str, argv: list[str]):
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
     about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
@@ -239,7 +218,7 @@ def write_config(run, folder: RunFolder, argv: list[str]) -> None:
     if held.exists():  # true without a checkpoint too, if the run was killed before its first one
         with as_input_error(f"--resume: {held} does not fit"):
             old = json.loads(held.read_text(encoding="utf-8"))
-            folder.notes += check_same_run(old, config, run.flags)
+            folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old.get("run_id", config["run_id"])
             config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
     folder.config = config

@@ -45,7 +45,7 @@ def in_words(run, records: Records, state: str) -> list[str]:
     "stopped" or "ended by --strict_health 1: NAME"."""
     size = run.args.batch_size * run.world.size
     held_out = len(run.held_out_pairs or run.held_out or ())
-    words = verdict(records, run.display, size, held_out, run.best.metric)
+    words = verdict(records, run.display, size, held_out, run.best_metric)
     if state not in ("running", "ended"):
         words.append(f"The run was {state}, after step {run.progress.step} of {run.total_steps}.")
     return words

@@ -1,0 +1,165 @@
+"""What a run of any script is: ``PpoRun`` in run.py, ``SupervisedRun`` in supervised.py.
+
+The loop, the checkpoints, the logs and the report know a run by this class only.
+"""
+
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from trainer.compute.loss_scale import LossScale
+from trainer.compute.sharding import InStep
+from trainer.runs.displays import Display
+from trainer.runs.distributed import World
+from trainer.runs.learning_rate import SCHEDULES
+
+
+class Stateful(Protocol):
+    """What checkpoints keep by name: in state.json, or where it has tensors in a file of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take over what ``state_dict`` returned; {} where the checkpoint is older than this option."""
+
+
+class Kept:
+    """A ``Stateful`` whose state is those of its attributes that ``kept`` names."""
+
+    kept: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.kept:
+            setattr(self, name, state.get(name, getattr(self, name)))
+
+
+@dataclass
+class Progress:
+    """How far a run has come: what changes from batch to batch besides weights and moments."""
+
+    token_budget: int  # tokens of one micro-batch at most; halved when memory runs out
+    step: int = 0  # batches done; it fixes the place in the data, the sampling noise and the learning rates
+    bad_steps: int = 0  # minibatches in a row with a step left out, because a loss or gradient was not finite
+    skipped_steps: int = 0  # all optimizer steps left out for this reason, of every model
+
+
+@dataclass
+class Learner:
+    """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
+
+    model: nn.Module
+    scorer: nn.Module | None  # computes the actor's log-probs or the critic's values; stages 1, 2: None
+    optimizer: torch.optim.Optimizer
+    peak: float  # the highest learning rate
+    total_steps: int  # optimizer steps of the whole run
+    per_batch: int = 1  # optimizer steps of a batch
+    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
+    schedule: str = "cosine"  # one of SCHEDULES
+
+    @property
+    def first_step(self) -> float:
+        """The number of its first optimizer step in the run."""
+        return self.first_batch * self.per_batch
+
+    def learning_rate(self, number: int) -> float:
+        """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
+        model trains (learning_rate.py)."""
+        first = self.first_step
+        return SCHEDULES[self.schedule](
+            self.peak, number - first, self.total_steps - first, self.warmup_steps
+        )
+
+
+class Run(ABC):
+    """Flags, models, data and progress of a run, and what is saved of them."""
+
+    script: str  # the name of its file
+    display: Display  # how it is shown
+    args: Namespace  # the completed flags; args.declared: {name: ``Flag``}
+    world: World
+    dtype: torch.dtype  # of mixed precision
+    tokenizer: PreTrainedTokenizerBase
+    data: Dataset  # what it learns from
+    held_out: Sized | None  # the records of an evaluation
+    held_out_pairs: Sized | None = None  # of offline PPO
+    learners: dict[str, Learner]
+    loss_scale: LossScale
+    progress: Progress
+    total_steps: int  # batches
+    in_step: InStep | None = None  # with --shard 1
+    result_file: Path  # the last file of the result that is written, there or not
+    result_path: Path | None  # the result, None if there is none before the end
+    best_metric: str = ""  # the metric that says which evaluation was the best
+
+    @property
+    @abstractmethod
+    def modules(self) -> Mapping[str, nn.Module]:
+        """{file name: what a checkpoint has the weights of}"""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """{file name: what a checkpoint has the moments of}"""
+
+    @property
+    @abstractmethod
+    def states(self) -> Mapping[str, Stateful]:
+        """{name: what else a checkpoint keeps}"""
+
+    @property
+    def files(self) -> Iterable[str]:
+        """Names of files in the run folder that a checkpoint has a copy of."""
+        return ()
+
+    @abstractmethod
+    def about(self) -> str:
+        """Lines that say what the run is made of."""
+
+    @abstractmethod
+    def fingerprints(self) -> dict[str, str]:
+        """{flag: a hash of what it names}, which ``--resume`` compares."""
+
+    def facts(self) -> dict[str, Any]:
+        """{name: value}: what health.py says of a run's start."""
+        return {}
+
+    def prepare(self) -> None:
+        """Make the models ready for training, before a checkpoint is loaded."""
+
+    def begin(self, logger: Any) -> None:
+        """Choose what is chosen before step 1."""
+
+    def restore_best(self, logger: Any) -> None:
+        """After a checkpoint was loaded: make the files of the best evaluation what they were then."""
+
+    def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
+        """After a step was logged: keep its weights if its evaluation is the best so far."""
+
+    def gathered(self) -> AbstractContextManager:
+        """In this block the main process has the whole weights, to save them."""
+        return nullcontext()
+
+    @abstractmethod
+    def save_result(self) -> None:
+        """Write the files that users load."""
+
+    def complete(self) -> None:
+        """What is left to do after the last step, on all processes."""
+
+    @abstractmethod
+    def results(self) -> str:
+        """Lines that say where the result is."""
