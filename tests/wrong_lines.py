@@ -25,7 +25,7 @@ VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
 EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
-KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
+KL_TARGET, ENTROPY = "tests/test_kl_target.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
@@ -131,8 +131,8 @@ TRAIN_PPO = [
         "not run.critic:\n        rollout.values = score",
         "no values",
     ),
-    ('run.scorers["old_actor"]\n', 'run.learners["actor"].scorer\n', "old log-probs are the actor's"),
-    ('run.scorers["reference"]', 'run.learners["actor"].scorer', "the reference is the actor"),
+    ('run.scorers["old_actor"]\n', 'run.scorers["actor"]\n', "old log-probs are the actor's"),
+    ('run.scorers["reference"]', 'run.scorers["actor"]', "the reference is the actor"),
     (
         "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[0]",
         "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[1]",
@@ -440,7 +440,7 @@ CRITIC = {
         ("len(everyone) - count + 1", "count", "the tokens of low entropy count", ENTROPY_TOP),
         ("(entropy >= least)", "(entropy > least)", "the last one does not count", ENTROPY_TOP),
     ],
-    "trainer/options/kl_controller.py": [
+    "trainer/options/kl_target.py": [
         ("[-count:] for x in", "[:] for x in", "replayed responses move the weight of the KL", KL_TARGET),
         ("* responses / self.horizon", "/ self.horizon", "the number of responses does not count", KL_TARGET),
         ("total / responses / self.target - 1", "1 - total / responses / self.target", "the sign", KL_TARGET),

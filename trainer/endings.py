@@ -26,8 +26,8 @@ def load_endings(args, tokenizer, policy):
             raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
         eos.add(i)
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
-    eos = sorted(eos | ids)
-    return Endings(eos, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, eos))
+    ends = sorted(eos | ids)
+    return Endings(ends, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, ends))
 
 
 def keep_endings(endings, policy):

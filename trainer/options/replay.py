@@ -14,6 +14,7 @@ Every process keeps the same global batches, so a run can be resumed with anothe
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,16 +22,17 @@ from trainer.compute.rollout_data import Rollout, join_rollouts
 from trainer.runs.distributed import World
 
 # What is kept of a rollout. All other fields are computed anew in each step.
-KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores")
-KEPT += ("step_rewards",)  # where there is a reward function
+KEPT = (
+    *("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores"),
+    "step_rewards",  # where there is a reward function
+)
 
 
-def newest_rows(rollout: Rollout, returns: torch.Tensor, count: int) -> tuple[Rollout, torch.Tensor]:
-    """The last ``count`` rows of a joined rollout and of its returns [B, R]: those of the new batch, which
-    has not been learned from."""
+def newest_rows(rollout: Rollout, count: int) -> Rollout:
+    """The last ``count`` rows of a joined rollout: those of the new batch, which has not been learned
+    from."""
     first = len(rollout.tokens) - count
-    latest = rollout.rows(range(first, len(rollout.tokens))) if first else rollout
-    return latest, returns[first:, : latest.old_logprobs.shape[1]]
+    return rollout.rows(range(first, len(rollout.tokens))) if first else rollout
 
 
 @dataclass
@@ -38,11 +40,11 @@ class Replay:
     """The last ``size`` global batches, on the CPU."""
 
     size: int
-    positions: list  # the rows of a global batch that belong to this process (dataset/data_order.py)
+    positions: list[int]  # the rows of a global batch that belong to this process (dataset/data_order.py)
     world: World
-    batches: list = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
 
-    def join(self, rollout):
+    def join(self, rollout: Rollout) -> Rollout:
         """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
         device = rollout.tokens.device
         parts = [
@@ -51,12 +53,12 @@ class Replay:
         ]
         return join_rollouts([*parts, rollout]) if parts else rollout
 
-    def keep(self, rollout):
+    def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
         if not self.size:
             return
-        mine = {name: getattr(rollout, name) for name in KEPT}
-        mine = {name: x.cpu() for name, x in mine.items() if x is not None}
+        filled = {name: getattr(rollout, name) for name in KEPT}
+        mine = {name: x.cpu() for name, x in filled.items() if x is not None}
         parts = self.world.gather((self.positions, mine))
         joined = join_rollouts([Rollout(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort()
@@ -71,9 +73,9 @@ class Replay:
             for name, x in batch.items()
         }
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what ``state_dict`` returned."""
-        batches = {}
+        batches: dict[int, dict[str, torch.Tensor]] = {}
         for key, x in state.items():
             number, _, name = key.partition(".")
             batches.setdefault(int(number), {})[name] = x

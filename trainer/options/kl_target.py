@@ -14,51 +14,53 @@ only the first of them counts, so each old actor counts once.
 """
 
 import math
+from argparse import Namespace
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from errors import InputError
-from trainer.runs.base import Kept
+from trainer.compute.rollout_data import Rollout
+from trainer.runs.base import Kept, Learner
 
 LARGEST_ERROR = 0.2
 HORIZON = 4  # batches, where --kl_horizon is not given
 
 
-class KlController(Kept):
-    """Keeps ``coef``, the weight of the KL in reward units per nat. It is the same in all processes, and
-    checkpoints keep it.
+class KlTarget(Kept):
+    """Keeps ``coef``, the weight of the KL in reward units per nat, the same in all processes.
 
-    args: the flags; learner: the actor's ``Learner``; responses: of a batch of all processes. Raises
-    InputError for a horizon shorter than a batch: the weight could become negative.
+    learner: the actor's; responses: of a batch of all processes. Raises InputError for a horizon shorter than
+    a batch: the weight could become negative.
     """
 
     kept = ("coef",)
 
-    def __init__(self, args, learner, responses):
-        self.coef = args.kl_coef
-        self.target = args.kl_target
-        self.every = args.update_old_actor_freq
+    def __init__(self, args: Namespace, learner: Learner, responses: int):
+        self.coef: float = args.kl_coef
+        self.target: float = args.kl_target
+        self.every: int = args.update_old_actor_freq
         self.learner = learner
-        self.horizon = args.kl_horizon or HORIZON * responses
+        self.horizon: int = args.kl_horizon or HORIZON * responses
         if self.target and self.horizon < responses:
             raise InputError(
                 f"--kl_horizon {self.horizon}: a batch has {responses} responses; give at least that many"
             )
 
-    def follow(self, batch, rollout, count, sum_over_processes):
-        """Take in batch number ``batch``: the last ``count`` rows of a ``Rollout`` with its log-probs under
-        old actor and reference. A KL that is not finite changes nothing."""
-        learned = batch > self.learner.first_batch
-        if not (self.target and learned and batch % self.every == 0):
+    def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A
+        KL that is not finite changes nothing."""
+        if not self.target or step <= self.learner.first_batch or step % self.every:
             return
-        old, ref, mask = (x[-count:] for x in (rollout.old_logprobs, rollout.ref_logprobs, rollout.mask))
-        k1 = torch.where(mask, old - ref, 0.0).double().sum()
-        total, responses = sum_over_processes(torch.stack([k1, torch.full_like(k1, count)])).tolist()
+        k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
+        count = torch.full_like(k1, len(newest.tokens))
+        total, responses = sum_over_processes(torch.stack([k1, count])).tolist()
         if math.isfinite(total):
             error = total / responses / self.target - 1
             error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             self.coef *= 1 + error * responses / self.horizon
 
-    def metrics(self):
+    def metrics(self) -> dict[str, float]:
         """{name: number} of a step: the weight, where it can move."""
         return {"kl/coef": self.coef} if self.target else {}
