@@ -1,22 +1,10 @@
-"""PPO as pure tensor functions: scores -> rewards of tokens -> advantages, whitened -> losses. No I/O, no
-modules, no state.
+"""PPO as pure tensor functions: scores -> rewards of tokens -> advantages, whitened -> losses.
 
-Shapes: B sequences, R response columns. Column t belongs to response token t; its state (what the policy and
-the critic had seen) is sequence position prompt_len + t - 1. ``mask`` [B, R] is True on response tokens.
-
-The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``), or in
-``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
-
-Estimators of advantages (``--advantage``): ``gae`` with a critic; ``monte_carlo_returns``, ``leave_one_out``
-and ``group_normalized`` without one. ``estimate_advantages`` of train_ppo.py calls them; another one is one
-more function here.
-
-Losses are *sums* over response tokens. The caller divides by the token count of the whole minibatch, over
-all micro-batches and processes: only then does an update not depend on how the minibatch was cut.
-
-Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016 (arXiv:1506.02438);
-k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al. 2025
-(arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
+Shapes: B sequences, R response columns. Column t belongs to response token t; ``mask`` [B, R] is True on
+response tokens. Losses are *sums* over response tokens, which the caller divides by the token count of the
+whole minibatch. Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016
+(arXiv:1506.02438); k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al.
+2025 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
 """
 
 import math
@@ -209,14 +197,9 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
-    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch: 1 for a critic
-    that foresees every return, 0 for one that says the same everywhere, below 0 for one that is worse. NaN
-    where all returns are equal: then there is nothing to foresee.
-
-    returns: ``monte_carlo_returns``. GAE's returns with lambda below 1 contain the values themselves: with
-    them even noise would seem to explain something. A constant error of the values does not show here; see
-    the metric value/bias.
-    """
+    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
+    returns are equal. returns: ``monte_carlo_returns``; GAE's with lambda below 1 contain the values
+    themselves: with them even noise would seem to explain something."""
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
     return_std = std_or_zero(sum_over_processes(moments(returns, mask)))
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
@@ -239,19 +222,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, tuple[Tensor, Tensor | int]]:
 
 
 def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> tuple[Tensor, float]:
-    """Only tokens of high entropy count in the policy loss (``--entropy_top``).
+    """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
+    over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,
+    arXiv:2506.01939).
 
-    Most tokens of an answer are nearly certain; few decide where it goes. The clipped policy loss is summed
-    over the ``share`` of response tokens at which the old actor's entropy is highest, over the whole batch
-    (replayed responses among it) and all processes (Wang et al. 2025, arXiv:2506.01939). The entropy is that
-    of before the updates, so the choice holds for all PPO epochs. KL, entropy bonus and value loss are over
-    all tokens. The sum is still divided by the number of all response tokens of the minibatch: a token that
-    counts pulls as much as it did without this flag, also beside the KL, and no minibatch without such a
-    token divides by 0.
-
-    -> (bool [B, R], True on response tokens that count; the least entropy of these in nats, with which all
-    count). entropy, mask [B, R] of this process' rows; gather: x -> the x of every process, which all must
-    call this.
+    -> (bool [B, R], the least entropy of these in nats). gather: x -> the x of every process.
     """
     everyone = torch.cat(gather(entropy[mask].cpu()))
     count = max(1, round(share * len(everyone)))
@@ -274,25 +249,18 @@ class Clip(NamedTuple):
 def policy_objective(
     logprobs: Tensor, mb: Rollout, clip: Clip, kl_in: str, kl_weight: float, decay: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference, summed over tokens.
-
-    logprobs [B, R] of the actor; mb: the micro-batch, rows of a ``Rollout``; kl_weight: in units of the loss
-    a nat. -> (sum, metrics as sums over tokens).
-
-    kl_in "loss": k2 times the ratio, which has no gradient here. The tokens are the old actor's; the ratio
-    makes the gradient's expectation that of the present actor's KL (arXiv:2510.01555).
-    kl_in "reward": the KL is in the advantages, as it was before the updates. What the actor has moved since
-    then is taken off here. decay: gamma * lambda, what a later token's reward counts in an advantage.
-    """
+    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference -> (sum over tokens,
+    metrics as sums). logprobs [B, R] of the actor; mb: the micro-batch; kl_weight: in units of the loss a
+    nat; decay: gamma * lambda, what a later token's reward counts in an advantage."""
     weights = mb.importance_weights
     advantages = mb.advantages
     moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
-    if kl_in == "reward":
+    if kl_in == "reward":  # the advantages have the KL of before the updates; here what was moved since
         advantages = advantages - kl_weight * discounted_sums(moved, decay)
     counted = weights if mb.counted is None else weights * mb.counted
     loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, counted)
     total = loss
-    if kl_in == "loss" and kl_weight:
+    if kl_in == "loss" and kl_weight:  # k2 times the ratio: the gradient of today's KL (arXiv:2510.01555)
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
         total = total + kl_weight * masked_sum(weights * moved.exp() * k2, mb.mask)
     return total, metrics | {"policy/loss": loss}

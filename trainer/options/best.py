@@ -1,15 +1,8 @@
-"""The best actor of a PPO run: which evaluation was the best, and files with its weights.
+"""The best actor of a run (``--best_metric``, higher is better): which evaluation it was, and its files.
 
-At every evaluation that is better than all before (``--best_metric``, higher is better) the evaluated actor
-is written: to out/ppo_actor_{hidden_size}{_moe}_best.pth with a folder beside it, as the result of the run
-is, and to best.pth in the run folder. There it stays if a later run replaces the file in out/. Every
-checkpoint has a copy of best.pth, so that a resumed run has the best of its checkpoint, whatever has become
-of the files since. A run that is resumed without evaluations keeps it. In one that is evaluated in another
-way the best begins anew.
-
-The evaluation before training (step 0) is the value to beat, and no file is written for it: its weights are
-those of ``--model``. A run that never beats it has no best file. If there is one of an earlier run, it is
-removed when the first result is saved, as the result of that run is replaced (``PpoRun.save_result``).
+The evaluated actor is written to out/ppo_actor_{hidden_size}{_moe}_best.pth with a folder beside it, and to
+best.pth in the run folder, of which every checkpoint has a copy. The evaluation before training is the value
+to beat; no file is written for it. In a run that is evaluated in another way the best begins anew.
 """
 
 import math

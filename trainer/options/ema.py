@@ -1,16 +1,9 @@
-"""A moving average of the actor's weights (``--ema_beta``), which is evaluated and saved beside the actor.
+"""A moving average of the actor's weights (``--ema_beta``), evaluated and saved beside the actor.
 
-After each batch in which the actor trains, its weights w count in the average v:
+    v = b_n v + (1 - b_n) w,   b_n = beta (1 - beta^(n-1)) / (1 - beta^n) after the actor's n-th batch
 
-    v = b_n v + (1 - b_n) w,   b_n = beta (1 - beta^(n-1)) / (1 - beta^n) after the n-th such batch
-
-That is the mean of the weights after each batch, where one that is k batches older counts beta^k as much. The
-first batch's weights are all of the average; those before training never count (the bias correction of Adam,
-Kingma and Ba 2015, arXiv:1412.6980, section 3). With beta 0.99 about the last hundred batches count.
-
-The average is in fp32, of what trains only (with ``--lora_r`` the adapters), and always in the main memory:
-it costs a GPU no memory, but each batch a copy of the trained weights to the host. It is the same in all
-processes. Checkpoints keep it as ema.safetensors.
+The weights before training never count (the bias correction of Adam, arXiv:1412.6980, section 3). The average
+is in fp32, of what trains only, and always in the main memory. docs/ppo.md, "An average of the actor".
 """
 
 from collections.abc import Iterator

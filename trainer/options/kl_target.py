@@ -1,16 +1,10 @@
 """The weight of the KL to the reference: constant, or moved so that the KL stays at ``--kl_target``.
 
-With a target the weight begins at ``--kl_coef``. Each batch changes it before it is learned from:
-
     error = clip(KL / target - 1, -0.2, 0.2)        KL: mean of kl/sequence over the batch's responses
     coef  = coef * (1 + error * responses of the batch / --kl_horizon)
 
-This is the controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2). Their horizon is 10,000
-responses, in runs of millions. Here it is 4 batches by default: the weight changes by at most 5 % a batch.
-
-The weight does not move until a batch was sampled after the actor's first updates: before that the KL is 0
-whatever the weight is. With ``--update_old_actor_freq`` above 1 several batches are samples of one old actor:
-only the first of them counts, so each old actor counts once.
+The controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2). Each old actor counts once, and none
+before the actor's first updates: there the KL is 0 whatever the weight. docs/ppo.md, "A target for the KL".
 """
 
 import math

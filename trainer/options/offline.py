@@ -1,17 +1,8 @@
-"""Offline PPO: logged answers take the place of sampled ones (--offline_data_path).
+"""Offline PPO: logged answers take the place of sampled ones (``--offline_data_path``).
 
-    scores         those of the file: 1 and -1 for the two answers of a pair, or numbers of its own
-    ratio          actor / reference. Nobody knows which policy wrote the answers; the reference counts as it
-    KL             k2 of the logged tokens, in the loss: it is never negative, and 0 only where actor and
-                   reference agree. The mean of k1 is the KL only over the actor's own samples
-    all the rest   as ever: critic, GAE, whitening, clip
-
-It is the offline PPO of HALOs (Ethayarajh et al. 2024, arXiv:2402.01306). Nothing is sampled in training, so
-the policy never tries what is not in the file. And the ratio's denominator never moves: a token that has left
-the range of the clip learns no further in that direction.
-
-How far the policy is from the reference can only be measured on its own samples: an evaluation does
-(``sequence_kl``). It also says how held-out pairs fare (``evaluate_pairs``).
+The scores are those of the file. Nobody knows which policy wrote the answers: the reference counts as it, so
+the ratio is actor / reference. All the rest is as ever. It is the offline PPO of HALOs (Ethayarajh et al.
+2024, arXiv:2402.01306). docs/ppo.md, "Offline PPO".
 """
 
 from argparse import Namespace
@@ -114,16 +105,10 @@ def sequence_kl(rollout: Rollout, scorers: Mapping[str, Any], host: HostMemory, 
 def evaluate_pairs(
     pairs: LoggedPairs, scorers: Mapping[str, Any], host: HostMemory, temperature: float, world: World
 ) -> dict[str, float]:
-    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}.
-
-    chosen_share      p(chosen) / (p(chosen) + p(rejected)), p of an answer being the geometric mean of the
-                      probabilities of its tokens
-    chosen_share_std  its standard deviation over the pairs
-    chosen_share_change_std  that of what each pair's share has changed by since the start, when the actor was
-                      the reference; by it a change of the mean is judged
-    chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
-                      the rejected one; a half where they are equal, as before training
-    """
+    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}:
+    chosen_share, p(chosen) / (p(chosen) + p(rejected)) with its standard deviation and that of its change
+    since the start; chosen_preferred, the share of the pairs in which actor / reference is larger for the
+    chosen answer. docs/metrics.md."""
     metrics = Metrics()
     with world.all_or_none():
         for places in batches_of(len(pairs), PAIRS, world):

@@ -2,14 +2,8 @@
 
     the actor's loss of a minibatch += ptx_coef * (sum over learned tokens of -log p(token) / their number)
 
-It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2): what the policy knew before, and
-the reward does not ask for, is trained on as well, so that it is not forgotten. The loss is that of stage 1
-(train_sft.py): of what the assistant says, or of a whole text, at temperature 1, and with the balance loss of
-a mixture of experts.
-
-Each optimizer step of the actor has demonstrations of its own: --mini_batch_size records per process. Which
-ones follows from the seed and the number of the step alone, so nothing has to be saved, and the records are
-the same for any number of processes.
+It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). Each optimizer step has
+--mini_batch_size records of its own per process, which follow from the seed and the step's number alone.
 """
 
 from argparse import Namespace

@@ -1,16 +1,10 @@
 """Replay: the last ``--replay_batches`` batches are learned from again, beside the new one.
 
-A batch is used once, and a few batches later the policy has forgotten half of it. Here each step takes its
-minibatches from the new batch and from the last n together, as many as without replay: a step takes as many
-optimizer steps, and each response is used n + 1 times less often in its own step, but in n + 1 steps.
-Which ones: ``minibatch_order`` in dataset/data_order.py.
-
-Older responses are treated as if they were new: their log-probs, values, KL penalties and advantages are
-computed again with today's actor and critic, and the ratio is 1 when the step begins. They were drawn by an
-earlier policy: the importance weight min(pi_now / pi_then, --importance_cap) of each token says so
-(``importance_weights`` in ppo.py). It is the decoupled objective of Hilton et al. 2022 (arXiv:2110.00641).
-
-Every process keeps the same global batches, so a run can be resumed with another number of processes.
+A step takes as many optimizer steps as without (``minibatch_order`` in dataset/data_order.py). Older
+responses are scored again with today's models; the importance weight min(pi_now / pi_then, --importance_cap)
+of each token says that an earlier policy drew them (the decoupled objective of Hilton et al. 2022,
+arXiv:2110.00641). Every process keeps the same global batches, so a run can be resumed with another number of
+processes.
 """
 
 from dataclasses import dataclass, field

@@ -1,18 +1,10 @@
 """Running scales, so that rewards of any size are learned alike: of the critic's values and of advantages.
 
-AdamW moves every weight by about the learning rate, however large the error. So a critic that has to say 100
-would need a hundred times the steps of one that has to say 1. Therefore
-
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
 
-and the value loss and its clip are in units of that scale too (``value_loss`` in ppo.py). A run whose rewards
-(and ``--kl_coef``) are 100 times as large then learns the same. When the scale changes, the head is divided
-by as much, so no value changes (PopArt: van Hasselt et al. 2016, arXiv:1602.07714).
-
-With the first batch the head's bias is set so that the mean value is the mean return: a reward that is always
-about 50 need not be learned step by step. Where the values are then still worse than that mean alone, or
-vary far less than the returns, they become the line through them that is closest to the returns: a critic
-that starts from a reward model has scores of another size than rewards that are clipped or normalised.
+When the scale changes, the head is divided by as much, so no value changes (PopArt: van Hasselt et al. 2016,
+arXiv:1602.07714). With the first batch the head's bias is set so that the mean value is the mean return, and
+where the values are worse than that mean alone, they become the closest line through them.
 """
 
 import math
