@@ -72,7 +72,7 @@ CASES = {
         "clip_epsilon_high": 0.3,
         "dual_clip": 1.4,
         "lr_schedule": "constant",
-        "lr_warmup_steps": 2,
+        "lr_warmup_steps": 1,
         "critic_warmup_steps": 1,
         "max_steps": 12,
         "replay_batches": 1,

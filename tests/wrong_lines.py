@@ -268,7 +268,7 @@ PPO = [
         "masked_sum(moved.exp() * k2",
         "the KL loss has no importance weights",
     ),
-    ('    if kl_in == "reward":\n', "    if True:\n", "KL in loss and reward"),
+    ('    if kl_in == "reward":', "    if True:", "KL in loss and reward"),
     (
         "advantages - kl_weight * discounted_sums",
         "advantages + kl_weight * discounted_sums",
