@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dataset.chat_template import conversation_ids, for_tokenizer, render
-from dataset.lm_dataset import SAMPLE
-from dataset.turns import to_messages
+from dataset.formats import to_messages
 from errors import InputError
 from model.loading import most_positions
 from model.lora import describe as describe_adapters
@@ -128,7 +127,7 @@ def start_facts(run):
     positions = most_positions(run.ref.config)
     return {
         "prompts": len(prompts),
-        "read": len(prompts) + prompts.dropped if prompts.whole else SAMPLE,
+        "read": prompts.read,
         "dropped": prompts.dropped,
         "long_answers": prompts.long_answers,
         "held_out": len(run.held_out or ()),

@@ -103,7 +103,7 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
         ('{"instruction": "a"}', 'no prompt .an "instruction" needs an "output" beside it'),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": 3}', "must be text or a list"),
-        ('{"prompt": "a", "answer": {}}', '"answer" must be text'),
+        ('{"prompt": "a", "answer": [{}]}', "turn 1 of the conversation has no text"),
         ('{"conversations": []}', "not empty"),
         ('{"conversations": [{"role": "user"}]}', "turn 1"),
         ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
@@ -281,8 +281,9 @@ def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(plain, jsonl)
     """OPT's tokenizer puts its EOS before every text."""
     data = SFTDataset(jsonl({"text": "2 + 3"}), plain, 100)
     pieces, item_of = data.draft(0, {"text": "2 + 3"})
-    rows = [[plain.eos_token_id, 3, 4], [5]][: len(pieces)]
-    assert item_of(*rows)[1] == [0, 1, 1, 1][: 2 + len(pieces)]
+    assert pieces == [("2 + 3" + plain.eos_token, True)]
+    eos = plain.eos_token_id
+    assert item_of([[eos, 3, 4, eos]]) == ([eos, 3, 4, eos], [0, 1, 1, 1])
 
 
 def test_sft_limits_and_errors(chat, jsonl):

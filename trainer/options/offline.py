@@ -20,7 +20,7 @@ import torch
 
 from dataset.data_order import next_batch
 from dataset.formats import Keys
-from dataset.logged_answers import LoggedPairs
+from dataset.lm_dataset import LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
 from trainer.collect import Batch
@@ -40,10 +40,10 @@ def load_logged(kind, path, args, tokenizer, actor):
         path,
         tokenizer,
         args.max_seq_len,
-        args.max_gen_len,
-        eos_ids(tokenizer, actor),
         args.system_prompt,
         Keys(args.prompt_key, args.answer_key),
+        max_response=args.max_gen_len,
+        eos=eos_ids(tokenizer, actor),
     )
 
 
