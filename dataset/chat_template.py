@@ -3,8 +3,8 @@
 All datasets, chat.py and the reward models turn conversations into token ids here. ``--prompt_template``
 gives a tokenizer a chat template, ``--system_prompt`` a system message, ``--chat_template_kwargs`` the values
 of the template's switches. All become the tokenizer's own and are saved with the model, so the next stage and
-chat.py use them too. ``--thinking_ratio`` turns a switch on for a share of the prompts (``Thinking``); nothing
-of it is saved.
+chat.py use them too. ``--thinking_ratio`` turns a switch on for a share of the prompts; nothing of it is
+saved.
 """
 
 import hashlib
@@ -126,8 +126,8 @@ def render(
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], opening: bool = True) -> list[list[int]]:
     """Texts, marked -> a list of token-id lists. With a chat template no special tokens are added: the
-    template has written its own. Without one, the tokenizer adds its defaults (a BOS, for example), but not if
-    ``opening`` is False, because then the text continues another one."""
+    template has written its own. Without one, the tokenizer adds its defaults (a BOS, for example), but not
+    if ``opening`` is False, because then the text continues another one."""
     if not texts:
         return []
     defaults = opening and tokenizer.chat_template is None

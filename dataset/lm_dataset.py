@@ -3,8 +3,8 @@
 Prompts and other records that are too long are dropped here, and never cut. Too long is more than
 ``max_length`` tokens (``--max_seq_len``); for PPO that counts the prompt alone, chat template included. Files
 of up to READ_WHOLE records are read whole at the start. Of more records, ``SAMPLE`` are read then; if one
-turns out too long later, ``__getitems__`` takes the next one that fits. A wrong record, when it is read, is an
-``InputError`` with file and line. No text is kept. Nothing is ever left-padded.
+turns out too long later, ``__getitems__`` takes the next one that fits. A wrong record, when it is read, is
+an ``InputError`` with file and line. No text is kept. Nothing is ever left-padded.
 """
 
 import hashlib
