@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -110,33 +111,32 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
+@dataclass
 class RecordBatches:
     """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
     [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
     each prompt once; ``positions`` are those of its answers."""
 
-    def __init__(
-        self,
-        n: int,
-        seed: int,
-        first_step: int,
-        last_step: int,
-        batch_size: int,
-        mini_batch_size: int,
-        rank: int,
-        world: int,
-        answers: int = 1,
-    ) -> None:
-        self.n = n
-        self.seed = seed
-        self.size = world * batch_size // answers
-        self.answers = answers
-        self.steps = range(first_step, last_step)
-        self.positions = local_positions(batch_size, mini_batch_size, rank, world, answers)
+    n: int
+    seed: int
+    first_step: int
+    last_step: int
+    batch_size: int
+    mini_batch_size: int
+    rank: int
+    world: int
+    answers: int = 1
+
+    def __post_init__(self) -> None:
+        self.steps = range(self.first_step, self.last_step)
+        self.positions = local_positions(
+            self.batch_size, self.mini_batch_size, self.rank, self.world, self.answers
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
+        size = self.world * self.batch_size // self.answers
         for step in self.steps:
-            batch = global_batch(self.n, self.seed, step, self.size)
+            batch = global_batch(self.n, self.seed, step, size)
             yield [batch[position // self.answers] for position in self.positions[:: self.answers]]
 
 

@@ -3,7 +3,7 @@
 Prompts and other records that are too long are dropped here, and never cut. Too long is more than
 ``max_length`` tokens (``--max_seq_len``); for PPO that counts the prompt alone, chat template included. Files
 of up to READ_WHOLE records are read whole at the start. Of more records, ``SAMPLE`` are read then; if one
-turns out too long later, ``__getitems__`` takes the next one that fits. A wrong record, when it is read, is
+turns out too long later, the next one that fits takes its place. A wrong record, when it is read, is
 an ``InputError`` with file and line. No text is kept. Nothing is ever left-padded.
 """
 
@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -50,15 +50,12 @@ from progress_bar import phase
 
 READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: about ten seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
-BLOCK = 256  # records that are tokenised together
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 TOO_LONG = sys.maxsize  # the length of an item that is too long whatever ``max_length``
 
 Ids = list[int]
 Judged = tuple[*tuple[Ids, ...], float]  # token ids of one or two conversations, and a number
 Item = TypeVar("Item")
-# An item before its texts are tokens: [(text, does it open a sequence?), …], what makes the item of their ids
-Draft = tuple[list[tuple[str, bool]], Callable[[list[Ids]], Item]]
 
 
 @dataclass(eq=False)
@@ -86,12 +83,12 @@ class RecordDataset(Dataset[Item], ABC):
         digest = hashlib.sha256(f"{n}".encode())
         lengths = []
         with phase(f"tokens of {self.path}", len(places), "records") as bar:
-            for first in range(0, len(places), BLOCK):
-                for item in self.make(places[first : first + BLOCK]):
-                    self.note_item(item)
-                    digest.update(json.dumps(item, default=_hashed).encode())
-                    lengths.append(self.length(item))
-                bar.done = len(lengths)
+            for i in places:
+                item = self.make(i)
+                self.note_item(item)
+                digest.update(json.dumps(item, default=_hashed).encode())
+                lengths.append(self.length(item))
+                bar.done += 1
         fitting = {i: x for i, x in zip(places, lengths, strict=True) if x <= self.max_length}
         if not fitting:
             raise self.too_long()
@@ -110,8 +107,8 @@ class RecordDataset(Dataset[Item], ABC):
             )
 
     @abstractmethod
-    def draft(self, i: int, record: Record) -> Draft[Item]:
-        """Item ``i``, made of this record, before its texts are tokens. Raises InputError."""
+    def item(self, i: int, record: Record) -> Item:
+        """Item ``i``, made of this record. Raises InputError."""
 
     def length(self, item: Item) -> int:
         """The number of tokens of an item: of the longest sequence in it, if all but its last are such."""
@@ -131,55 +128,37 @@ class RecordDataset(Dataset[Item], ABC):
         with located(self.records, 0):
             return not is_rated(named(self.records[0], self.keys))
 
-    def make(self, indices: Sequence[int]) -> list[Item]:
-        """Numbers of items -> the items, also those that are too long."""
-        drafts = []
-        for i in indices:
-            number = i // self.per_record()
-            with located(self.records, number):
-                record = named(self.records[number], self.keys)
-                drafts.append(self.draft(i, record))
+    def make(self, i: int) -> Item:
+        """Item ``i``, also one that is too long."""
+        number = i // self.per_record()
+        with located(self.records, number):
+            record = named(self.records[number], self.keys)
             self.columns |= dict.fromkeys(record)
             if has_tools(record):
                 self.with_tools.add(number)
-        ids: dict[tuple[str, bool], Ids] = {}
-        for opening in (True, False):
-            pieces = [piece for texts, _ in drafts for piece in texts if piece[1] is opening]
-            rows = encode(self.tokenizer, [text for text, _ in pieces], opening)
-            ids |= zip(pieces, rows, strict=True)
-        items = []
-        for i, (texts, item_of) in zip(indices, drafts, strict=True):
-            with located(self.records, i // self.per_record()):
-                items.append(item_of([ids[piece] for piece in texts]))
-        return items
+            return self.item(i, record)
+
+    def ids(self, text: str, opening: bool = True) -> Ids:
+        """The token ids of a marked text. opening: as in ``encode``."""
+        return encode(self.tokenizer, [text], opening)[0]
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __getitems__(self, places: Sequence[int]) -> list[Item]:
-        """Several items, tokenised together. DataLoader calls this for a batch."""
-        items = self.make([self._kept[place] for place in places])
-        return [
-            item if self.length(item) <= self.max_length else self._next(place)
-            for place, item in zip(places, items, strict=True)
-        ]
-
     def __getitem__(self, place: int) -> Item:
-        return self.__getitems__([place])[0]
+        """The item at ``place``, or the next one that is short enough, round and round on its side of
+        ``edge``."""
+        first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
+        for other in chain([place], range(place + 1, last), range(first, place)):
+            item = self.make(self._kept[other])
+            if self.length(item) <= self.max_length:
+                return item
+        raise self.too_long()
 
     def hold_out(self, count: int) -> None:
         """Keep the last ``count`` items apart, for evaluation. A record that is too long is never replaced by
         one from the other side of this edge."""
         self.edge = len(self) - count
-
-    def _next(self, place: int) -> Item:
-        """The next item after ``place`` that is short enough, round and round on its side of ``edge``."""
-        first, last = (0, self.edge) if place < self.edge else (self.edge, len(self))
-        for other in chain(range(place + 1, last), range(first, place)):
-            (item,) = self.make([self._kept[other]])
-            if self.length(item) <= self.max_length:
-                return item
-        raise self.too_long()
 
     def too_long(self) -> InputError:
         """-> the error where every record is too long."""
@@ -240,16 +219,19 @@ class RLAIFDataset(RecordDataset[Prompt]):
             self.answers += 1
             self.comparable_answers += comparable(item.answer)
 
-    def draft(self, i: int, record: Record) -> Draft[Prompt]:
+    def item(self, i: int, record: Record) -> Prompt:
         prompt, answer = to_prompt(record)
         prompt = add_system(prompt, self.system_prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, **switches)
-
-        def item_of(rows: list[Ids]) -> Prompt:
-            return Prompt(i, prompt, answer, rows[0], record, unmark(text))
-
-        return [(text, True)], item_of
+        return Prompt(
+            index=i,
+            prompt=prompt,
+            answer=answer,
+            prompt_ids=self.ids(text),
+            record=record,
+            text=unmark(text),
+        )
 
     def length(self, item: Prompt) -> int:
         return len(item.prompt_ids)
@@ -266,22 +248,20 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
     end of one and the start of the other.
     """
 
-    def draft(self, i: int, record: Record) -> Draft[tuple[Ids, Ids]]:
+    def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
         prompt, answer = to_demonstration(record)
         prompt = prompt and add_system(prompt, self.system_prompt)
-        pieces = learned_pieces(self.tokenizer, prompt, answer)
         eos = self.tokenizer.eos_token_id
-
-        def item_of(rows: list[Ids]) -> tuple[Ids, Ids]:
-            mask: Ids = []
-            for row, (_, is_said) in zip(rows, pieces, strict=True):
-                # After the last EOS a template may write a newline, which the model never has to.
-                behind = row[::-1].index(eos) if eos in row else 0
-                mask += [int(is_said)] * (len(row) - behind) + [0] * behind
-            mask[0] = 0  # nothing comes before the first token of a text
-            return list(chain.from_iterable(rows)), mask
-
-        return [(text, place == 0) for place, (text, _) in enumerate(pieces)], item_of
+        ids: Ids = []
+        mask: Ids = []
+        for text, is_said in learned_pieces(self.tokenizer, prompt, answer):
+            row = self.ids(text, opening=not ids)
+            # After the last EOS a template may write a newline, which the model never has to.
+            behind = row[::-1].index(eos) if eos in row else 0
+            mask += [int(is_said)] * (len(row) - behind) + [0] * behind
+            ids += row
+        mask[0] = 0  # nothing comes before the first token of a text
+        return ids, mask
 
 
 # ---------------------------------------------------------------- preferences (stage 2)
@@ -291,13 +271,13 @@ class PreferenceDataset(RecordDataset[Judged]):
     """Pairs: items (chosen ids, rejected ids, margin), the margin 0.0 if the record has none; or rated
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
-    def draft(self, i: int, record: Record) -> Draft[Judged]:
+    def item(self, i: int, record: Record) -> Judged:
         sides, given = to_pair(record) if self.pairs else to_rated(record)
-        texts = [
-            conversation_text(self.tokenizer, add_system(prompt, self.system_prompt), response)
-            for prompt, response in sides
-        ]
-        return [(text, True) for text in texts], lambda rows: (*rows, given)
+        rows = []
+        for prompt, response in sides:
+            prompt = add_system(prompt, self.system_prompt)
+            rows.append(self.ids(conversation_text(self.tokenizer, prompt, response)))
+        return *rows, given
 
     def prompt(self, place: int) -> Asked:
         """The prompt of an item."""
@@ -331,9 +311,8 @@ class LoggedRecords(RecordDataset[Item]):
 
     limits = "--max_seq_len or --max_gen_len"
 
-    def answer(self, i: int, record: Record, side: int) -> Draft[LoggedAnswer]:
-        """Item ``i``, the answer of a record before its texts are tokens. side: 0 for the chosen answer of a
-        pair, 1 for the rejected one."""
+    def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
+        """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
         sides, score = to_pair(record) if self.pairs else to_rated(record)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
@@ -341,21 +320,17 @@ class LoggedRecords(RecordDataset[Item]):
         prompt = add_system(prompt, self.system_prompt)
         *context, (said, _) = learned_pieces(self.tokenizer, prompt, response)
         before = "".join(text for text, _ in context)
-
-        def item_of(rows: list[Ids]) -> LoggedAnswer:
-            return LoggedAnswer(
-                index=i,
-                prompt=prompt,
-                answer=None,
-                prompt_ids=rows[0],
-                record=record,
-                text=unmark(before),
-                response=response,
-                response_ids=self._ended(rows[1]),
-                score=score,
-            )
-
-        return [(before, True), (said, False)], item_of
+        return LoggedAnswer(
+            index=i,
+            prompt=prompt,
+            answer=None,
+            prompt_ids=self.ids(before),
+            record=record,
+            text=unmark(before),
+            response=response,
+            response_ids=self._ended(self.ids(said, opening=False)),
+            score=score,
+        )
 
     def _ended(self, ids: Ids) -> Ids:
         """An answer's token ids up to the first that ends a response."""
@@ -379,7 +354,7 @@ class LoggedAnswers(LoggedRecords[LoggedAnswer]):
     def per_record(self) -> int:
         return 1 + self.pairs
 
-    def draft(self, i: int, record: Record) -> Draft[LoggedAnswer]:
+    def item(self, i: int, record: Record) -> LoggedAnswer:
         return self.answer(i, record, i % self.per_record())
 
     def length(self, item: LoggedAnswer) -> int:
@@ -389,10 +364,8 @@ class LoggedAnswers(LoggedRecords[LoggedAnswer]):
 class LoggedPairs(LoggedRecords[tuple[LoggedAnswer, LoggedAnswer]]):
     """Pairs, for an evaluation. Items (chosen, rejected); dropped where one of the two is too long."""
 
-    def draft(self, i: int, record: Record) -> Draft[tuple[LoggedAnswer, LoggedAnswer]]:
-        texts, chosen = self.answer(i, record, 0)
-        others, rejected = self.answer(i, record, 1)
-        return texts + others, lambda rows: (chosen(rows[:2]), rejected(rows[2:]))
+    def item(self, i: int, record: Record) -> tuple[LoggedAnswer, LoggedAnswer]:
+        return self.answer(i, record, 0), self.answer(i, record, 1)
 
     def length(self, item: tuple[LoggedAnswer, LoggedAnswer]) -> int:
         return max(map(self.size, item))

@@ -1512,7 +1512,7 @@ REFEREED = {  # what no test of its module noticed once
         ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
     ],
     "dataset/lm_dataset.py": [
-        ("[(before, True), (said, False)]", "[(before, True), (said, True)]", "a BOS inside", LOGGED),
+        ("self.ids(said, opening=False)", "self.ids(said)", "a BOS inside", LOGGED),
     ],
     "trainer/options/replay.py": [
         (

@@ -5,7 +5,8 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from tiny import ROOT
+from tiny import ROOT, word_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids
@@ -277,13 +278,15 @@ def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
     assert trained_text(plain, text) == " 5<|im_end|>"
 
 
-def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(plain, jsonl):
+def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(jsonl):
     """OPT's tokenizer puts its EOS before every text."""
-    data = SFTDataset(jsonl({"text": "2 + 3"}), plain, 100)
-    pieces, item_of = data.draft(0, {"text": "2 + 3"})
-    assert pieces == [("2 + 3" + plain.eos_token, True)]
-    eos = plain.eos_token_id
-    assert item_of([[eos, 3, 4, eos]]) == ([eos, 3, 4, eos], [0, 1, 1, 1])
+    tokenizer = word_tokenizer("ab")
+    eos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", eos)]
+    )
+    ((ids, mask),) = SFTDataset(jsonl({"text": "a b"}), tokenizer, 100)
+    assert ids == [eos, *tokenizer.convert_tokens_to_ids(["a", "b"]), eos] and mask == [0, 1, 1, 1]
 
 
 def test_sft_limits_and_errors(chat, jsonl):

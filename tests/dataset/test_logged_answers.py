@@ -58,8 +58,8 @@ def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(tmp_path):
 def test_a_record_of_a_pair_is_counted_once(tmp_path):
     logged = load(tmp_path, [{**PAIRS[0], "tools": [{"name": "f"}]}, *PAIRS[1:]])
     assert "tools are ignored: 1 of the records read have them" in logged.note
-    found = logged.__getitems__([3, 0, 2])
-    assert found == [logged[3], logged[0], logged[2]] and found[0].score == -1
+    found = [logged[place] for place in (3, 0, 2)]
+    assert [item.score for item in found] == [-1, 1, 1]
 
 
 def test_rated_answers_have_their_own_score(tmp_path):

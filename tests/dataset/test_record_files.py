@@ -219,7 +219,7 @@ def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
         and data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
     )
     assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
-    assert [p.index for p in data.__getitems__([0, 5, 6])] == [1, 5, 7]
+    assert [data[i].index for i in (0, 5, 6)] == [1, 5, 7]
     records = [{"prompt": "a" if i == 39 else "a b a b"} for i in range(40)]
     data = RLAIFDataset(write_jsonl(tmp_path / "b.jsonl", records), word_tokenizer("ab"), 2)
     assert {p.index for p in data} == {39}

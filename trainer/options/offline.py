@@ -112,7 +112,7 @@ def evaluate_pairs(
     metrics = Metrics()
     with world.all_or_none():
         for places in batches_of(len(pairs), PAIRS, world):
-            found = pairs.__getitems__(places or [0])
+            found = [pairs[place] for place in places or [0]]
             rollout = logged_rollout([answer for pair in found for answer in pair], world.device)
             actor, ref = actor_and_reference(rollout, scorers, host, temperature)
             if not places:  # only other processes have pairs left; sharded models need all processes
