@@ -68,7 +68,7 @@ def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         return pattern.sub(lambda name: name[0][0] + MARK + name[0][1:], text)
 
     # The tokenizer may make the letters of a special token of full-width ones, for example.
-    if pattern.search(unicodedata.normalize("NFKC", marked(text))):
+    if not text.isascii() and pattern.search(unicodedata.normalize("NFKC", marked(text))):
         text = unicodedata.normalize("NFKC", text)
     return marked(text)
 

@@ -48,7 +48,7 @@ from dataset.record_files import located, open_records
 from errors import InputError
 from progress_bar import phase
 
-READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: about ten seconds
+READ_WHOLE = 100_000  # files of up to this many records are read whole at the start: 10 to 20 seconds
 SAMPLE = 1_000  # records of a larger file that are read at the start, evenly spaced
 CHOSEN, REJECTED = 1.0, -1.0  # the scores of a pair's answers in offline PPO (HALOs, arXiv:2402.01306)
 TOO_LONG = sys.maxsize  # the length of an item that is too long whatever ``max_length``
