@@ -1064,7 +1064,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
             OFFLINE,
         ),
     ],
-    "dataset/logged_answers.py": [
+    "dataset/lm_dataset.py": [
         (
             "CHOSEN, REJECTED = 1.0, -1.0",
             "CHOSEN, REJECTED = -1.0, 1.0",
@@ -1079,8 +1079,8 @@ LOGGED_DATA = {  # demonstrations and logged answers
             LOGGED,
         ),
         (
-            "return max(map(super().length, item))",
-            "return super().length(item[0])",
+            "return max(map(self.size, item))",
+            "return self.size(item[0])",
             "rejected ones may be too long",
             LOGGED,
         ),
@@ -1127,7 +1127,7 @@ ENDS = {
         (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
     ],
     "dataset/chat_template.py": [
-        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
+        ('f"{seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
         (
@@ -1350,8 +1350,8 @@ REST = {
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
     ],
-    "dataset/logged_answers.py": [
-        ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("i % self.per_record()", "0", "the chosen side twice", LOGGED),
     ],
     "trainer/options/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
@@ -1479,8 +1479,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
         ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
     ],
-    "dataset/logged_answers.py": [
-        ("[(before, True), (answer, False)]", "[(before, True), (answer, True)]", "a BOS inside", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "a BOS inside", LOGGED),
     ],
     "trainer/options/replay.py": [
         (

@@ -9,9 +9,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from dataset.chat_template import conversation_ids, for_tokenizer, render
-from dataset.lm_dataset import SAMPLE
-from dataset.turns import to_messages
+from dataset.chat_template import conversation_ids, conversation_text, prompt_text
 from errors import InputError
 from model.loading import most_positions
 from model.lora import describe as describe_adapters
@@ -128,7 +126,7 @@ def start_facts(run):
     positions = most_positions(run.ref.config)
     return {
         "prompts": len(prompts),
-        "read": len(prompts) + prompts.dropped if prompts.whole else SAMPLE,
+        "read": prompts.read,
         "dropped": prompts.dropped,
         "long_answers": prompts.long_answers,
         "held_out": len(run.held_out or ()),
@@ -159,11 +157,10 @@ def turns_of(tokenizer, prompt, eos):
     """
     if tokenizer.chat_template is None:
         return "", True
-    asked = for_tokenizer(tokenizer, to_messages(prompt))
     answer = ANSWERS[0]
     try:
-        before = render(tokenizer, asked, generate=True)
-        after = render(tokenizer, [*asked, {"role": "assistant", "content": answer}])
+        before = prompt_text(tokenizer, prompt)
+        after = conversation_text(tokenizer, prompt, answer)
         ids = tokenizer(after.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
     except InputError:
         return "", True

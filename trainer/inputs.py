@@ -24,8 +24,7 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import Prompt, RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
+from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
