@@ -9,7 +9,6 @@
 /clear forgets the conversation, Ctrl-C stops an answer and forgets its question, /exit or Ctrl-D ends."""
 
 import contextlib
-import inspect
 import io
 import sys
 from collections import deque
@@ -118,9 +117,6 @@ class Speaker:
         asked = self.encode(prompt)
         limit = min(self.args.max_gen_len, self.positions - len(asked))
         held = max(map(len, self.stops), default=1) - 1
-        options = {}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            options["logits_to_keep"] = 1  # not those of a whole long prompt
         cache = None
         ids: list[int] = []
         text = ""
@@ -128,7 +124,7 @@ class Speaker:
         finished = False
         while not finished and len(ids) < limit:
             tokens = torch.tensor([ids[-1:] or asked], device=self.model.device)
-            output = self.model(tokens, past_key_values=cache, use_cache=True, **options)
+            output = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = output.past_key_values
             logits = output.logits[0, -1].float()
             choice = logits.argmax()
@@ -145,7 +141,7 @@ class Speaker:
             if ends:
                 text = text[: min(ends)]
                 finished = True
-            final = len(text[: len(text) - held].rstrip("\ufffd"))
+            final = len(text[: -held or None].rstrip("\ufffd"))
             show(text[shown:final])
             shown = max(shown, final)
         show(text[shown:] + "\n")

@@ -104,7 +104,6 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
             if not state.setdefault(name, state[source]).equal(state[source]):
                 raise InputError(f"{name} and {source} differ, but the model of its config ties the two")
         model.load_state_dict(state)
-        model.tie_weights()
         if (sidecar / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
     return model.eval()
@@ -139,7 +138,7 @@ def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
     None, which code for transformers 4 takes for rotary positions without scaling."""
     check_hub(path)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    for name, value in vars(config).items():
+    for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if is_from_outside(config):

@@ -145,8 +145,6 @@ class MiniMindPreTrainedModel(Qwen3PreTrainedModel):
     """Settings that transformers reads for every MiniMind model."""
 
     config: MiniMindConfig
-    config_class = MiniMindConfig
-    _can_compile_fullgraph = False  # the number of tokens of an expert depends on the data
     _can_record_outputs = {**Qwen3PreTrainedModel._can_record_outputs, "router_logits": Router}  # noqa: RUF012
 
 

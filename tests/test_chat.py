@@ -112,12 +112,12 @@ def says(tokenizer, tokens, **flags):
     one.stops, one.eos, one.system_prompt, one.history = one.args.stop, {0}, "", []
     rest = iter(tokens)
 
-    def model(tokens, past_key_values, use_cache):
+    def model(tokens, past_key_values, use_cache, logits_to_keep):
         logits = torch.zeros(1, tokens.shape[1], len(tokenizer))
         logits[0, -1, next(rest)] = 1
         return argparse.Namespace(logits=logits, past_key_values=None)
 
-    model.forward, model.device = model, CPU
+    model.device = CPU
     one.model = model
     return one
 
@@ -447,6 +447,9 @@ def test_what_may_begin_a_stop_string_is_shown_late(pieces):
     assert "".join(pieces) == "a\nYo E EN\n"
     assert "\nY" not in pieces and " E" not in pieces  # they came with what follows
     assert len([piece for piece in pieces if piece]) > 4
+    pieces.clear()
+    one = says(tokenizer, tokenizer("\nYou: and more")["input_ids"], stop=["\nYou:"], max_gen_len=99)
+    assert one.answer("x") == "" and "".join(pieces) == "\n"
 
 
 # ---------------------------------------------------------------- sampling and streaming

@@ -1346,8 +1346,8 @@ UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_
 REST = {
     "chat.py": [
         (
-            "len(text) - held",
-            "len(text)",
+            "text[: -held or None]",
+            "text",
             "a stop string begins on screen",
             SHOWN_LATE,
         ),
