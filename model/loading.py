@@ -104,6 +104,7 @@ def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
             if not state.setdefault(name, state[source]).equal(state[source]):
                 raise InputError(f"{name} and {source} differ, but the model of its config ties the two")
         model.load_state_dict(state)
+        model.tie_weights()
         if (sidecar / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(sidecar))
     return model.eval()

@@ -345,7 +345,9 @@ def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):
     tokens = random_tokens(1, 5)
     del state["lm_head.weight"]
     torch.save(state, tmp_path / "absent.pth")
-    assert torch.equal(load_policy(tmp_path / "absent.pth")(tokens).logits, model(tokens).logits)
+    loaded = load_policy(tmp_path / "absent.pth")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
     state["lm_head.weight"] = torch.zeros(50, 32)
     torch.save(state, tmp_path / "apart.pth")
