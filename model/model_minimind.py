@@ -192,20 +192,9 @@ MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does 
 
 
 def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
-    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict:
-
-    version                 3 if layer 0 has self_attn.q_norm.weight, 2 if not
-    mixture of experts      if layer 0 has mlp.gate.weight; its rows are the number of experts
-    shared experts          the number of mlp.shared_experts.N in layer 0
-    layers                  the number of different N in model.layers.N
-    head size               version 3: rows of q_norm; version 2: rows of q_proj / 8
-    heads, key/value heads  rows of q_proj and of k_proj / head size
-    vocabulary, hidden      rows of model.embed_tokens.weight and of model.norm.weight
-    feed-forward            rows of mlp.gate_proj.weight, with experts of expert 0's gate_proj.weight
-    tied embeddings         if lm_head.weight is missing or equals the embeddings
-
-    Everything else has the default of its version. Any exception means that it is not a MiniMind. Other
-    differences from one are found when the state is loaded into the model.
+    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict; everything else
+    has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
+    MiniMind. Other differences from one are found when the state is loaded into the model.
     """
     layer = "model.layers.0."
     embeddings = state["model.embed_tokens.weight"]
