@@ -408,7 +408,7 @@ CRITIC = {
     "model/critic.py": [
         ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
         ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
-        ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
+        ("add_(intercept / self", "add_(intercept * self", "a shift in other units", VALUE_SCALE),
         ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
     "trainer/options/ema.py": [
@@ -781,7 +781,7 @@ SHOWN = {  # what one sees of a run
         ("leave=False", "leave=True", "a bar stays", BARS),
         ('get("RANK", "0") == "0"', 'get("RANK", "0") != "x"', "every process shows bars", BARS),
         ("sys.stderr.isatty()", "True", "bars in files", BARS),
-        ("            bar.update(0)\n", "            pass\n", "no clock where nothing is counted", BARS),
+        ("        bar.update(0)\n", "        pass\n", "no clock where nothing is counted", BARS),
         ("self.update(count - self.n)", "self.update(count)", "what is done is added to it", BARS),
     ],
     "trainer/compute/memory.py": [
@@ -924,7 +924,7 @@ HEALTH = {
         ),
     ],
     "errors.py": [
-        ("            sys.exit(141)\n", "            pass\n", "a traceback after | head", *H),
+        ("        sys.exit(141)\n", "        raise\n", "a traceback after | head", *H),
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
@@ -1319,18 +1319,18 @@ UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_
 REST = {
     "chat.py": [
         (
-            "len(self.text) - self.held",
-            "len(self.text)",
+            "text[: -held or None]",
+            "text",
             "a stop string begins on screen",
             SHOWN_LATE,
         ),
         (
-            "self.text = self.text[: min(found)]",
-            "self.text = self.text",
+            "text = text[: min(ends)]",
+            "text = text[:]",
             "the stop string is shown",
             CHAT_STOPS,
         ),
-        ("while not answer.finished and len(", "while len(", "it talks on", TALKS_ON),
+        ("while not finished and len(", "while len(", "it talks on", TALKS_ON),
     ],
     "trainer/endings.py": [
         (

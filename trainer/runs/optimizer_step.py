@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from model.shards import sharded_and_whole
+from model.weights import sharded_and_whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Run
