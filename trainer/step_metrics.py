@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from trainer import ppo
-from trainer.collect import Batch, rows_of_equal_groups
+from trainer.collect import Batch
 from trainer.compute.rollout_data import Rollout
+from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
@@ -21,15 +22,15 @@ from trainer.runs.optimizer_step import Step
 LEAST_SPREAD = 1e-6  # times the mean: a smaller standard deviation is rounding
 
 
-def note_rollout(run: PpoRun, new: Rollout, returns: Tensor, metrics: Metrics) -> None:
+def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
-    beside the Monte-Carlo returns [B, R]."""
+    beside the outcomes."""
     offline = bool(run.args.offline_data_path)  # then only the critic is measured: nothing was sampled
-    for name, (total, count) in ppo.rollout_metrics(new, returns).items():
+    for name, (total, count) in ppo.rollout_metrics(new).items():
         if name.startswith("value/") or not offline:
             metrics.add(name, total, count)
     if run.critic:
-        explained = ppo.explained_variance(returns, new.values, new.mask, run.world.sum)
+        explained = ppo.explained_variance(new.outcomes, new.values, new.mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
     if not offline:
@@ -49,11 +50,10 @@ def note_step(run: PpoRun, name: str, step: Step, metrics: Metrics) -> None:
     metrics.add(f"{group}/learning_rate", rate, 1)
 
 
-def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics, clock: Sequence[float]) -> dict[str, float]:
+def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
-    batch: ``Batch`` (collect.py); metrics: what scoring and updating have measured (``Metrics``);
-    clock: the times before scoring, before updating, and after it.
+    metrics: what scoring and updating have measured.
     """
     args = run.args
     rollout = batch.rollout
@@ -72,10 +72,9 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics, clock: Sequence[fl
     metrics.add_all(sums, len(responses))
     metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
     means = metrics.means(run.world)
-    seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
-    means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+    means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means |= run.reward.metrics(batch.raw)
-    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
+    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
     return means
 
 
