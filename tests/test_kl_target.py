@@ -97,6 +97,7 @@ def test_remedies_name_the_target_where_there_is_one():
     flags = {"kl_coef": 0.02, "kl_target": 6.0}
     more_kl = "--kl_coef x3"
     assert remedy_of(more_kl, Past(flags)) == "--kl_target 2"
+    assert remedy_of("--kl_coef 0.05", Past(flags)) == "--kl_coef 0.05"
     assert remedy_of(more_kl, Past({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
     assert remedy_of(more_kl, Past({"kl_coef": 0.0})) == "--kl_coef 0.02"
 

@@ -403,7 +403,7 @@ def remedy_of(text: str, past: Past) -> str:
 def moved(past: Past, move: re.Match[str]) -> str:
     """A flag of a remedy with its value for this run; "" where the run has it already."""
     flag, sign, number = move.groups()
-    if flag == "kl_coef" and past.known("kl_target"):  # it moves --kl_coef
+    if sign and flag == "kl_coef" and past.known("kl_target"):  # it moves --kl_coef
         flag = "kl_target"
         sign = "/"
     now = past.known(flag)
