@@ -317,7 +317,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
         f"function       --reward_fn {files['reward_fn']}",
         "repetition     --repetition_penalty 0.25",
         "length_reward  --length_reward 0.5",
-        "missing_eos    --missing_eos_penalty 1",
+        "missing_eos    --missing_eos_penalty 1.0",
         "warm-up  at first only the critic trains: --critic_warmup_steps 2",
     ):
         assert f"{line}\n" in said
