@@ -500,11 +500,11 @@ CRITIC = {
         ("zip(ids, ids[1:], ids[2:]", "zip(ids, ids[1:], ids[1:]", "bigrams for trigrams", RESPONSES),
         ("/ max(len(trigrams), 1)", "/ max(len(ids), 1)", "repetition is divided by tokens", RESPONSES),
         ("hash(tuple(ids))", "hash(tuple(ids[:1]))", "responses that begin alike are the same", RESPONSES),
-        ("in world.gather(mine) for", "in [mine] for", "only this process' responses", TWO_PROCESSES),
-        ("score, len(ids))", "score, ids[0])", "the first token as length", RESPONSES),
+        ("(world.gather(mine))", "([mine])", "only this process' responses", TWO_PROCESSES),
+        ("x, len(ids))", "x, ids[0])", "the first token as length", RESPONSES),
         ("    x = x - mean\n", "    x = x - mean + 0.1\n", "a mean that is not taken off", RESPONSES),
         ("LEAST_SPREAD = 1e-6", "LEAST_SPREAD = 0.0", "rounding has a correlation", RESPONSES),
-        ("lengths).item() / size if size", "lengths).item() / size**2 if size", "covariance", RESPONSES),
+        ("length).item() / size if size", "length).item() / size**2 if size", "covariance", RESPONSES),
         (
             "new.old_logprobs, new.sampler_logprobs, new.mask",
             "new.old_logprobs, new.ref_logprobs, new.mask",
@@ -515,12 +515,7 @@ CRITIC = {
             'batch_metrics(rollout, batch.scores["missing_eos"], run.world), 1)',
             "statistics of a part of the score",
         ),
-        (
-            "run.reward.at_limit(batch.raw).sum(), count)",
-            "run.reward.at_limit(batch.raw).sum(), 1)",
-            "responses at the limit are counted, not their share",
-            REWARDS,
-        ),
+        ("metrics.add_all(sums, len(responses))", "metrics.add_all(sums, 1)", "sums, not shares and means"),
         (
             '"value" if name == "critic" else "policy"',
             '"policy" if name == "critic" else "value"',
@@ -528,16 +523,10 @@ CRITIC = {
         ),
         ("step.norm, 1)", "run.args.grad_clip, 1)", "the clip as the gradient's norm"),
         (
-            'batch.scores["score"], args.num_generations))',
-            'batch.scores["score"], 2))',
+            'batch.scores["score"], args.num_generations)',
+            'batch.scores["score"], 2)',
             "groups of two",
         ),
-        (
-            '"rollout/equal_groups", equal, count)',
-            '"rollout/equal_groups", equal, 1)',
-            "rows, not their share",
-        ),
-        ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
     ],
     "dataset/data_order.py": [
         ("born * epochs + epoch)[place]", "epoch)[place]", "each batch has the same order"),
@@ -841,87 +830,71 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+RUNS_OF_HEALTH = "tests/runs/test_health_runs.py"
+PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
+BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _HEALTH = "tests/runs/test_health.py::"
-_FORM = _HEALTH + "test_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _SHOWN = (
     "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
 )
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
-    "trainer/runs/health_past.py": [
-        ("if len(begun) < WINDOW:", "if True:", "the start moves", *H),
+    "trainer/runs/health.py": [
+        ("self.values[name][:count], count)", "self.values[name][-count:], count)", "the start moves", *H),
         ("math.sqrt(x * (1 - x)) for", "1.0 for", "a wider standard error", *H),
         ("CLEAR * max(spreads", "max(spreads", "one standard error", *H),
         ("default=math.nan) * math.sqrt(2 / count)", "default=math.nan) * math.sqrt(1 / count)", "one", *H),
-        ("first, _, last = found", "_, first, last = found", "the best evaluation is compared", *H),
-        ('"held_out_pairs" if name', '"held_out" if name', "prompts are counted, not pairs", *H),
-        ("[-len(beyond)]", "[-1]", "since the last of the steps that show it", *H),
-        ("or not all(beyond)", "or not any(beyond)", "one step is enough", *H),
+        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
+        (
+            "self.change(found[0], found[-1])",
+            "self.change(max(found), found[-1])",
+            "the best is compared",
+            *H,
+        ),
+        ("self.step - count + 1", "self.step", "since the last of the steps that show it", *H),
+        ("if sum(beyond) == count else", "if any(beyond) else", "one step is enough", *H),
         ("            if all(found):", "            if any(found):", "half of a condition is enough", *H),
-        ("            limit *= start\n", "            pass\n", "a limit is not that of the start", *H),
+        ('* start if "times" in words', '* 1.0 if "times" in words', "a limit is not that of the start", *H),
         ("min(WINDOW, math.ceil(ENOUGH", "min(1, math.ceil(ENOUGH", "four responses say how many end", *H),
-        ("self.trend is None else self.trend < 1", "True else 0", "evaluations say nothing", *H),
+        ("<= CLEAR if math.isnan(self.trend)", "<= CLEAR if True", "evaluations say nothing", *H),
+        ("if self.known(condition) else {}", "if True else {}", "facts that are as they should be", *H),
+        ('return "" if value ==', 'return "" if 0 ==', "a remedy that the run has already", *H),
+        ("usual if now < least else", "", "a rate far too low is lowered", RUNS_OF_HEALTH),
+        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
+        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
+        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
+        ("if value and not least", "if not least", "what is off is unusual", *H),
+        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
+        ("return times > OFTEN", 'return past.known("prompts") > OFTEN', "prompts are counted", *H),
+        ('abs(past.now("policy/first_ratio", 1) - 1)', '(past.now("policy/first_ratio", 1) - 1)', "<", *H),
+        ('gets = "> 1.4" if paid > 0 else "< 0.7"', 'gets = "> 1.4"', "shorter answers are never gamed", *H),
+        ("better = past.witness in JUDGES and", "better =", "the score is a witness", *H),
+        (' and past.args.get("missing_eos_penalty") != 0', "", "cuts that are free", *H),
+        ('"wrong": ends < NONE_ENDS', '"wrong": True', "some answers end", *H),
+        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
+        ("count = max(3, past.enough)", "count = 3", "twelve responses say how many end", *H),
+        ("same = first < SAME and", "same =", "equal at the end", *H),
+        ('"wrong": past.steps * past.responses >= SCORED', '"wrong": True', "a few answers that fail", *H),
+        ("BY_LENGTH = 0.6", "BY_LENGTH = 0.8", "a score that is mostly length", *H),
+        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
+        ("MOVED = 0.1", "MOVED = 0.9", "a move of half a nat is none", *H),
+        ("exploited = past.witness in JUDGES and", "exploited =", "each fall is an exploit", *H),
+        ('"wrong": past.trend < -2', '"wrong": past.trend < -1', "a small fall is wrong", *H),
+        ('known.level == LOOK and seen.get("wrong")', "known.level == LOOK", "the numbers move", *H),
+        ('                seen["since"] = known.step\n', "                pass\n", "since it is wrong", *H),
+        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
+        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
+        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
+        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
+        ('checked = args.get("script", SCRIPT) == SCRIPT', "checked = True", "stages", *H),
     ],
     "trainer/runs/health.toml": [
         ("policy/ratio < 0.1 in 1", "policy/ratio < 0.0 in 1", "a small ratio is right", *H),
         (" and kl/k1 > 0.1 in 3 steps", "", "long answers are far", *H),
         (', "policy/advantage_std < 1e-9 in 3 steps"', "", "advantages of 0 are fine", *H),
-        ("--normalize_reward 1 --critic", "--normalize_reward 1 --lam 1 --critic", "another remedy", *H),
-    ],
-    "trainer/runs/health_rules.py": [
-        ('(past.known("positions") or math.inf) -', "1e9 -", "answers longer than the positions", *H),
-        ('return "" if value == plain(now) else', "return", "a remedy that the run has already", *H),
-        ("max(now * int(number), usual), most))", "max(now * int(number), usual), 1e9))", "beyond usual", *H),
-        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
-        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
-        ("next(iter(moves.values()), text)", "any(moves.values()) or not moves", "the second flag alone", *H),
-        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
-        ("if value and not least", "if not least", "what is off is unusual", *H),
-        ("> dropped / 2:", "> dropped:", "long answers are blamed on the prompts", *H),
-        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
-        ("return times > OFTEN", "return prompts > OFTEN", "prompts are counted, not samples of them", *H),
-        ('abs(past.now("policy/first_ratio") - 1)', '(past.now("policy/first_ratio") - 1)', "below 1", *H),
-        ('len(past.values("policy/loss")) == WINDOW', "True", "stuck while the critic warms up", *H),
-        ("return trains and not past.score_rise > CLEAR and", "return trains and", "the score rises", *H),
-        (
-            "seen = longer or past.holds",
-            "seen = longer and past.holds",
-            "shorter answers are never gamed",
-            *H,
-        ),
-        ("(paid if longer else -paid)", "paid", "shorter answers that are paid for", *H),
-        ('"start": start, "wrong": not cuts_are_free(past)', '"start": start, "wrong": True', "free", *H),
-        ("if cuts_are_free(past) or forgets", "if forgets", "cuts that are free", *H),
-        ("    if cuts_are_free(past) or forgets_to_stop(past):", "    if cuts_are_free(past):", "twice", *H),
-        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
-        ("max(3, past.enough)} steps", "3} steps", "twelve responses say how many end", *H),
-        ('(past.known("distinct_prompts") or 1.0)', "1.0", "equal prompts need different responses", *H),
-        ('{**seen, "wrong": past.trend == -1}', '{**seen, "wrong": past.trend != 1}', "no rise", *H),
-        ('and past.start("reward/score_std", min', 'or ("reward/score_std", min', "equal at the end", *H),
-        ('"wrong": many, "steps"', '"wrong": True, "steps"', "a few answers that fail are wrong", *H),
-        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
-        ("MOVED = 0.1", "MOVED = 0.7", "a move of half a nat is none", *H),
-        ("ALONE = 0.8", "ALONE = 0.7", "a small share is the form's alone", _FORM),
-        ("better = past.independent and past.trend", "better = past.trend", "the score is a witness", _FORM),
-        ("< SMALLEST_PRICE * spread", "< SMALLEST_PRICE", "the scale of the scores", *H),
-        ("if exploited else", "if True else", "each fall is an exploit", *H),
-        ("value > 2 * least", "value > least", "a small fall is wrong", *H),
-    ],
-    "trainer/runs/health.py": [
-        ('elif seen and seen.get("wrong"):', "elif seen:", "the numbers move", *H),
-        ('{**seen, "since": known.step}', "seen", "since it became wrong", *H),
-        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
-        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
-        ("values.setdefault(move[1], move[3])", "move[3]", "two values of one flag", *H),
-        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
-        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
-        (
-            'if args.get("script", SCRIPT) != SCRIPT:\n            self',
-            "if 0:\n            self",
-            "stages",
-            *H,
-        ),
+        (" and policy/grad_norm > 0 in 10 steps", "", "stuck while the critic warms up", *H),
+        (" and rollout/distinct < 0.2 in 3 steps", "", "answers to one prompt that are alike", *H),
     ],
     "errors.py": [
         ("        sys.exit(141)\n", "        raise\n", "a traceback after | head", *H),
@@ -955,9 +928,8 @@ HEALTH = {
         ),
     ],
     "trainer/about_run.py": [
-        ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
-        ("strip(), bool(set(ids) & set(eos))", "strip(), True", "the template has an EOS", *H),
-        ("        sees = one != other\n", "", "every judge sees the answer", *H),
+        ("not set(eos).isdisjoint(ids)", "True", "the template has an EOS", *H),
+        ('if tokenizer.chat_template else ""', 'if False else ""', "every reward model has a template", *H),
     ],
     "trainer/runs/displays.py": [
         ("name == UNDEFINED and math.isnan(", "math.isnan(", "a loss of NaN is not seen", _SHOWN),
@@ -1305,8 +1277,6 @@ SCALE = {  # sharded models, more machines, and addresses
 }
 
 OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
-BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
-PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
 GIVEN = "tests/test_flags.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
@@ -1366,9 +1336,6 @@ REST = {
             "chance of held-out pairs is that of pairs that were learned",
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),
-    ],
-    "trainer/runs/health_past.py": [
-        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
     ],
     "trainer/rewards/reward.py": [
         ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),

@@ -73,12 +73,6 @@ def test_there_is_no_critic(whole):
     assert state["advantage_scale"]["batches"] > 0
 
 
-def test_a_run_says_whose_kl_its_target_follows(files, tmp_path):
-    given = {**RUN, **ONE, "out_dir": tmp_path, "kl_in": "loss"}
-    assert "--kl_target" not in built(files, **given).about()
-    assert "answers that --filter_groups keeps" in built(files, **given, kl_target=0.5).about()
-
-
 def test_two_processes_equal_one(files, whole, tmp_path):
     run_in_two_processes(argv_of(files, tmp_path, **TWO))
     same_weights(whole, tmp_path / "r", 4)

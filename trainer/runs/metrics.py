@@ -1,7 +1,7 @@
 """Metrics of a step: means over tokens or sequences, exact over all micro-batches and processes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -23,7 +23,7 @@ class Metrics:
         total = total.detach().double() if isinstance(total, torch.Tensor) else total
         self._totals[name] = (old_total + total, old_count + count)
 
-    def add_all(self, totals: dict[str, Number], count: Number) -> None:
+    def add_all(self, totals: Mapping[str, Number], count: Number) -> None:
         """Add to several metrics, over the same ``count``."""
         for name, total in totals.items():
             self.add(name, total, count)

@@ -21,8 +21,7 @@ from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import only_critic
-from trainer.runs.health import Health, as_markdown, one_line
-from trainer.runs.health_rules import WRONG
+from trainer.runs.health import WRONG, Health, as_markdown, one_line
 from trainer.runs.report import Report, read_metrics, read_rows
 from trainer.runs.samples import sample_text
 from trainer.runs.summary import filled, in_words, tables, values_of

@@ -21,7 +21,7 @@ from statistics import fmean
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trainer.runs.displays import Display, Records, logged, metric_names
-from trainer.runs.health_past import least_difference, spread_of_steps
+from trainer.runs.health import least_difference, spread_of_steps
 
 SHARES = ("accuracy", "chosen_share", "chosen_preferred", "finished", "format_rate")  # each record: 0 to 1
 TEMPLATES = Environment(
