@@ -223,7 +223,7 @@ from trainer.collect import (
 )
 from trainer.compute.batching import send
 from trainer.compute.scoring import score_policy, score_values
-from trainer.evaluation import evaluate_actor
+from trainer.evaluation import evaluate_actor, rows_of_step
 from trainer.inputs import complete_flags, load_inputs
 from trainer.loop import build_and_train
 from trainer.options.offline import collect_logged, take_reference
@@ -231,7 +231,6 @@ from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
-from trainer.runs.samples import rows_of_step
 from trainer.step_metrics import note_rollout, note_step, step_metrics
 
 
@@ -460,7 +459,7 @@ def learn(run, step, batch):
     if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
         run.old_actor.load_state_dict(run.actor.state_dict())
     clock.append(time.perf_counter())
-    return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch, rollout)
+    return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch)
 
 
 def build(args, world):
