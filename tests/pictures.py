@@ -11,5 +11,5 @@ def leave_out(setattr=setattr):
     """setattr: of ``pytest.MonkeyPatch`` where it is to be undone."""
     from trainer.runs import plots
 
-    setattr(plots, "draw_svgs", lambda *given: [])
+    setattr(plots, "draw_svgs", lambda *given: {})
     setattr(plots, "draw_png", lambda *given: None)

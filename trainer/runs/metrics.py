@@ -63,5 +63,6 @@ class Metrics:
 
 def together(numbers: list[Number], device: torch.device) -> Tensor:
     """Numbers and tensors of one element -> fp64 [n] on the device. The host waits for no GPU."""
-    tensors = [torch.as_tensor(x, dtype=torch.float64) for x in numbers]
-    return torch.stack([x.to(device, non_blocking=True) for x in tensors])
+    return torch.stack(
+        [torch.as_tensor(x, dtype=torch.float64).to(device, non_blocking=True) for x in numbers]
+    )

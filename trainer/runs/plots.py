@@ -11,7 +11,6 @@ import io
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,15 +20,6 @@ from trainer.runs.displays import Panel, Records
 from trainer.runs.health import Finding
 
 HERE = Path(__file__).parent  # of the style sheets
-LEVELS = {"wrong": "#fe01ca", "look": "#fe01cb"}  # colours of findings
-
-
-class Plot(NamedTuple):
-    """A plot of report.html."""
-
-    panel: Panel
-    labels: list[str]  # of its curves
-    svg: str
 
 
 def draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
@@ -54,22 +44,22 @@ def draw_png(records: Records, panels: tuple[Panel, ...], path: Path) -> None:
         figure.savefig(path)
 
 
-def draw_svgs(records: Records, panels: tuple[Panel, ...], findings: list[Finding]) -> list[Plot]:
-    """The plots of report.html: of each panel that these records have numbers for. A dashed line is the step
-    at which a finding begins."""
-    plots = []
+def draw_svgs(records: Records, panels: tuple[Panel, ...], findings: list[Finding]) -> dict[str, str]:
+    """The plots of report.html -> {title: SVG} of those panels that these records have numbers for. A dashed
+    line is the step at which a finding begins."""
+    svgs = {}
     with matplotlib.rc_context(fname=HERE / "report.mplstyle"):
         for panel in panels:
             figure = Figure()
             axis = figure.subplots()
             draw_panel(axis, panel, records)
-            labels = [str(line.get_label()) for line in axis.lines]
-            if not labels:
+            if not axis.lines:
                 continue
             for finding in findings:
-                axis.axvline(finding.step, color=LEVELS[finding.level], linewidth=1, linestyle="--")
+                colour = "#fe01ca" if finding.level == "wrong" else "#fe01cb"
+                axis.axvline(finding.step, color=colour, linewidth=1, linestyle="--")
             file = io.StringIO()
             figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
             svg = re.sub("#fe01(c.)", r"var(--\1)", file.getvalue())
-            plots.append(Plot(panel, labels, svg[svg.index("<svg") :]))
-    return plots
+            svgs[panel.title] = svg[svg.index("<svg") :]
+    return svgs

@@ -58,7 +58,8 @@ def write_report(run: Run, folder: Path, findings: list[Finding], state: str, sa
         folder=folder,
         config=json.loads((folder / "config.json").read_bytes()),
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
-        plots=draw_svgs(records, panels, findings),
+        records=records,
+        svgs=draw_svgs(records, panels, findings),
         answers=read_rows(folder / "eval_samples.jsonl"),
         samples=read_rows(folder / "samples.jsonl"),
     )

@@ -90,7 +90,7 @@ def start_wandb(folder: Path, known: dict[str, Any]) -> Tracker:
         shutil.rmtree(folder / "wandb", ignore_errors=True)
     settings = wandb.Settings(console="off")  # the output is the run's own
     run = wandb.init(**known, dir=str(folder), settings=settings)
-    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False), fresh)
+    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"), fresh)
 
 
 TRACKERS = {"swanlab": start_swanlab, "tensorboard": start_tensorboard, "wandb": start_wandb}
