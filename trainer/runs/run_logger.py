@@ -169,11 +169,10 @@ class RunLogger:
         """Write summary.md, report.html and curves.png; print the summary, files, time, memory."""
         self._bar.close()
         self._conclude("ended")
-        seconds = time.perf_counter() - self._start
         memory = torch.cuda.max_memory_allocated() or peak_memory()
         self.say(
-            f"{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; at most "
-            f"{memory / 2**30:.1f} GiB of memory\n{self.run.results()}"
+            f"{time.perf_counter() - self._start:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
+            f"at most {memory / 2**30:.1f} GiB of memory\n{self.run.results()}"
         )
 
     def _conclude(self, state: str) -> None:
