@@ -677,24 +677,29 @@ ELSEWHERE = {
             EVALUATION,
         ),
         (
-            "is_correct(text, prompt.answer, reasoning) for",
-            "True for",
+            "is_correct(text, prompt.answer, args.reasoning)\n",
+            "True\n",
             "accuracy 1",
             EVALUATION,
         ),
         (" and comparable(prompt.answer)", "", "answers that nobody can say count as wrong", EVALUATION),
-        ("count * len(right))", "len(texts))", "records without an answer count as wrong", EVALUATION),
-        ('("_greedy", 0.0,', '("_greedy", temperature,', "greedy results are sampled", EVALUATION),
+        (
+            "sum(right), len(right))",
+            "sum(right), len(texts))",
+            "records without an answer count as wrong",
+            EVALUATION,
+        ),
+        ('("_greedy", 0.0,', '("_greedy", args.temperature,', "greedy results are sampled", EVALUATION),
         ("math.comb(wrong, k) / math", "math.comb(k, wrong) / math", "pass@k turned round", EVALUATION),
         (
-            "for group in right), len(right))",
-            "for group in right), len(batch))",
+            "solved, len(groups))",
+            "solved, len(prompts))",
             "pass@k of all prompts",
             EVALUATION,
         ),
         ("parts)[::count]", "parts)[count - 1 :: count]", "another of the answers is shown", EVALUATION),
-        ("% answers\n", "* 0\n", "the answers to a prompt are the same", EVALUATION),
-        ('(("", temperature,', '(("", 1.0,', "evaluation samples at temperature 1", EVALUATION),
+        ("% count\n", "* 0\n", "the answers to a prompt are the same", EVALUATION),
+        ('("", args.temperature,', '("", 1.0,', "evaluation samples at temperature 1", EVALUATION),
         (
             'parts["format"] > 0\n',
             'parts["format"]\n',
@@ -782,25 +787,25 @@ SHOWN = {  # what one sees of a run
         (" - len(engine.waiting) - ", " - ", "waiting prompts count as responses", BARS),
     ],
     "trainer/evaluation.py": [
-        ("(answers + 1) * sum", "answers * sum", "the bar is full half-way", BARS),
+        ("(args.num_generations + 1) * sum", "args.num_generations * sum", "the bar is full half-way", BARS),
     ],
     "trainer/runs/trackers.py": [
         ("if fresh and not tracker.fresh:", "if fresh:", "a resumed run lacks its first steps", TRACKED),
         (
-            "        shutil.rmtree(path, ignore_errors=True)\n        self.about",
-            "        self.about",
+            "    shutil.rmtree(path, ignore_errors=True)\n    writer",
+            "    writer",
             "steps are doubled in TensorBoard",
             TRACKED,
         ),
         (
-            "            shutil.rmtree(path, ignore_errors=True)\n        mode",
-            "            pass\n        mode",
+            "        shutil.rmtree(path, ignore_errors=True)\n    run",
+            "        pass\n    run",
             "two runs in SwanLab",
             TRACKED,
         ),
         (
-            "glob(f\"offline-run-*-{folder.config['run_id']}\")",
-            'glob("no-run")',
+            'shutil.rmtree(folder / "wandb", ignore_errors=True)',
+            "pass",
             "two runs in wandb",
             TRACKED,
         ),
@@ -814,13 +819,7 @@ SHOWN = {  # what one sees of a run
     ],
     "trainer/runs/run_logger.py": [
         (
-            'begun = self.health.add({"step": step, **metrics})',
-            'self.health.add({"step": step, **metrics})\n        begun = self.health.sorted',
-            "a finding at every step",
-            TRACKED,
-        ),
-        (
-            "if step and (last or step % self.log_interval == 0):",
+            "if step and (step == total or step % self.log_interval == 0):",
             "if True:",
             "a text at every step",
             TRACKED,
@@ -835,9 +834,6 @@ PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found
 BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _HEALTH = "tests/runs/test_health.py::"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
-_SHOWN = (
-    "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
-)
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
     "trainer/runs/health.py": [
@@ -901,28 +897,20 @@ HEALTH = {
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
-        ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", _ENDED),
         ("error.code = BROKEN", "error.code = 2", "a broken run exits with 2", *H),
     ],
     "trainer/runs/run_logger.py": [
         (
-            'how = "to go on all the same"',
-            'how = "to go on"',
-            "to go on with what is broken",
-            _ENDED,
+            'begun = self.health.add({"step": step, **metrics})',
+            'self.health.add({"step": step, **metrics})\n        begun = self.health.sorted',
+            "a finding at every step",
+            "tests/runs/test_summary.py::test_findings_are_printed_at_any_step_and_once",
         ),
-        ("        if lines:  # first", "        if step:  # first", "no remedy before the first step", *H),
     ],
-    "trainer/runs/summary.py": [
+    "trainer/runs/report.py": [
         (
-            'if state not in ("running", "ended"):',
-            "if 0:",
-            "the summary does not say who ended it",
-            _ENDED,
-        ),
-        (
-            "shares=change if is_share else (),",
-            "shares=(0.9,) if is_share else (),",
+            "            shares=change,\n",
+            "            shares=(0.9,),\n",
             "the spread of a share",
             "tests/runs/test_summary.py",
         ),
@@ -931,10 +919,6 @@ HEALTH = {
         ("not set(eos).isdisjoint(ids)", "True", "the template has an EOS", *H),
         ('if tokenizer.chat_template else ""', 'if False else ""', "every reward model has a template", *H),
     ],
-    "trainer/runs/displays.py": [
-        ("name == UNDEFINED and math.isnan(", "math.isnan(", "a loss of NaN is not seen", _SHOWN),
-        ("name == UNDEFINED and math.isnan(", "0 and math.isnan(", "nan where there is no value", _SHOWN),
-    ],
     "trainer/inputs.py": [
         ("        if not args.data_path:  # the", "        if True:  # the", "evaluated on the demo", _DEMO),
     ],
@@ -942,56 +926,44 @@ HEALTH = {
 
 
 _REPORT = "tests/runs/test_report.py::test_"
-KEPT, PROCESSES = (
-    _REPORT + "of_a_step_the_first_two_and_those_that_stand_out_are_kept",
-    _REPORT + "what_stands_out_is_taken_from_all_processes",
-)
-MARKED = _REPORT + "changed_words_are_marked"
-BANDS = _REPORT + "curves_of_long_runs_are_means_with_a_band_from_least_to_most"
-FANS = _REPORT + "deciles_are_drawn_as_the_median_with_a_band_for_each_pair"
-DUE = _REPORT + "writing_it_takes_at_most_a_hundredth_of_the_time"
-OF_LOGGED = "tests/test_offline.py::test_without_an_evaluation_there_is_no_sampler"
+KEPT = _REPORT + "of_a_step_the_first_response_and_those_that_stand_out_are_kept"
 REPORT = {
-    "trainer/runs/samples.py": [
+    "trainer/evaluation.py": [
+        ('"worst": by_score[0]', '"worst": by_score[1]', "the worst is another one", KEPT),
         (
-            "rollout.old_logprobs - rollout.ref_logprobs",
-            "rollout.ref_logprobs - rollout.old_logprobs",
-            "the sign of a response's KL",
-            KEPT,
+            "in run.world.gather(mine) for row in",
+            "in [mine] for row in",
+            "rows of one process",
+            _REPORT + "what_stands_out_is_taken_from_all_processes",
         ),
-        ("torch.where(rollout.mask, ", "torch.where(rollout.mask | True, ", "padding counts as KL", KEPT),
-        (".sum(1)[-len(answers) :]", ".sum(1)[: len(answers)]", "the KL of replayed responses", KEPT),
         (
-            '"worst": lambda row: -row["parts"]["score"],',
-            '"worst": lambda row: row["length"],',
-            "the worst is another one",
-            KEPT,
-        ),
-        ("in run.world.gather(mine) for", "in [mine] for", "rows of one process", PROCESSES),
-        (
-            "for theirs in world.gather(shown) for",
-            "for theirs in [shown] for",
+            "in run.world.gather(mine) for place,",
+            "in [mine] for place,",
             "answers of one process",
-            _REPORT + "the_first_held_out_prompts_are_kept_by_number_over_processes",
+            "tests/test_evaluation.py::test_the_first_held_out_prompts_are_kept_by_number_over_processes",
         ),
-        ('del values["kl"]', "pass", "a KL of logged responses", OF_LOGGED),
+    ],
+    "trainer/runs/run_logger.py": [
+        (
+            "end + SHARE * (end - start)",
+            "end + end - start",
+            "it is written at every step",
+            _REPORT + "writing_it_takes_at_most_a_hundredth_of_the_time",
+        ),
     ],
     "trainer/runs/report.py": [
-        ("end + SHARE * (end - start)", "end + end - start", "it is written at every step", DUE),
-        ('kind != "equal")', "False)", "nothing is marked", MARKED),
-    ],
-    "trainer/runs/summary.py": [
         (
-            'name.endswith(".html.jinja2")',
+            'select_autoescape(["html.jinja2"])',
             "False",
             "the texts are HTML",
             _REPORT + "the_page_has_all_sections_plots_and_texts_and_no_script",
         ),
-    ],
-    "trainer/runs/plots.py": [
-        ("values.max()]", "values.mean()]", "a band that ends at the mean", BANDS),
-        ("fans[-1 - k]", "fans[-1]", "all bands reach to the largest", FANS),
-        ("fans[middle]", "fans[0]", "the least for the median", FANS),
+        (
+            "1 if name.startswith(",
+            "2 if name.startswith(",
+            "the last two evaluations are averaged",
+            "tests/runs/test_summary.py::test_the_table_has_first_and_last",
+        ),
     ],
 }
 
@@ -1329,10 +1301,10 @@ REST = {
     "trainer/runs/distributed.py": [
         ("(bits * places[: len(bits)]).sum()", "bits.sum()", "the order of weights does not count", SWAPPED),
     ],
-    "trainer/runs/summary.py": [
+    "trainer/runs/report.py": [
         (
-            "if steps and not is_share:",
-            "if steps:",
+            'if not spreads and short != "accuracy":',
+            "if not spreads:",
             "chance of held-out pairs is that of pairs that were learned",
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),

@@ -90,6 +90,6 @@ def test_a_run_on_records_of_this_shape(tmp_path, capsys):
     assert read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
     assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] in {r["question"] for r in RECORDS}
     said = capsys.readouterr().out
-    assert "  held out at step 1: accuracy 0.000 (greedy 0.000) | score" in said
+    assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
     assert "- No held-out answer was right, before or after (accuracy 0)." in said
     assert "because eval/function was never above 0.000\n" in said

@@ -16,7 +16,7 @@ from trainer.runs.interrupts import StopRequest
 BROKEN = 3  # exit code of a run that --strict_health has ended
 
 
-def log_step(run, logger, step, metrics, rows=()):
+def log_step(run, logger, step, metrics, rows):
     """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
@@ -56,7 +56,6 @@ def end_if_broken(run, logger):
     finding = getattr(run.args, "strict_health", 0) and run.world.gather(logger.broken)[0]
     if finding:
         save(run, logger)
-        logger.ended_by = finding
         error = (InputError if run.world.is_main else SaidElsewhere)(
             f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
             "its line above and docs/health.md say what to try"
@@ -92,10 +91,10 @@ def run_to_the_end(run, logger, train):
     try:
         with sleep_when_busy(run.world.device), collected_between_steps():
             train(run, logger)
-        logger.summary(run)
+        logger.summary()
     except (InputError, SystemExit):
         with StopRequest():  # torchrun ends the other processes of a run when one has died
-            logger.stopped(run)
+            logger.stopped()
         raise
     finally:
         logger.finish()

@@ -13,11 +13,9 @@ out/run_1/                                the run folder of PPO; stage 1: sft_1/
     metrics.jsonl                         one object per step; step 0 is the evaluation before training
     samples.jsonl                         PPO: prompts, responses and the parts of their scores
     eval_samples.jsonl                    PPO: the same held-out prompts' answers at every evaluation
-    deciles.jsonl                         PPO: the deciles of the scores, lengths and KLs of each step
     best.pth best/                        PPO: the best actor of this run, also when a later run has one
     checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
-    report.html                           all of it to look at, written again and again as the run goes
-    curves.png summary.md                 written when the run ends or is stopped
+    report.html curves.png summary.md     all of it to look at, written again and again as the run goes
     swanlog/ tensorboard/ wandb/          with --tracker (trackers.py)
     .lock .lock.held                      which process uses the folder; the second is locked meanwhile
 
@@ -83,7 +81,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]):
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
         logger = RunLogger(folder, run) if folder else NullLogger()
-    logger.introduce(run, about)
+    logger.introduce(about)
     return logger
 
 
