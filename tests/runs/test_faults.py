@@ -27,7 +27,7 @@ from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.generation import engine
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.time_limit import TimeUp, time_limit
+from trainer.rewards.reward_function import TimeUp, time_limit
 
 SIZES = {
     "batch_size": 8,
