@@ -289,6 +289,9 @@ class PpoRun(Run):
     def best_metric(self) -> str:
         return self.best.metric
 
+    def best_note(self) -> str:
+        return self.best.describe(self.best_path.name)
+
     def save_best(self, kept, ready=None):
         """Write the actor as the best so far: as ``kept``, in the run folder, and from there as
         ``best_path``. ready: the ``.pth`` of a checkpoint, which is written instead."""

@@ -38,7 +38,7 @@ from errors import InputError
 from model.critic import CriticModel
 from model.loading import load_policy
 from trainer import train_ppo
-from trainer.runs import checkpoints, displays
+from trainer.runs import base, checkpoints, displays
 from trainer.runs.distributed import World
 from trainer.runs.resume import RunFolder
 
@@ -495,7 +495,7 @@ def test_a_place_that_is_not_mounted_is_one_line(tmp_path):
 
 
 def test_what_a_checkpoint_of_before_does_not_have_stays_as_it_begins():
-    class Option(checkpoints.Kept):
+    class Option(base.Kept):
         kept = ("old", "new")
         old = 1
         new = 2

@@ -106,13 +106,10 @@ def written(folder, times=1, findings=(), long_text=""):
             ]
         write_jsonl(folder / name, rows)
     config = json.loads((folder / "config.json").read_text())
-    args = SimpleNamespace(batch_size=8)
-    known = {"held_out": range(12), "best": SimpleNamespace(metric="eval/score"), "script": "train_ppo.py"}
+    args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
+    known = {"held_out": range(12), "best_metric": "eval/score", "script": "train_ppo.py"}
     known |= {"held_out_pairs": None, "progress": SimpleNamespace(step=6 * times)}
-    parser = train_ppo.flag_parser()
-    run = SimpleNamespace(
-        args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, flags=parser.flags, **known
-    )
+    run = SimpleNamespace(args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, **known)
     said = []
     drawn = Report(run, SimpleNamespace(path=folder, config=config), said.append)
     drawn.write(list(findings), "ended")

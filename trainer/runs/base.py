@@ -103,7 +103,6 @@ class Run(ABC):
     in_step: InStep | None = None  # with --shard 1
     result_file: Path  # the last file of the result that is written, there or not
     result_path: Path | None  # the result, None if there is none before the end
-    best_metric: str = ""  # the metric that says which evaluation was the best
 
     @property
     @abstractmethod
@@ -148,6 +147,15 @@ class Run(ABC):
 
     def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that says which evaluation was the best, "" without."""
+        return ""
+
+    def best_note(self) -> str:
+        """Where the weights of the best evaluation are, "" without."""
+        return ""
 
     def gathered(self) -> AbstractContextManager:
         """In this block the main process has the whole weights, to save them."""
