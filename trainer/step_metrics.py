@@ -65,7 +65,7 @@ def step_metrics(run, batch, metrics, clock):
     means = metrics.means(run.world)
     seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
     means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
-    means |= run.reward.metrics(batch.raw)
+    means |= run.reward.metrics()
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
     return means
 

@@ -72,7 +72,7 @@ class SupervisedRun(Run):
         """A micro-batch's share of the batch's loss, and metrics named <kind>/…, train or eval; totals: the
         sums of ``loss_counts``."""
 
-    def __init__(self, args: Flags, world: World) -> None:
+    def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args

@@ -74,7 +74,6 @@ from atomic_files import writing
 from dataset.chat_template import encode, prompt_text
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset, RatedDataset, reward_dataset
-from model.half_precision import fp32_head
 from model.loading import (
     check_tokenizer,
     disable_dropout,
@@ -85,15 +84,13 @@ from model.loading import (
 )
 from model.model_minimind import as_plain
 from model.saving import save_directory
-from trainer.compute.batching import pad_right, send
-from trainer.compute.packing import Layout, packed_states
-from trainer.compute.precision import autocast
+from trainer.compute.batching import send
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import DEMO, check_sampling, load_trained_tokenizer
-from trainer.rewards.reward_models import load_reward_model, score_places
+from trainer.rewards.reward_models import load_reward_model, score_packed
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.commands import command_line, full_path
@@ -105,13 +102,11 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
         args = args.completed(model=str(minimind_pth(args, "full_sft")))
-    if not args.model:
-        args = args.completed(model=DEMO["model"])
-        if not args.data_path:
-            args = args.completed(
-                data_path=f"{ROOT}/dataset/demo/preferences.jsonl",
-                eval_data_path=args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl",
-            )
+    if not (args.model or args.data_path):
+        demo = f"{ROOT}/dataset/demo/preferences"
+        held_out = args.eval_data_path or f"{demo}_eval.jsonl"
+        args = args.completed(data_path=f"{demo}.jsonl", eval_data_path=held_out)
+    args = args.completed(model=args.model or DEMO["model"])
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args
@@ -175,7 +170,7 @@ class RewardRun(SupervisedRun):
     rate = "reward"
     result_path = None  # the result is written at the end, because its zero is not known before
     reference: "Reference | None" = None  # scores are not centred
-    centre = (0.0, 0.0)  # mean and standard deviation of the scores of the reference's answers
+    centre = 0.0  # the mean score of the reference's answers
 
     def load_records(self, path: str) -> PreferenceDataset:
         args = self.args
@@ -212,17 +207,8 @@ class RewardRun(SupervisedRun):
 
     def outputs(self, conversations: list[list[int]]) -> Outputs:
         """B lists of ids -> their scores, read at the last token."""
-        tokens, lengths = pad_right(conversations, self.world.device)
-        with autocast(tokens.device, self.dtype):
-            layout = Layout(map(len, conversations), device=tokens.device)
-            output = packed_states(self.model.base_model, tokens, layout, **self.balance.extra)
-        states = output.last_hidden_state
-        scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
-        return Outputs(scores, states, self.balance(output, layout))
-
-    def head(self, states: Tensor) -> Tensor:
-        """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
-        return fp32_head(self.model.score, states).squeeze(-1)
+        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
+        return Outputs(scores, output.last_hidden_state, self.balance(output, layout))
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         loss, outputs, metrics = self.score_items(items, kind)
@@ -269,8 +255,8 @@ class RewardRun(SupervisedRun):
         with self.world.all_or_none(), writing(self.hf_dir):
             if self.world.is_main:
                 if self.reference:
-                    self.centre = self.reference.centre(self)
-                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre[0])
+                    self.centre = self.reference.mean_score(self)
+                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre)
         self.result_path = self.hf_dir
 
     def results(self) -> str:
@@ -294,11 +280,8 @@ class RewardRun(SupervisedRun):
             "         (with the prompts of this file; --data_path names others)"
         )
         if self.reference:
-            mean, spread = self.centre
-            text += (
-                f"\ncentred  {mean:.3f} subtracted, the mean of {len(self.reference.prompts)} answers of the "
-                f"reference (spread {spread:.3f})"
-            )
+            count = len(self.reference.prompts)
+            text += f"\ncentred  {self.centre:.3f} subtracted, the mean of {count} answers of the reference"
         return text
 
 
@@ -319,7 +302,7 @@ class Reference:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Part, args: Namespace
-    ) -> None:
+    ):
         check_tokenizer(tokenizer, model)
         check_sampling(model)
         self.model = model
@@ -349,15 +332,15 @@ class Reference:
         said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
         return [(prompt, text) for (prompt, _), text in zip(self.prompts, said, strict=True)]
 
-    def centre(self, run: RewardRun) -> tuple[float, float]:
-        """-> the mean and the standard deviation of the answers' scores. They are scored by written files,
-        loaded as PPO loads them, so that the offset fits what PPO will compute."""
+    def mean_score(self, run: RewardRun) -> float:
+        """The mean of the answers' scores. They are scored by written files, loaded as PPO loads them, so
+        that the offset fits what PPO will compute."""
         device = run.world.device
         with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
             save_directory(run.model, run.tokenizer, draft)
             reward_model = load_reward_model(draft, device, dtype=run.dtype)
-            scores = reward_model(self.answers(device, run.dtype, run.args.seed)).double()
-        return scores.mean().item(), scores.std(correction=0).item()
+            scores = reward_model(self.answers(device, run.dtype, run.args.seed))
+        return scores.double().mean().item()
 
 
 def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from model.half_precision import fp32_head
 from trainer import train_reward
 from trainer.compute.batching import take_rows
 from trainer.compute.logprobs import token_logprobs
@@ -93,7 +94,8 @@ class DemoRun(train_reward.RewardRun):
         rows = [item[0] for item in items] + [item[1] for item in items]
         starts = [sum(map(len, rows[:i])) for i in range(len(rows))]  # their first places among all tokens
         parts = [a + first_difference(*item[:2]) for a, item in zip(starts, items * 2, strict=True)]
-        chosen, rejected = self.head(outputs.states[self.ids(parts)]).chunk(2)
+        head = self.model.get_submodule("score")
+        chosen, rejected = fp32_head(head, outputs.states[self.ids(parts)]).squeeze(-1).chunk(2)
         part_loss = train_reward.pair_loss(chosen, rejected)
         metrics.add("train/parting_loss", part_loss, len(items))
         total = total + PARTING_COEF * part_loss / pairs

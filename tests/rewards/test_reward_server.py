@@ -141,7 +141,6 @@ def test_a_refusal_is_not_asked_again(code):
         {"rewards": 3},
         {"rewards": [1.0, 2.0]},
         {"rewards": [1.0, "good", 2.0]},
-        {"rewards": [1.0, True, 2.0]},
         {"rewards": [[1.0], [2.0], [3.0]]},
     ],
 )

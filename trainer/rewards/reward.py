@@ -28,7 +28,6 @@ answers, the accuracy shows it. Where they have none, a second reward can: one t
 import json
 import math
 import re
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,7 +71,6 @@ class RawScores:
     # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
     blocks: dict[str, Tensor] = field(default_factory=dict)
     steps: list[Steps] = field(default_factory=list)  # of the function's scores; [] without a function
-    judging_seconds: float = 0.0  # how long the reward models took for them
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
         """The responses of ``rows`` get what ``new`` says of them."""
@@ -82,7 +80,6 @@ class RawScores:
             self.blocks[name][rows] = scores
         for row, steps in zip(rows, new.steps, strict=False):
             self.steps[row] = steps
-        self.judging_seconds += new.judging_seconds
 
 
 @dataclass
@@ -148,7 +145,7 @@ class Reward:
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
-        return list(self.combine(self.raw_scores(NOTHING)))
+        return list(self(NOTHING))
 
     def __call__(self, request: Request) -> dict[str, Tensor]:
         return self.combine(self.raw_scores(request))
@@ -179,8 +176,9 @@ class Reward:
             parts["repetition"] = [-rules.repetition_penalty(text, self.repetition_penalty) for text in said]
         if self.length_reward:
             parts["length_reward"] = [rules.length_reward(text, self.length_reward) for text in texts]
-        if self.missing_eos_penalty:
-            parts["missing_eos"] = [-self.missing_eos_penalty * (not ended) for ended in request.finished]
+        if self.missing_eos_penalty != 0:
+            penalty = self.missing_eos_penalty or 0.0
+            parts["missing_eos"] = [-penalty * (not ended) for ended in request.finished]
         if self.overlong_buffer and self.overlong_penalty:
             parts["overlong"] = [
                 -rules.overlong_penalty(n, self.max_gen_len, self.overlong_buffer, self.overlong_penalty)
@@ -189,9 +187,8 @@ class Reward:
         raw.parts = {name: torch.as_tensor(scores, dtype=torch.float32) for name, scores in parts.items()}
         return raw
 
-    def _ask_models(self, request: Request, said: list[str], raw: RawScores) -> dict[str, Tensor]:
+    def _ask_models(self, request, said, raw):
         """Score every whole response, and every answer block alone, in one call of each reward model."""
-        start = time.perf_counter()
         asked = [(prompt.prompt, text) for prompt, text in zip(request.prompts, said, strict=True)]
         count = len(asked)
         rows = []  # of the responses with an answer block
@@ -205,7 +202,6 @@ class Reward:
             finite("--reward_model", scores, [text for _, text in asked])
             raw.blocks[name] = torch.full((count,), math.nan)
             raw.blocks[name][rows] = scores[count:]
-        raw.judging_seconds = time.perf_counter() - start
         return {name: scores[:count] for name, scores in found.items()}
 
     def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
@@ -250,10 +246,9 @@ class Reward:
         clipped = [self._clipped(name, raw.parts[name]) for name in self.models]
         return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
 
-    def metrics(self, raw: RawScores) -> dict[str, float]:
-        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
-        the reward models took for a batch."""
-        found = {"perf/reward_model_seconds": raw.judging_seconds} if self.models else {}
+    def metrics(self) -> dict[str, float]:
+        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far."""
+        found: dict[str, float] = {}
         for part, stats in self.running.items():
             found |= {f"reward/{part}_mean": stats.mean, f"reward/{part}_std": stats.std}
         return found
@@ -267,8 +262,8 @@ class Reward:
         """Take over what ``state_dict`` returned. A penalty that is given stays."""
         if self.missing_eos_penalty is None:
             self.missing_eos_penalty = state["missing_eos_penalty"]
-        running = {part: stats for part, stats in state.items() if part != "missing_eos_penalty"}
-        self.running = {part: RunningStats(**stats) for part, stats in running.items()}
+        parts = [part for part in state if part != "missing_eos_penalty"]
+        self.running = {part: RunningStats(**state[part]) for part in parts}
 
 
 @contextmanager

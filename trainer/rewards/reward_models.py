@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from transformers import (
 from dataset.chat_template import conversation_ids
 from dataset.turns import to_messages
 from errors import InputError
-from model.half_precision import keep_in_half, make_score_heads
+from model.half_precision import fp32_head, keep_in_half, make_score_heads
 from model.loading import (
     as_input_error,
     check_tokenizer,
@@ -41,8 +42,8 @@ from model.loading import (
 )
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import pack_sequences, packed_states
-from trainer.compute.precision import autocast, check_range
+from trainer.compute.packing import Layout, pack_sequences, packed_states
+from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 
 # Conversations that a model's get_score and get_scores both score, to be compared
@@ -62,6 +63,11 @@ class RewardModel(ABC):
         self.tokenizer = tokenizer
         self.dtype = torch.float32 if is_from_outside(model) else dtype
         self.root: nn.Module = model  # what is sharded, with --shard 1
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Check the model, and choose how it computes. Raises InputError."""
 
     @abstractmethod
     def __call__(self, conversations: Conversations) -> Tensor:
@@ -73,14 +79,14 @@ class ClassifierRewardModel(RewardModel):
     ``dtype``, its score head in fp32. Raises InputError if it has more than one label, its tokenizer does not
     fit, or a weight is too large for fp16."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype):
-        super().__init__(model, tokenizer, dtype)
+    def prepare(self) -> None:
+        model = self.model
         config = model.config
         # Several labels, or ids without an embedding, mean that this is the wrong model.
         if config.num_labels != 1:
             raise InputError(f"it has {config.num_labels} labels, a reward model has one")
-        check_tokenizer(tokenizer, model)
-        check_range(model, dtype, "")
+        check_tokenizer(self.tokenizer, model)
+        check_range(model, self.dtype, "")
         self.pad_id = config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         backbone = model.base_model
@@ -114,20 +120,33 @@ class ClassifierRewardModel(RewardModel):
             model=self.root,
             dummy=lambda: self._score([[0]]),
         )
+        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+            check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):
         """Lists of ids -> their scores, fp32 on the device."""
+        if self.packs:
+            return score_packed(self.model, ids, self.dtype)[0]
         tokens, lengths = pad_right(ids, self.model.device)
+        real = length_mask(lengths, tokens.shape[1])
+        tokens = tokens.masked_fill(~real, self.pad_id or 0)
         with autocast(tokens.device, self.dtype):
-            if self.packs:
-                states = packed_states(self.model.base_model, tokens, map(len, ids)).last_hidden_state
-                scores = self.model.get_submodule("score")(states[score_places(tokens, lengths, self.pad_id)])
-            else:  # the model finds the last token by looking for its pad token
-                real = length_mask(lengths, tokens.shape[1])
-                tokens = tokens.masked_fill(~real, self.pad_id or 0)
-                scores = self.model(tokens, attention_mask=real.long()).logits
-        return scores.squeeze(-1).float()
+            # The model finds the last token by looking for its pad token.
+            return self.model(tokens, attention_mask=real.long()).logits.squeeze(-1).float()
+
+
+def score_packed(
+    classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype, **extra: bool
+) -> tuple[Tensor, Any, Layout]:
+    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision,
+    the backbone's output, the ``Layout`` of its states). dtype: of autocast; extra: of a ``BalanceLoss``."""
+    tokens, lengths = pad_right(conversations, classifier.device)
+    layout = Layout(map(len, conversations), device=tokens.device)
+    with autocast(tokens.device, dtype):
+        output = packed_states(classifier.base_model, tokens, layout, **extra)
+    states = output.last_hidden_state[score_places(tokens, lengths, classifier.config.pad_token_id)]
+    return fp32_head(classifier.get_submodule("score"), states).squeeze(-1), output, layout
 
 
 def score_places(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
@@ -148,11 +167,12 @@ class RemoteRewardModel(RewardModel):
     ``get_scores(tokenizer, conversations)`` and both agree on some conversations, ``batched`` is True:
     conversations are scored in batches."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype):
-        super().__init__(model, tokenizer, dtype)
-        if not hasattr(model, "get_score"):
-            raise InputError("its code has no get_score(tokenizer, messages)")
-        self.batched = hasattr(model, "get_scores") and self._agrees()
+    def prepare(self) -> None:
+        if not hasattr(self.model, "get_score"):
+            raise InputError(
+                "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
+            )
+        self.batched = hasattr(self.model, "get_scores") and self._agrees()
 
     def __call__(self, conversations: Conversations) -> Tensor:
         """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
@@ -209,15 +229,7 @@ def load_reward_model(
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
-        architectures = config.architectures or []
-        classifies = any(name.endswith("ForSequenceClassification") for name in architectures)
-        if not classifies and "AutoModel" not in config.to_dict().get("auto_map", {}):
-            raise InputError(
-                f"{', '.join(architectures) or 'it'} is not a reward model; give a sequence classifier with "
-                "one label, or a model whose code has get_score"
-            )
-        if not classifies and not trust_remote_code:
-            raise InputError("it brings its own code; add --trust_remote_code to run it")
+        classifies = "ForSequenceClassification" in str(config.architectures)
         if weights == "auto" and device.type == "cpu" and dtype == torch.float32 and not outside:
             # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
             weights = torch.float32

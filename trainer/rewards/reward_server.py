@@ -12,12 +12,10 @@ import sys
 import time
 import urllib.request
 from http.client import HTTPException
-from typing import Any
 from urllib.error import HTTPError
 
 from tqdm import tqdm
 
-from dataset.lm_dataset import Prompt
 from errors import InputError
 from progress_bar import phase
 from trainer.rewards.reward_function import Request
@@ -48,7 +46,7 @@ class RewardServer:
                 bar.done = len(scores)
         return scores
 
-    def _ask(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+    def _ask(self, prompts, responses):
         texts = [prompt.text for prompt in prompts]
         asked = {
             "query": [text + response for text, response in zip(texts, responses, strict=True)],
@@ -58,16 +56,18 @@ class RewardServer:
             "messages": [prompt.prompt for prompt in prompts],
         }
         reply = self._post_until_it_works(json.dumps(asked).encode())
-        scores: Any = reply.get("rewards") if isinstance(reply, dict) else None
-        kinds = [type(score) for score in scores] if isinstance(scores, list) else []
-        if len(kinds) != len(responses) or not {int, float}.issuperset(kinds):
+        try:
+            scores = [float(score) for score in reply["rewards"]]
+        except (KeyError, TypeError, ValueError):
+            scores = []
+        if len(scores) != len(responses):
             raise InputError(
                 f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                 f'{{"rewards": [a number for each of {len(responses)} responses]}}'
             )
         return scores
 
-    def _post_until_it_works(self, data: bytes) -> Any:
+    def _post_until_it_works(self, data):
         request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
         for pause in (*PAUSES, None):
             try:
