@@ -54,6 +54,7 @@ class Part(Subset):
 class SupervisedRun(Run):
     """A run of stage 1 or 2."""
 
+    args: Flags
     rate: str  # a kind of ``suited_rate``
     data: Part
     held_out: Part | None

@@ -19,7 +19,6 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 """
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -189,15 +188,19 @@ class RewardRun(SupervisedRun):
         self.hf_dir = Path(args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}")
         self.result_file = self.hf_dir / "config.json"
         if args.reference_samples:
-            speaker = policy, self.tokenizer
+            speaker = policy
+            tokenizer = self.tokenizer
             if args.reference:
                 beside = args.reference.endswith(".pth")  # then its tokenizer may be that of the flags
-                named = args.completed(model=args.reference, tokenizer=args.tokenizer if beside else "")
-                speaker = (
-                    load_policy(args.reference, args.trust_remote_code),
-                    load_trained_tokenizer(named)[1],
+                named = args.completed(
+                    model=args.reference,
+                    tokenizer=args.tokenizer if beside else "",
+                    system_prompt=None,  # its own
+                    chat_template_kwargs=None,
                 )
-            self.reference = Reference(*speaker, self.held_out or self.data, args)
+                speaker = load_policy(named.model, args.trust_remote_code)
+                _, tokenizer = load_trained_tokenizer(named)
+            self.reference = Reference(speaker, tokenizer, self.held_out or self.data, args)
         torch.manual_seed(args.seed)
         return self.learning(policy)
 
@@ -212,8 +215,8 @@ class RewardRun(SupervisedRun):
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         loss, outputs, metrics = self.score_items(items, kind)
-        if self.balance.weight:
-            metrics.add(f"{kind}/balance_loss", outputs.balance, len(outputs.scores))
+        if self.balance.weight and kind == "train":
+            metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
         conversations = len(outputs.scores) // len(items)  # of an item
         return (loss + outputs.balance / conversations) / totals[0], metrics
 
@@ -301,7 +304,7 @@ class Reference:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Part, args: Namespace
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Part, args: Flags
     ):
         check_tokenizer(tokenizer, model)
         check_sampling(model)

@@ -145,8 +145,8 @@ class SftRun(SupervisedRun):
         nll = -logprobs.sum()
         metrics = Metrics()
         metrics.add(f"{kind}/loss", nll, len(logprobs))
-        if self.balance.weight:
-            metrics.add(f"{kind}/balance_loss", balance, len(items))
+        if self.balance.weight and kind == "train":
+            metrics.add("train/balance_loss", balance, len(items))
         return nll / max(tokens, 1) + balance / conversations, metrics
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
