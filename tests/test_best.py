@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny import (
     DIE,
     finish,
@@ -280,7 +281,11 @@ def chosen(metric="", answer=None, judge=None, fn="", reasoning=0, answers=1, pa
     args.num_generations = answers
     held_out = Records()
     held_out.has_accuracy = answer is not None
-    given = {"models": {"model": (None, 1.0)}, "reasoning": bool(reasoning), **reward}
+    given = {
+        "models": {"model": (lambda pairs: torch.zeros(len(pairs)), 1.0)},
+        "reasoning": bool(reasoning),
+        **reward,
+    }
     return choose_best(args, held_out, Reward(**given), Judge(function=judge), pairs)
 
 

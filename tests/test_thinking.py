@@ -5,6 +5,7 @@ The templates behave as Qwen3's and MiniMind-3's do: without thinking the prompt
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,7 +197,8 @@ CASES = [  # response, MiniMind's points, what is judged
 
 @pytest.mark.parametrize(("response", "points", "said"), CASES)
 def test_a_thought_by_hand(response, points, said):
-    assert thinking_reward(response, 1.0) == points and thinking_reward(response, 2.0) == 2 * points
+    assert thinking_reward("p", response, 1.0) == points
+    assert thinking_reward("p", response, 2.0) == 2 * points
     seen = []
 
     def model(conversations):
@@ -250,7 +252,8 @@ def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path
     model = tiny_llama(len(tokenizer), spread=2.0)
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
     records = Subset(PreferenceDataset(data, tokenizer, 64), range(64))
-    said = Reference(model, tokenizer, records, 64, 12).answers(ALONE.device, torch.float32, 0)
+    args = SimpleNamespace(reference_samples=64, max_gen_len=12)
+    said = Reference(model, tokenizer, records, args).answers(ALONE.device, torch.float32, 0)
     assert len(said) == 64 and not any("</think>" in text for _, text in said)
     assert any("<think>" in text for _, text in said)  # those that were never closed
 

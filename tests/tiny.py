@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dataset.lm_dataset import Prompt
-from trainer.rewards.reward import Request
+from trainer.rewards.reward_function import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

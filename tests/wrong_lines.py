@@ -762,8 +762,8 @@ ELSEWHERE = {
             "tests/rewards/test_running_stats.py",
         ),
         (
-            "* (~torch.tensor(request.finished))",
-            "* torch.tensor(request.finished)",
+            "* (not ended)",
+            "* ended",
             "the penalty is for responses that end",
         ),
     ],
@@ -1069,31 +1069,26 @@ ENDS = {
             THINKING,
         ),
         (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
+        (" or prompt.rstrip().endswith(TAGS[1])", "", "a second thought is paid for", THINKING),
     ],
     "dataset/chat_template.py": [
         ('f"{seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
         (
-            "points.masked_fill(closed, 0.0)",
-            "points",
-            "a second thought is paid for",
-            THINKING,
-        ),
-        (
-            "said = responses if self.whole",
-            "said = responses if not self.whole",
+            "said = texts if self.whole",
+            "said = texts if not self.whole",
             "reward models see thoughts",
             THINKING,
         ),
         (
-            'parts["overlong"] = -each',
-            'parts["overlong"] = each',
+            "-rules.overlong_penalty(",
+            "rules.overlong_penalty(",
             "length pays",
         ),
         (
-            "(args.max_gen_len, args.overlong_buffer,",
-            "(args.max_seq_len, args.overlong_buffer,",
+            "max_gen_len=args.max_gen_len",
+            "max_gen_len=args.max_seq_len",
             "of the prompt's length",
         ),
     ],
@@ -1184,10 +1179,15 @@ ENDS = {
         ("range(1, len(ids))", "range(len(ids))", "one token late", STEPS),
     ],
     "trainer/rewards/reward_function.py": [
-        ("0 <= offset <= length)", "0 <= offset < length)", "no offset of the end", STEPS),
         (
-            "sum((x for _, x in steps[-1]), 0.0)",
-            "max(x for _, x in steps[-1])",
+            "operator.index(offset) <= length",
+            "operator.index(offset) < length",
+            "no offset of the end",
+            STEPS,
+        ),
+        (
+            "sum(points for _, points in steps[-1])",
+            "max(points for _, points in steps[-1])",
             "no sum",
             STEPS,
         ),
@@ -1347,8 +1347,8 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/rewards/reward.py": [
         (
-            "rules.answer_text(r) if self.reasoning else None for",
-            "rules.answer_text(r) for",
+            "rules.answer_text(text) if self.reasoning else None",
+            "rules.answer_text(text)",
             "the answer block is scored without --reasoning",
             f"{REWARDS}::test_without_reasoning_only_the_whole_is_scored",
         ),

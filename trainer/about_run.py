@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dataset.chat_template import learned_pieces
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
+from model.loading import embeddings
 from model.lora import describe as describe_adapters
 from trainer.rewards.reward import Reward
 from trainer.runs.resume import short_hash, weights_hash
@@ -106,7 +107,7 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     prompts = run.prompts
     tokenizer = run.tokenizer
     header, ends = turns_of(tokenizer, run.eos)
-    rows = run.ref.get_input_embeddings().weight.shape[0]
+    rows = embeddings(run.ref)
     ids = len(tokenizer.get_vocab())
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
     return {

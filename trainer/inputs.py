@@ -30,6 +30,7 @@ from model.loading import (
     as_input_error,
     check_output_head,
     check_tokenizer,
+    embeddings,
     eos_ids,
     is_from_outside,
     is_moe,
@@ -316,7 +317,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     positions of their own). Without this check their samples would silently come from another distribution.
     """
     kind = policy.config.model_type
-    rows = len(next(policy.get_input_embeddings().parameters()))
+    rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
     with quiet(), as_input_error(what):
