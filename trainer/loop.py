@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataset.data_order import RecordBatches, record_loader
 from errors import InputError
 from trainer.runs.distributed import init_world
-from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
+from trainer.runs.log_and_save import StopRequest, end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.resume import start_or_resume
 
 

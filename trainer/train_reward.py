@@ -98,7 +98,7 @@ from trainer.rewards.reward import RunningStats
 from trainer.rewards.reward_models import load_reward_model, score_places
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
-from trainer.runs.commands import command_line, full_path
+from trainer.runs.base import command_line, full_path
 from trainer.runs.metrics import Metrics
 from trainer.runs.resume import short_hash, weights_hash
 

@@ -64,7 +64,7 @@ from model.saving import save_directory, save_policy
 from trainer import supervised
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
-from trainer.runs.commands import command_line
+from trainer.runs.base import command_line
 from trainer.runs.metrics import Metrics
 
 

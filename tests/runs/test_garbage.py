@@ -37,7 +37,7 @@ def test_circles_are_freed_between_steps_and_not_before():
         del circle
         garbage = [[] for _ in range(10_000)]  # would make Python look for garbage
         assert seen() is not None
-        log_step(SimpleNamespace(world=World(0, 1, torch.device("cpu"))), NullLogger(), 1, {})
+        log_step(SimpleNamespace(world=World(0, 1, torch.device("cpu"))), NullLogger(), 1, {}, {})
         assert seen() is None
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from errors import InputError, first_line
-from trainer.runs.commands import quoted
+from trainer.runs.base import quoted
 
 
 class OwnFormat:
