@@ -18,7 +18,7 @@ OPEN = float("inf")
 
 
 def warmup(steps, most=10):
-    learner = Learner(None, None, None, peak=1.0, total_steps=400)
+    learner = Learner(None, None, peak=1.0, total_steps=400)
     return CriticWarmup(learner, steps, most)
 
 
@@ -27,8 +27,8 @@ def note(it, errors, first=0):
     returns' variance is 1."""
     mask, returns, found = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1.0, 1.0]]), []
     for batch, error in enumerate(errors, first):
-        rollout = SimpleNamespace(values=returns + error, mask=mask)
-        it.note(batch, rollout, returns, lambda x: x)
+        rollout = SimpleNamespace(values=returns + error, mask=mask, outcomes=returns)
+        it.follow(batch, rollout, lambda x: x)
         found.append(it.learner.first_batch)
     return found
 
@@ -38,7 +38,8 @@ def test_the_error_is_measured_in_units_of_the_returns_variance():
     it, mask = warmup(AUTO), torch.ones(1, 2, dtype=torch.bool)
     for batch, size in enumerate((1.0, 2.0)):
         returns = size * torch.tensor([[-1.0, 1.0]])
-        it.note(batch, SimpleNamespace(values=returns + 0.5, mask=mask), returns, lambda x: x)
+        rollout = SimpleNamespace(values=returns + 0.5, mask=mask, outcomes=returns)
+        it.follow(batch, rollout, lambda x: x)
     assert it.begins is None
     assert it.error == pytest.approx(0.25 / 4)
 

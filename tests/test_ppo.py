@@ -423,7 +423,7 @@ def test_load_balance_loss_of_a_dense_model_is_zero():
 
 def rates_of(total, warmup=0, schedule="cosine", count=None):
     """The learning rates of a model that begins with the fourth of the run's optimizer steps."""
-    learner = Learner(None, None, None, 2.0, total + 3, 1, 3, warmup, schedule)
+    learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
     return [learner.learning_rate(3 + step) for step in range(count or total)]
 
 

@@ -25,7 +25,7 @@ VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
 EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
-KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
+KL_TARGET, ENTROPY = "tests/test_kl_target.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
@@ -54,34 +54,34 @@ TRAIN_PPO = [
         "logged answers have no old log-probs",
     ),
     (
-        "sums.merge(run.ptx.backward(run, number, token_budget))",
-        "sums.merge(run.ptx.backward(run, min(run.ptx.items), token_budget))",
+        "run.ptx.source(number, ",
+        "run.ptx.source(min(run.ptx.items), ",
         "the batch's first demonstrations every time",
     ),
     (
-        'run.ptx and name == "actor":\n        sums',
-        "run.ptx:\n        sums",
+        'run.ptx and name == "actor":\n        sources',
+        "run.ptx:\n        sources",
         "demonstrations also after the critic's gradients",
         PTX,
     ),
-    ("run.kl.coef / mb.advantage_unit\n", "run.kl.coef\n", "the KL is not divided by the advantages' std"),
+    ("run.kl.coef / mb.advantage_unit,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
     ("args.entropy_coef / mb.advantage_unit", "args.entropy_coef", "the entropy is not divided by the std"),
-    ("rollout.counted, least = ppo", "_, least = ppo", "all tokens count in the policy loss"),
+    ("rollout.counted, least = chosen", "_, least = chosen", "all tokens count in the policy loss"),
     ("    run.ema.follow(step)\n", "", "no weights are averaged", EMA),
     ("loss = loss - args.entropy_coef", "loss = loss + args.entropy_coef", "the entropy is punished"),
-    ("decay = args.gamma * args.lam\n", "decay = args.lam\n", "later tokens' KL is not discounted"),
+    ("decay=args.gamma * args.lam,", "decay=args.lam,", "later tokens' KL is not discounted"),
     (
-        "    return loss / token_count + balance / run.minibatch_size, metrics",
+        "    return loss / token_count + balance / run.sizes.minibatch, metrics",
         "    return loss / token_count, metrics",
         "no balance loss of the actor",
     ),
     (
-        "    return loss / token_count + balance / run.minibatch_size, metrics",
+        "    return loss / token_count + balance / run.sizes.minibatch, metrics",
         "    return loss / token_count + balance / token_count, metrics",
         "the actor's balance loss is divided by tokens",
     ),
     (
-        "args.vf_coef * loss / token_count + balance / run.minibatch_size",
+        "args.vf_coef * loss / token_count + balance / run.sizes.minibatch",
         "args.vf_coef * loss / token_count",
         "no balance of the critic",
     ),
@@ -92,7 +92,7 @@ TRAIN_PPO = [
     ),
     ('    metrics.keep_first("policy/ratio", "policy/first_ratio")\n', "", "no ratio of the first minibatch"),
     ("run.replay.join(new)", "new", "nothing is replayed"),
-    ("    run.replay.keep(new)\n", "", "no batch is kept for replay"),
+    ("    run.replay.keep(batch.rollout)\n", "", "no batch is kept for replay"),
     (
         "mask, args.gamma, args.lam)",
         "mask, args.lam, args.gamma)",
@@ -121,77 +121,85 @@ TRAIN_PPO = [
     ("informative = ppo.std_or_zero(scores) > 0", "informative = True", "noise is a lesson", VALUE_SCALE),
     ("advantages = ppo.leave_one_out(", "advantages = ppo.group_normalized(", "RLOO is GRPO"),
     (
-        "ppo.monte_carlo_returns(rewards, mask, args.gamma)",
-        "rewards",
+        "advantages = rollout.outcomes",
+        "advantages = rewards",
         "REINFORCE without the rewards to come",
     ),
-    ('training.remove("actor")', "training.clear()", "--target_kl stops the critic too"),
+    ("if stopped and not run.critic:", "if stopped:", "--target_kl stops the critic too"),
     (
         "run.critic:\n        rollout.values = score",
         "not run.critic:\n        rollout.values = score",
         "no values",
     ),
-    ('run.scorers["old_actor"]\n', 'run.learners["actor"].scorer\n', "old log-probs are the actor's"),
-    ('run.scorers["reference"]', 'run.learners["actor"].scorer', "the reference is the actor"),
+    ('run.scorers["old_actor"]\n', 'run.scorers["actor"]\n', "old log-probs are the actor's"),
+    ('run.scorers["reference"]', 'run.scorers["actor"]', "the reference is the actor"),
     (
-        "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[0]",
-        "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[1]",
+        "ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]",
+        "ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[1]",
         "k2 off rewards",
     ),
-    ("    run.kl.follow(step, rollout, len(new.tokens), world.sum)\n", "", "no weight follows the KL"),
+    (
+        "    run.kl.follow(step, newest_rows(rollout, run.args.batch_size), run.world.sum)\n",
+        "",
+        "no weight follows the KL",
+    ),
+    (
+        "newest_rows(rollout, run.args.batch_size), run.world.sum)",
+        "rollout, run.world.sum)",
+        "replayed responses move the weight of the KL",
+    ),
     ("penalty = run.kl.coef * ppo", "penalty = ppo", "the KL comes off the rewards without its coefficient"),
     (
-        "old_logprobs, rollout.sampler_logprobs, mask",
-        "rollout.sampler_logprobs, old_logprobs, mask",
+        "rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask",
+        "rollout.sampler_logprobs, rollout.old_logprobs, rollout.mask",
         "weights turned round",
     ),
     (
-        "old_logprobs, rollout.sampler_logprobs, mask",
-        "old_logprobs, old_logprobs, mask",
+        "rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask",
+        "rollout.old_logprobs, rollout.old_logprobs, rollout.mask",
         "no weights",
     ),
     (
-        "monte_carlo_returns(rollout.rewards, mask, args.gamma)",
-        "monte_carlo_returns(rollout.rewards, mask, 1.0)",
+        "monte_carlo_returns(rewards, mask, args.gamma)",
+        "monte_carlo_returns(rewards, mask, 1.0)",
         "gamma",
     ),
-    ("run.value_scale.update(rollout, outcome, world.sum)\n", "pass\n", "the value scale stays 1"),
-    (
-        "newest_rows(rollout, outcome, args.batch_size)",
-        "newest_rows(rollout, rollout.returns, args.batch_size)",
-        "critic's returns",
-    ),
+    ("run.value_scale.update(rollout, world.sum)\n", "pass\n", "the value scale stays 1"),
     ("epochs=args.ppo_epochs,", "epochs=1,", "one PPO epoch, whatever the flag"),
     ("older=args.replay_batches,", "older=0,", "only the oldest kept batch is learned from"),
     (
-        "minibatches[k], token_counts[k]",
-        "minibatches[k], token_counts[0]",
+        '"actor", minibatches[k], token_counts[k]',
+        '"actor", minibatches[k], token_counts[0]',
         "the first minibatch's token count for all",
     ),
     ("return args.vf_coef * loss / token_count", "return loss / token_count", "--vf_coef is ignored"),
     (
-        "args.cliprange_value, run.critic.scale\n",
-        "args.cliprange_value, 1.0\n",
+        "scale=run.critic.scale",
+        "scale=1.0",
         "the value loss forgets the scale",
     ),
     (
-        "scorer(*mb.sequences, args.temperature)",
-        "scorer(*mb.sequences, 1.0)",
+        '["actor"](*mb.sequences, args.temperature)',
+        '["actor"](*mb.sequences, 1.0)',
         "the actor is scored at temperature 1",
     ),
     (
-        "(step + 1) % args.update_old_actor_freq == 0",
-        "step % args.update_old_actor_freq == 0",
+        "(step + 1) % run.args.update_old_actor_freq == 0",
+        "step % run.args.update_old_actor_freq == 0",
         "old actor a step late",
     ),
     (
-        '                    training.remove("actor")\n',
-        "                    pass\n",
+        "stopped = steps[-1] is None",
+        "stopped = False",
         "--target_kl does not stop the actor for the rest of a batch",
     ),
-    ("if first >= learner.first_step]", "if step > learner.first_batch]", "warm-up takes a batch more"),
     (
-        "run.critic_warmup.note(step, latest, outcome, world.sum)\n",
+        'first >= run.learners["actor"].first_step',
+        'step > run.learners["actor"].first_batch',
+        "warm-up takes a batch more",
+    ),
+    (
+        "run.critic_warmup.follow(step, newest, run.world.sum)\n",
         "pass\n",
         "--critic_warmup_steps auto never ends",
         WARMUP,
@@ -200,23 +208,23 @@ TRAIN_PPO = [
 
 BUILD_RUN = [
     (
-        "learner(actor, scorer, args.learning_rate)",
-        "learner(actor, scorer, args.critic_learning_rate)",
+        "learner(self.actor, args.learning_rate)",
+        "learner(self.actor, args.critic_learning_rate)",
         "the actor learns at the critic's rate",
     ),
     ("args.entropy_coef > 0)", "False)", "the entropy has no gradient"),
     (
-        "scorer_of_critic, args.critic_learning_rate)",
-        "scorer_of_critic, args.learning_rate)",
+        "learner(self.critic, args.critic_learning_rate)",
+        "learner(self.critic, args.learning_rate)",
         "the critic learns at the actor's rate",
     ),
     (
-        "total_steps=self.total_steps * per_batch,",
+        "total_steps=self.total_steps * self.sizes.steps,",
         "total_steps=self.total_steps,",
         "a schedule as long as batches",
     ),
     (
-        "warmup_steps=args.lr_warmup_steps * per_batch",
+        "warmup_steps=args.lr_warmup_steps * self.sizes.steps",
         "warmup_steps=args.lr_warmup_steps",
         "warm-up in steps",
     ),
@@ -313,8 +321,8 @@ PPO = [
         "ratio of std",
     ),
     (
-        "bias = rollout.values - returns",
-        "bias = returns - rollout.values",
+        "bias = rollout.values - rollout.outcomes",
+        "bias = rollout.outcomes - rollout.values",
         "the sign of the bias",
     ),
     (
@@ -416,10 +424,10 @@ CRITIC = {
             "warm-up goes on while the error falls a little",
             WARMUP,
         ),
-        ("batch >= self.most or ", "", "warm-up has no end", WARMUP),
+        ("step >= self.most or ", "", "warm-up has no end", WARMUP),
         (
-            "rollout.values - returns, rollout.mask",
-            "returns, rollout.mask",
+            "newest.values - newest.outcomes, newest.mask",
+            "newest.outcomes, newest.mask",
             "the error has no values in it",
             WARMUP,
         ),
@@ -427,12 +435,10 @@ CRITIC = {
     "trainer/options/ema.py": [
         (" / (1 - self.beta**self.batches)", "", "the start counts in the average", EMA),
         ("self.weights[name].lerp_(_on_host(p), share)", "pass", "the average stays at the start", EMA),
-        (" or batch < self.learner.first_batch", "", "batches of warm-up count", EMA),
+        (" or step < self.learner.first_batch", "", "batches of warm-up count", EMA),
         ("            self.weights[name].copy_(p)\n", "", "the actor is lost after an evaluation", EMA),
         ("if p.requires_grad}", "}", "frozen weights are averaged", EMA),
         ('self.batches = int(state["b', 'int(state["b', "resuming forgets how many batches count", EMA),
-        ("with run.ema.in_place():\n            run", "if True:\n            run", "a copy", EMA),
-        ("        remove_saved(run.ema_path)\n", "        pass\n", "the file of an earlier run stays", EMA),
     ],
     "trainer/ppo.py": [
         ("gather(entropy[mask].cpu())", "[entropy[mask].cpu()]", "a threshold of its own", ENTROPY_TOP),
@@ -440,16 +446,25 @@ CRITIC = {
         ("len(everyone) - count + 1", "count", "the tokens of low entropy count", ENTROPY_TOP),
         ("(entropy >= least)", "(entropy > least)", "the last one does not count", ENTROPY_TOP),
     ],
-    "trainer/options/kl_controller.py": [
-        ("[-count:] for x in", "[:] for x in", "replayed responses move the weight of the KL", KL_TARGET),
+    "trainer/options/kl_target.py": [
         ("* responses / self.horizon", "/ self.horizon", "the number of responses does not count", KL_TARGET),
         ("total / responses / self.target - 1", "1 - total / responses / self.target", "the sign", KL_TARGET),
         ("max(error, -LARGEST_ERROR)", "error", "the weight falls without a limit", KL_TARGET),
         ("min(max(", "max(max(", "the weight rises without a limit", KL_TARGET),
-        ("> self.learner.first_batch", ">= self.learner.first_batch", "it moves a batch early", KL_TARGET),
-        (" and batch % self.every == 0", "", "stale batches move the weight of the KL", KL_TARGET),
+        (
+            "step <= self.learner.first_batch",
+            "step < self.learner.first_batch",
+            "it moves a batch early",
+            KL_TARGET,
+        ),
+        (" or step % self.every", "", "stale batches move the weight of the KL", KL_TARGET),
         ('kept = ("coef",)', "kept = ()", "a checkpoint forgets the weight of the KL", KL_TARGET),
-        ("torch.where(mask, old - ref, 0.0)", "(old - ref)", "padding counts in the KL", KL_TARGET),
+        (
+            "torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0)",
+            "(newest.old_logprobs - newest.ref_logprobs)",
+            "padding counts in the KL",
+            KL_TARGET,
+        ),
     ],
     "trainer/options/replay.py": [
         ("first = len(rollout.tokens) - count", "first = 0", "metrics of replayed batches too"),
@@ -485,14 +500,16 @@ CRITIC = {
             "--clip_epsilon_high is ignored",
         ),
         (", args.dual_clip)", ")", "--dual_clip is ignored"),
+        ("with self.ema.in_place():\n                self", "if True:\n                self", "a copy", EMA),
+        ("            remove_saved(self.ema_path)\n", "            pass\n", "an earlier file", EMA),
         (
-            '            kept["value_scale"] = self.value_scale\n',
+            'self.options["value_scale"] = ',
             "",
             "checkpoints forget the value scale",
             RESUMING,
         ),
         (
-            '            kept["critic_warmup"] = self.critic_warmup\n',
+            'self.options["critic_warmup"] = ',
             "",
             "checkpoints forget where the warm-up stands",
             RESUMING,
@@ -504,7 +521,7 @@ CRITIC = {
             "checkpoints forget the scale of advantages",
             NO_CRITIC,
         ),
-        ("        if self.ema.beta:\n", "        if 0:\n", "checkpoints forget the average", LOSS_OPTIONS),
+        ("        if args.ema_beta:\n", "        if 0:\n", "checkpoints forget the average", LOSS_OPTIONS),
     ],
     "trainer/step_metrics.py": [
         ("zip(ids, ids[1:], ids[2:]", "zip(ids, ids[1:], ids[1:]", "bigrams for trigrams", RESPONSES),
@@ -580,18 +597,20 @@ CRITIC = {
         ("batch[position // self.answers]", "batch[position]", "prompts by the places of answers", DATA),
     ],
     "trainer/collect.py": [
-        (
-            "noise_keys(run.args.seed, step, places",
-            "noise_keys(run.args.seed, 0, places",
-            "the same noise each step",
-        ),
-        ("places // count, places", "places, places", "each answer has noise of a prompt of its own"),
-        ("places % count +", "0 * places +", "all answers to a prompt are the same"),
-        (" + times * count)", ")", "the same answers are sampled again", SEVERAL),
+        ("noise_keys(args.seed, step, places", "noise_keys(args.seed, 0, places", "the same noise each step"),
+        ("places // answers, places", "places, places", "each answer has noise of a prompt of its own"),
+        ("places % answers +", "0 * places +", "all answers to a prompt are the same"),
+        (" + times * answers)", ")", "the same answers are sampled again", SEVERAL),
+        ("keys, self.args.temperature)", "keys, 1.0)", "samples at temperature 1, whatever the flag"),
+    ],
+    "trainer/train_ppo.py": [
+        ("collect(run.old_actor,", "collect(run.actor,", "the actor samples, not the old actor"),
+    ],
+    "trainer/options/filter_groups.py": [
         ("if name not in OF_LENGTH}", "}", "a group with one answer cut is a lesson", COMPARED),
         (
-            "keys = step_noise(run, step, torch.tensor(positions)[rows], times)",
-            "keys = step_noise(run, step, rows, times)",
+            "keys = noise_of_step(args, step, np.asarray(positions)[rows], times)",
+            "keys = noise_of_step(args, step, rows, times)",
             "noise of the place in the process",
             SEVERAL_PROCESSES,
         ),
@@ -609,12 +628,6 @@ CRITIC = {
         ),
         ("batch.raw.replace(rows, ", "(lambda *new: None)(rows, ", "the old scores are kept", SEVERAL),
         (
-            "run.sampling_from(run.old_actor):\n        rollout",
-            "run.sampling_from(run.actor):\n        rollout",
-            "the actor samples, not the old actor",
-        ),
-        ("keys, run.args.temperature)", "keys, 1.0)", "samples at temperature 1, whatever the flag"),
-        (
             'if reward.running else scores.get("score_raw", scores["score"])',
             'if True else scores["score"]',
             "scores that the clip made equal are compared",
@@ -622,8 +635,8 @@ CRITIC = {
             + "::test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised",
         ),
         (
-            'batch.seconds["rollout"] += time.perf_counter() - start',
-            "pass",
+            'with batch.seconds.of("rollout"):',
+            "if True:",
             "sampling again is time of the reward",
             SEVERAL.split("::")[0] + "::test_sampling_again_is_time_of_the_rollout",
         ),
@@ -690,8 +703,8 @@ COMPUTE = {
 ELSEWHERE = {
     "trainer/evaluation.py": [
         (
-            "    with run.sampling_from(run.actor)",
-            "    with run.sampling_from(run.old_actor)",
+            "    with run.collector.sampling_from(run.actor)",
+            "    with run.collector.sampling_from(run.old_actor)",
             "the old actor is evaluated",
             EVALUATION,
         ),
@@ -1236,14 +1249,14 @@ ENDS = {
         ),
     ],
     "trainer/train_ppo.py": [
-        ("mask, penalty, rollout.step_rewards", "mask, penalty, None", "all steps land at the end"),
+        ("steps=rollout.step_rewards", "steps=None", "all steps land at the end"),
     ],
     "trainer/ppo.py": [
         ("rest = rewards.gather(1, last) + rest - steps", "rest = rest - steps", "no step on the last token"),
         ("+ rest - steps.sum(1, keepdim=True)", "+ rest", "steps count twice"),
     ],
     "trainer/options/replay.py": [
-        ('KEPT += ("step_rewards",)', "KEPT += ()", "replayed steps land at the end")
+        ('    "step_rewards",', "", "replayed steps land at the end"),
     ],
     "trainer/collect.py": [
         ("rewards[row, place] += score", "rewards[row, place] = score", "steps of one token", STEPS),
@@ -1385,7 +1398,7 @@ REST = {
     "trainer/rewards/reward.py": [
         ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),
     ],
-    "trainer/collect.py": [
+    "trainer/options/missing_eos.py": [
         ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
         ("UNKNOWN if spread < LEAST_SPREAD else ", "", "no penalty where all score alike", MISSING_EOS),
     ],
@@ -1456,7 +1469,7 @@ REFEREED = {  # what no test of its module noticed once
     "trainer/inputs.py": [
         ("if 0 < args.dual_clip <= 1:", "if 0 < args.dual_clip < 1:", "--dual_clip 1 is accepted", GIVEN),
         (
-            "steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)",
+            "steps - (0 if warmup == AUTO else warmup)",
             "steps",
             "the rate warms up while only the critic trains",
             GIVEN,

@@ -94,18 +94,18 @@ def evaluate_actor(run, metrics, rows):
         samples = torch.arange(len(prompts)) % answers
         keys = noise_keys(args.seed, EVAL_STEP, [p.index for p in prompts], samples)
         with world.all_or_none():  # sharded models need all processes: one that has failed ends all
-            rollout, texts = run.respond(prompts, keys, temperature)
+            rollout, texts = run.collector.respond(prompts, keys, temperature)
         parts = {}
         for reward in (run.reward, run.judge):
             with world.all_or_none():
-                parts |= reward.combine(run.raw_scores(reward, prompts, rollout, texts))
+                parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
         if args.offline_data_path and temperature:
             with world.all_or_none():
-                parts["kl"] = sequence_kl(run, rollout)
+                parts["kl"] = sequence_kl(rollout, run.scorers, run.host, args.temperature)
         return rollout, texts, parts
 
     def evaluated():
-        with run.sampling_from(run.actor):
+        with run.collector.sampling_from(run.actor):
             return evaluate(
                 roll_out, run.held_out, args.temperature, args.reasoning, world, args.num_generations
             )
@@ -116,5 +116,5 @@ def evaluate_actor(run, metrics, rows):
             averaged, _ = evaluated()
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
-        found |= evaluate_pairs(run)
+        found |= evaluate_pairs(run.held_out_pairs, run.scorers, run.host, args.temperature, world)
     return metrics | found, rows | shown

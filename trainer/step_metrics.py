@@ -7,20 +7,20 @@ trained with these numbers.
 import torch
 
 from trainer import ppo
-from trainer.collect import rows_of_equal_groups
+from trainer.options.filter_groups import rows_of_equal_groups
 
 LEAST_SPREAD = 1e-6  # times the mean: a smaller standard deviation is rounding
 
 
-def note_rollout(run, new, returns, metrics):
+def note_rollout(run, new, metrics):
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
-    beside the Monte-Carlo returns [B, R]."""
+    beside the outcomes."""
     offline = bool(run.args.offline_data_path)  # then only the critic is measured: nothing was sampled
-    for name, (total, count) in ppo.rollout_metrics(new, returns).items():
+    for name, (total, count) in ppo.rollout_metrics(new).items():
         if name.startswith("value/") or not offline:
             metrics.add(name, total, count)
     if run.critic:
-        explained = ppo.explained_variance(returns, new.values, new.mask, run.world.sum)
+        explained = ppo.explained_variance(new.outcomes, new.values, new.mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
     if not offline:
@@ -40,11 +40,10 @@ def note_step(run, name, step, metrics):
     metrics.add(f"{group}/learning_rate", rate, 1)
 
 
-def step_metrics(run, batch, metrics, clock):
+def step_metrics(run, batch, metrics):
     """All that a step logs -> {name: mean over all processes}.
 
-    batch: ``Batch`` (collect.py); metrics: what scoring and updating have measured (``Metrics``);
-    clock: the times before scoring, before updating, and after it.
+    batch: ``Batch`` (collect.py); metrics: what scoring and updating have measured (``Metrics``).
     """
     args = run.args
     rollout = batch.rollout
@@ -63,10 +62,9 @@ def step_metrics(run, batch, metrics, clock):
     metrics.add("rollout/repetition", torch.tensor([repetition(ids) for ids in responses]).sum(), count)
     metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
     means = metrics.means(run.world)
-    seconds = {**batch.seconds, "score": clock[1] - clock[0], "update": clock[2] - clock[1]}
-    means |= {f"perf/{name}_seconds": x for name, x in seconds.items()}
+    means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means |= run.reward.metrics(batch.raw)
-    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(seconds.values())
+    means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
     return means
 
 

@@ -141,7 +141,7 @@ def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
     run.loss_scale.value = 4.0
     train_ppo.update(run, rollout, 0, Metrics())
     assert (run.loss_scale.value, run.progress.bad_steps) == (1.0, 0)
-    with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite; use --dtype float32"):
+    with pytest.raises(SystemExit, match=r"in a row were not finite; .*, or use --dtype float32"):
         for step in (1, 2, 3):
             train_ppo.update(run, rollout, step, Metrics())
     assert run.progress.skipped_steps == 2 + 5
@@ -169,7 +169,7 @@ def test_gradients_are_those_of_fp32(files):
         run.critic.scale = scale
         count = rollout.response_len.sum().item()
         for name in ("critic", "actor"):
-            train_ppo.backward(run, rollout, count, name, 10_000)
+            train_ppo.gradients(run, name, rollout, count, 0)
         parameters = [p for model in (run.critic, run.actor) for p in model.parameters()]
         grads[dtype] = [p.grad / run.loss_scale.value for p in parameters]
         norms[dtype] = [step_if_finite(run, learner, 0.0, 0).norm for learner in run.learners.values()]

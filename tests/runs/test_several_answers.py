@@ -20,8 +20,8 @@ from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.collect import rows_of_equal_groups, scores_to_compare
 from trainer.generation.stops import response_texts
+from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.reward import RawScores, Reward
 from trainer.runs.health import findings
 
@@ -132,9 +132,9 @@ def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):
 
     def slow(*given):
         time.sleep(0.2)
-        return type(run).respond(run, *given)
+        return type(run.collector).respond(run.collector, *given)
 
-    monkeypatch.setattr(run, "respond", slow)
+    monkeypatch.setattr(run.collector, "respond", slow)
     batch = train_ppo.collect(run, 0, iter([[run.prompts[i] for i in range(8)]]), list(range(32)))
     assert batch.again == 64
     assert batch.seconds["rollout"] > 0.6
@@ -182,7 +182,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        fresh = run.collector.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert not model or fresh.has_block.equal(batch.raw.has_block)

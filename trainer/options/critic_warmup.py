@@ -7,9 +7,13 @@ change meanwhile, so the critic is fitted to one fixed policy (VAPO, arXiv:2504.
 """
 
 import math
+from collections.abc import Callable
+
+from torch import Tensor
 
 from trainer import ppo
-from trainer.runs.base import Kept
+from trainer.compute.rollout_data import Rollout
+from trainer.runs.base import Kept, Learner
 
 AUTO = "auto"  # of --critic_warmup_steps
 FALLING = 0.9  # times the error of the batch before: an error above that has stopped falling
@@ -23,29 +27,31 @@ class CriticWarmup(Kept):
 
     kept = ("begins", "error")
 
-    def __init__(self, learner, steps, most):
+    def __init__(self, learner: Learner, steps: int | str, most: int):
         self.learner = learner
         self.most = most
-        self.error = None
-        self.begins = None if steps == AUTO else steps
+        self.error: float | None = None
+        self.begins = None if steps == AUTO else int(steps)
 
     @property
     def begins(self) -> int | None:
         """The actor's first batch, None while that is open."""
-        return None if self.learner.first_batch == math.inf else self.learner.first_batch
+        first = self.learner.first_batch
+        return None if math.isinf(first) else int(first)
 
     @begins.setter
-    def begins(self, batch):
+    def begins(self, batch: int | None) -> None:
         self.learner.first_batch = math.inf if batch is None else batch
 
-    def note(self, batch, rollout, returns, sum_over_processes):
-        """Before batch number ``batch`` is learned from; returns [B, R]: of Monte Carlo."""
+    def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Take in a new batch with its values and outcomes, before it is learned from."""
         if self.begins is not None:
             return
-        squares, count = sum_over_processes(ppo.moments(rollout.values - returns, rollout.mask))[1:].tolist()
-        std = ppo.std_or_zero(sum_over_processes(ppo.moments(returns, rollout.mask)))
+        moments = sum_over_processes(ppo.moments(newest.values - newest.outcomes, newest.mask))
+        squares, count = moments[1:].tolist()
+        std = ppo.std_or_zero(sum_over_processes(ppo.moments(newest.outcomes, newest.mask)))
         error = squares / count / (std**2 or 1.0)
         falls = self.error is None or error < FALLING * self.error
-        if batch >= self.most or not falls:
-            self.begins = batch
+        if step >= self.most or not falls:
+            self.begins = step
         self.error = error

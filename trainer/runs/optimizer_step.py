@@ -31,38 +31,18 @@ CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 EPS = 1e-8  # torch's default
 
 
-# ---------------------------------------------------------------------------------------------- gradients
+# What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
+GradientSource = tuple[list[int], Callable[[list[int]], tuple[Tensor, Metrics]]]
 
 
-def accumulate(
-    run: Run, lengths: list[int], token_budget: int, loss_of: Callable[[list[int]], tuple[Tensor, Metrics]]
-) -> Metrics:
-    """Add the gradients of ``loss_of(rows)`` -> (loss, ``Metrics``) of every micro-batch of at most
-    ``token_budget`` tokens -> their metrics. lengths: of the sequences."""
-    sums = Metrics()
+def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1) -> Metrics:
+    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
 
-    def learn_from(rows: list[int]) -> None:
-        loss, metrics = loss_of(rows)
-        run.loss_scale.scaled(loss).backward()
-        sums.merge(metrics)
-
-    if run.in_step:
-        run.in_step.train(lengths, token_budget, learn_from)
-    else:
-        for rows in micro_batches(lengths, token_budget):
-            learn_from(rows)
-    return sums
-
-
-def gradients_that_fit(
-    run: Run, backward: Callable[[int], Metrics], lengths: list[int], pieces: int = 1
-) -> Metrics:
-    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of ``backward``.
-
-    backward(token budget) computes all gradients; lengths: tokens of each sequence; pieces: the number of
-    micro-batches of about equal size (--accumulation_steps). Where memory runs out, all is computed again
-    with half the budget, which ``run.progress.token_budget`` keeps. InputError where not one sequence fits.
+    pieces: the number of micro-batches of about equal size (--accumulation_steps). If memory runs out, all is
+    computed again with half the tokens, which ``run.progress.token_budget`` keeps. Raises InputError where
+    not even a single sequence fits.
     """
+    lengths = [length for lengths, _ in sources for length in lengths]
     total = sum(lengths)
     longest = max(lengths)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
@@ -70,17 +50,35 @@ def gradients_that_fit(
     if run.in_step:
         wanted, longest = run.in_step.most(wanted, longest)
     budget = wanted
-    sums = attempt(backward, budget)[1]
+    sums = attempt(backward, run, sources, budget)[1]
     while sums is None:
         forget_gradients(run)
         if budget <= longest:  # no micro-batch had more tokens than the longest sequence
             raise out_of_memory_error(longest)
         budget //= 2
         run.progress.token_budget = budget
-        sums = attempt(backward, budget)[1]
+        sums = attempt(backward, run, sources, budget)[1]
     sums.add("perf/out_of_memory", budget < wanted, 1)
     if run.loss_scale.active:
         sums.add("perf/loss_scale", run.loss_scale.value, 1)
+    return sums
+
+
+def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metrics:
+    """Add the gradients of every micro-batch of at most ``token_budget`` tokens -> the losses' metrics."""
+    sums = Metrics()
+    for lengths, loss_of in sources:
+
+        def learn_from(rows: list[int], loss_of: Callable = loss_of) -> None:
+            loss, metrics = loss_of(rows)
+            run.loss_scale.scaled(loss).backward()
+            sums.merge(metrics)
+
+        if run.in_step:
+            run.in_step.train(lengths, token_budget, learn_from)
+        else:
+            for rows in micro_batches(lengths, token_budget):
+                learn_from(rows)
     return sums
 
 
