@@ -8,14 +8,14 @@ step, and a CPU's system would kill the process without a word.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from errors import InputError
 from model.lora import adapter_size
@@ -150,13 +150,22 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     tokens = min(tokens, max(budget, case.width))
     logits = min(tokens * vocabulary, CHUNK[case.device.type])
     cast = small % 4  # bytes a number of the copies for mixed precision
-    activations = tokens * bytes_of_activations(model.config, small, args.gradient_checkpointing)
+    config = model.config
+    hidden = config.hidden_size
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    # What a layer keeps of a token for the backward: two numbers per hidden unit in fp32 (residuals), and in
+    # mixed precision six per hidden unit (norms, queries, outputs) and four per intermediate unit.
+    kept = 8 * hidden + small * (6 * hidden + 4 * intermediate)
+    if args.gradient_checkpointing:  # the residual of every layer, and one layer at a time
+        activations = tokens * (4 * hidden * config.num_hidden_layers + kept)
+    else:
+        activations = tokens * kept * config.num_hidden_layers
     activations += (4 + small) * logits + cast * actor.table  # with their gradient
     if parts == 1 and not args.lora_r:  # a gradient of the embeddings before it is added; copies of layers
         activations += 4 * model.table + cast * model.linear
     update = {"gradients": 4 * max(trained.values()) // parts, "micro-batch": activations}
     if parts > 1:  # two layers in ``dtype``, embeddings and head in fp32; gradients are summed in fp32
-        layer = (model.all - model.table) // model.config.num_hidden_layers
+        layer = (model.all - model.table) // config.num_hidden_layers
         update["gathered"] = 2 * small * layer + 4 * model.table
         if not args.lora_r:
             update["gathered"] += (small + 4) * layer + 8 * model.table
@@ -173,18 +182,6 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     return Plan(phases, fullest, peak, cache, slots, budget, release_cache)
 
 
-def bytes_of_activations(config: PretrainedConfig, small: int, checkpointing: int) -> int:
-    """What a forward keeps of a token for its backward. In each layer: two numbers per hidden unit in fp32
-    (residuals), and in mixed precision six per hidden unit (norms, queries, outputs) and four per
-    intermediate unit (gate, up, their product)."""
-    hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer = 8 * hidden + small * (6 * hidden + 4 * intermediate)
-    if checkpointing:  # the residual of every layer, and one layer at a time
-        return 4 * hidden * config.num_hidden_layers + layer
-    return layer * config.num_hidden_layers
-
-
 def fitted_plan(case: Case, room: float) -> Plan:
     """The plan with the largest micro-batches that fit into ``room`` bytes. Where nothing fits otherwise,
     keys and values are freed between rollouts, and last fewer sequences are sampled together. If its ``peak``
@@ -193,7 +190,7 @@ def fitted_plan(case: Case, room: float) -> Plan:
     if case.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         budgets = BUDGETS
     options = [(budget, free, SLOTS) for free in (False, True) for budget in budgets]
-    options += [(SMALL_BUDGET, True, slots) for slots in FEWER_SLOTS]
+    options += [(budget, True, slots) for budget in (budgets[-1], SMALL_BUDGET) for slots in FEWER_SLOTS]
     for budget, free, slots in options:
         plan = memory_plan(case, budget, free, slots)
         if plan.peak <= room:
@@ -205,7 +202,7 @@ def check_memory(
     args: Namespace,
     actor: PreTrainedModel,
     start: PreTrainedModel | None,
-    reward_models: Iterable[PreTrainedModel],
+    reward_models: Sequence[PreTrainedModel],
     device: torch.device,
     dtype: torch.dtype,
     sampled: tuple[int, int, int],
@@ -220,11 +217,11 @@ def check_memory(
     """
     if args.offload_frozen and device.type == "cpu":
         raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
-    rewards = {model: Sizes(model, dtype) for model in reward_models}
+    rewards = [Sizes(model, dtype) for model in reward_models]
     models = {"actor": Sizes(actor, dtype)}
     # In a sharded run the others come when they are sharded.
     loaded = sum(
-        p.nbytes for model in (actor, *rewards) if model.device == device for p in model.parameters()
+        p.nbytes for model in (actor, *reward_models) if model.device == device for p in model.parameters()
     )
     room = USABLE[device.type] * (free_memory(device) + loaded) - LATER
     processes = 1
@@ -234,7 +231,7 @@ def check_memory(
     if start:
         models["critic"] = Sizes(start.base_model, dtype)  # type: ignore[arg-type]  # for transformers a Module
     responses, width, _ = sampled
-    case = Case(args, device, dtype, models, [*rewards.values()], responses, width, demonstration, processes)
+    case = Case(args, device, dtype, models, rewards, responses, width, demonstration, processes)
     plan = fitted_plan(case, room)
     text = (
         f"about {shown(plan.peak)} of the {shown(room)} that {device} can give, with {plan.token_budget} "

@@ -130,7 +130,7 @@ def damage(path: Path) -> str:
     being deleted when its process was killed is damaged too."""
     try:
         lines = (path / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-        wanted = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+        wanted = {line[66:]: line[:64] for line in lines}  # a checksum, two blanks, a name
         for name in ("state.json", *wanted):
             if wanted.get(name) != _sha256(path / name):
                 return f"{name} is damaged"

@@ -13,16 +13,6 @@ SUITED = {
     "reward": ((1.3e6, 1e-3), (5e8, 1e-5), (8e9, 5e-6)),
 }
 LORA_FACTOR = 4  # measured on the demo: 2 to 6 times the rate of all weights works, 10 times is too much
-FAR_ABOVE = 10  # times the suited rate: such a rate is remarked on
-
-
-def rate_note(flag: str, rate: float, suited: float) -> str | None:
-    """A line for a given rate that is far above the one that suits the model's size, else None."""
-    if rate <= FAR_ABOVE * suited:
-        return None
-    return (
-        f"note     --{flag} {rate:g} is {rate / suited:.0f} times what suits this size of model ({suited:g})"
-    )
 
 
 def suited_rate(kind: str, parameters: int, lora: bool = False) -> float:

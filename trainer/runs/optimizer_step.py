@@ -219,8 +219,8 @@ def zero_moments(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
     ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
     half = isinstance(optimizer, AdamWInHalf)
     step = torch.zeros((), device="cpu" if half else p.device)
-    kind = torch.bfloat16 if half else torch.float32
-    return {"step": step} | {name: torch.zeros_like(p, dtype=kind) for name in ("exp_avg", "exp_avg_sq")}
+    moment = torch.zeros_like(p, dtype=torch.bfloat16 if half else torch.float32)
+    return {"step": step, "exp_avg": moment, "exp_avg_sq": moment.clone()}
 
 
 def rounded_at_random(x: Tensor, bits: Tensor) -> Tensor:
