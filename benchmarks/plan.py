@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from trainer.compute.batching import tokens_per_pass
 from trainer.generation.kv_cache import bytes_per_token
-from trainer.memory_plan import GB, LOADING, USABLE, Sizes, fitted_plan, memory_plan
+from trainer.memory_plan import GB, LOADING, USABLE, Case, Sizes, fitted_plan, memory_plan
 from trainer.train_ppo import parse_args
 
 GPU = torch.device("cuda")
@@ -82,23 +82,23 @@ def sizes_of(model):
     return Sizes(policy, torch.bfloat16), Sizes(policy.base_model, torch.bfloat16)
 
 
-def run_of(model, method, dtype, shard=0):
-    """-> (flags, {"actor": ``Sizes``, …}) of a run without a reward model."""
+def case_of(model, method, dtype, shard=0, count=1):
+    """-> the ``Case`` of a run without a reward model, on ``count`` GPUs."""
     more = "--data_path x --reward_fn x.py:f --gradient_checkpointing 1"
     args = parse_args(shlex.split(f"--model x {more} {SIZES_OF_A_STEP} {METHODS[method]}"))
     args = args.completed(shard=shard)
     actor, critic = map(copy, sizes_of(model))
     actor.exact = critic.exact = dtype == torch.bfloat16  # they were saved in it
-    sizes = {"actor": actor, "rewards": [], "responses": args.batch_size, "demonstration": 0}
-    sizes["width"] = args.max_seq_len + args.max_gen_len
-    return args, sizes | ({"critic": critic} if args.advantage == "gae" else {})
+    models = {"actor": actor} | ({"critic": critic} if args.advantage == "gae" else {})
+    width = args.max_seq_len + args.max_gen_len
+    return Case(args, GPU, dtype, models, [], args.batch_size, width, processes=count)
 
 
-def fitting(args, sizes, card, count):
-    """The plan of a run on ``count`` of these cards, or None where it does not fit."""
+def fitting(case, card):
+    """The plan of a run on cards of this kind, or None where it does not fit."""
     room = USABLE["cuda"] * card.bytes
-    plan, fits = fitted_plan(args, sizes, GPU, card.dtype, room, count)
-    return plan if fits else None
+    plan = fitted_plan(case, room)
+    return plan if plan.peak <= room else None
 
 
 def fewest():
@@ -109,9 +109,9 @@ def fewest():
         for name, card in CARDS.items():
             row[name] = "more than 64"
             for count in COUNTS:
-                args, sizes = run_of(model, method, card.dtype, shard=int(count > 1))
-                if plan := fitting(args, sizes, card, count):
-                    seconds = sum(step_seconds(args, sizes, card, count, plan).values())
+                case = case_of(model, method, card.dtype, int(count > 1), count)
+                if plan := fitting(case, card):
+                    seconds = sum(step_seconds(case, card, plan).values())
                     row[name] = f"{count}: {shown(seconds)} s"
                     break
         rows.append(row)
@@ -126,24 +126,23 @@ def each_gpu():
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for name, shard, count in kinds:
-            args, sizes = run_of(model, method, torch.bfloat16, shard)
-            given = args, sizes, GPU, torch.bfloat16
-            row[name] = f"{memory_plan(*given, processes=count, **least).peak / GB:.1f}"
-        rows.append(row | {"main memory, sharded": f"{LOADING * sizes['actor'].all / GB:.0f}"})
+            case = case_of(model, method, torch.bfloat16, shard, count)
+            row[name] = f"{memory_plan(case, **least).peak / GB:.1f}"
+        rows.append(row | {"main memory, sharded": f"{LOADING * case.models['actor'].all / GB:.0f}"})
     return rows
 
 
 # -------------------------------------------------------------------------------------------------- time
 
 
-def step_seconds(args, sizes, card, count, plan):
-    """{part: seconds} of a step on ``count`` GPUs. All prompts and responses have the full length. What goes
-    between GPUs is not hidden behind computing. plan: of the memory (``Plan``)."""
-    actor, small = sizes["actor"], card.dtype.itemsize
+def step_seconds(case, card, plan):
+    """{part: seconds} of a step. All prompts and responses have the full length. What goes between GPUs is
+    not hidden behind computing. plan: of the memory (``Plan``)."""
+    args, actor, small, count = case.args, case.models["actor"], card.dtype.itemsize, case.processes
     answers, width = args.batch_size, args.max_seq_len + args.max_gen_len
     tokens, updates = answers * width, answers // args.mini_batch_size
     product = actor.linear + actor.config.vocab_size * actor.config.hidden_size  # they multiply every token
-    models = 2 if "critic" in sizes else 1
+    models = len(case.models)
     cache = answers * (args.max_seq_len + args.max_gen_len / 2) * bytes_per_token(actor.config, small)
     decoding = args.max_gen_len * max(
         (small * product + cache) / (ASSUMED["decoding"] * card.memory),
@@ -154,14 +153,14 @@ def step_seconds(args, sizes, card, count, plan):
     each = (4 if args.lora_r else 6) + (2 if args.gradient_checkpointing else 0)  # operations a number, token
     training = each * product * tokens * models / (ASSUMED["training"] * card.operations)
     passes = updates * ceil(args.mini_batch_size * width / plan.token_budget)
-    traffic = sent(args, sizes, small, count, passes, updates) / link(card, count)
+    traffic = sent(case, small, passes, updates) / link(card, count)
     return {"rollout": decoding + prompts, "score": scoring, "update": training, "between GPUs": traffic}
 
 
-def sent(args, sizes, small, count, passes, updates):
+def sent(case, small, passes, updates):
     """Bytes that each GPU sends in a step. passes: micro-batches of an update of the whole batch."""
-    share, actor = (count - 1) / count, sizes["actor"]
-    models = 2 if "critic" in sizes else 1
+    share, actor = (case.processes - 1) / case.processes, case.models["actor"]
+    args, models = case.args, len(case.models)
     trained = args.lora_r * actor.adapters if args.lora_r else actor.all
     if not args.shard:  # each optimizer step sums all gradients: a reduce-scatter and a gather
         return models * updates * 2 * share * 4 * trained
@@ -185,12 +184,14 @@ def seconds():
     for model, method in RUNS:
         row = {"model": model, "trains": method}
         for shard, counts in ((0, [1, 8, 64]), (1, [2, 8, 16, 64])):
-            args, sizes = run_of(model, method, card.dtype, shard)
             for count in counts:
-                plan, name = fitting(args, sizes, card, count), f"{count}, sharded" if shard else str(count)
+                case, name = (
+                    case_of(model, method, card.dtype, shard, count),
+                    f"{count}, sharded" if shard else str(count),
+                )
                 row[name] = ""
-                if plan:
-                    parts = step_seconds(args, sizes, card, count, plan)
+                if plan := fitting(case, card):
+                    parts = step_seconds(case, card, plan)
                     row[name] = f"{shown(sum(parts.values()))} ({shown(parts['between GPUs'])})"
         rows.append(row)
     return rows

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from model.model_minimind import MiniMindConfig, plain_config
 from trainer.evaluation import BATCH
 from trainer.inputs import complete_sizes
-from trainer.memory_plan import GB, USABLE, Sizes, fitted_plan
+from trainer.memory_plan import GB, USABLE, Case, Sizes, fitted_plan
 from trainer.runs.learning_rate import suited_rate
 from trainer.train_ppo import flag_parser
 
@@ -82,10 +82,10 @@ def row_of(section):
     """-> {column: text} of one recipe."""
     config, card, dtype = RECIPES[section]
     args, device = flags_of(section), torch.device("cuda" if card else "cpu")
-    plan, sizes = planned(args, config, card, dtype, device, "MiniMind" in section)
-    parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, sizes["actor"]
+    plan, models = planned(args, config, card, dtype, device, "MiniMind" in section)
+    parts, total, actor = dict(plan.phases[plan.fullest]), plan.peak, models["actor"]
     kinds, lora = ("actor", "critic"), args.lora_r > 0
-    rates = [suited_rate(kind, sizes[kind].all, lora) for kind in kinds]
+    rates = [suited_rate(kind, models[kind].all, lora) for kind in kinds]
     others = {name: parts.pop(name, 0) for name in ("moments", "gradients", "KV cache")}
     models = sum(size for name, size in parts.items() if name not in ("micro-batch", "logits"))
     columns = {"all": total, "models": models, **others, "micro-batch": total - models - sum(others.values())}
@@ -99,7 +99,7 @@ def row_of(section):
 
 
 def planned(args, config, card, dtype, device, minimind):
-    """-> (the ``Plan`` of a command, {"actor": ``Sizes``, …}). card: GB, or None for a CPU."""
+    """-> (the ``Plan`` of a command, {"actor": ``Sizes``, "critic": …}). card: GB, or None for a CPU."""
     with torch.device("meta"):
         actor = AutoModelForCausalLM.from_config(config)
         config.num_labels = 1
@@ -111,12 +111,10 @@ def planned(args, config, card, dtype, device, minimind):
     reward.exact = dtype == torch.float32
     start.exact = reward.exact if args.reward_model else actor.exact
     responses = max(args.batch_size, BATCH if args.eval_data_path else 0)
-    sizes = {"actor": actor, "rewards": [reward] if args.reward_model else [], "responses": responses}
-    sizes |= {"width": args.max_seq_len + args.max_gen_len, "demonstration": 0}
-    if args.advantage == "gae":
-        sizes["critic"] = start
+    models = {"actor": actor} | ({"critic": start} if args.advantage == "gae" else {})
+    rewards, width = [reward] if args.reward_model else [], args.max_seq_len + args.max_gen_len
     room = USABLE[device.type] * (card or MAIN_MEMORY) * GB
-    return fitted_plan(args, sizes, device, dtype, room, processes=1)[0], sizes
+    return fitted_plan(Case(args, device, dtype, models, rewards, responses, width), room), models
 
 
 def commands_table():

@@ -872,14 +872,14 @@ def altered(path, data):
         path.write_bytes(before)
 
 
-@fuzz(300, mutation=mutations, number=st.integers(0, 6))
+@fuzz(300, mutation=mutations, number=st.integers(0, 5))
 def test_mutated_checkpoints(mutation, number, trained):
     newest = trained[0] / "checkpoints" / "step_2"
     files = sorted(newest.iterdir())
     path = files[number % len(files)]
     mutate, how = mutation
     with altered(path, mutate(path.read_bytes(), how)) as differs, counted("checkpoints: mutated"):
-        found, notes = checkpoints.newest_intact(trained[0])
+        found, notes = checkpoints.newest_intact(checkpoints.list_checkpoints(trained[0]))
         if path.name != "SHA256SUMS":  # a blank at its end, say, changes nothing
             assert found.name == ("step_1" if differs else "step_2")
         assert len(notes) == (found.name == "step_1")
@@ -890,12 +890,12 @@ def test_mutated_checkpoints(mutation, number, trained):
 @pytest.mark.slow
 @fuzz(
     25,
-    name=st.sampled_from(["state.json", "config.json"]),
     values=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2),
     whole=st.booleans(),
 )
-def test_checkpoints_with_right_checksums_and_wrong_content(name, values, whole, trained):
+def test_checkpoints_with_right_checksums_and_wrong_content(values, whole, trained):
     """The checksums agree, but no run would have written this content."""
+    name = "state.json"
     newest = trained[0] / "checkpoints" / "step_2"
     content = json.loads((newest / name).read_text())
     for number, value in values.items():

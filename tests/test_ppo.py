@@ -10,7 +10,7 @@ from trainer import ppo
 from trainer.compute.packing import Layout
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import load_balance_loss
-from trainer.runs.learning_rate import constant_lr, cosine_lr
+from trainer.runs.base import Learner
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = ppo.Clip(0.2, 0.2)
@@ -421,27 +421,33 @@ def test_load_balance_loss_of_a_dense_model_is_zero():
     assert load_balance_loss((), Layout([3, 1]), 1) == 0
 
 
+def rates_of(total, warmup=0, schedule="cosine", count=None):
+    """The learning rates of a model that begins with the fourth of the run's optimizer steps."""
+    learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
+    return [learner.learning_rate(3 + step) for step in range(count or total)]
+
+
 def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():
-    rates = [cosine_lr(2.0, step, 11) for step in range(11)]
+    rates = rates_of(11)
     assert rates[0] == 2.0
     assert rates[5] == pytest.approx(1.1)  # halfway between 2 and 0.2
     assert rates[10] == pytest.approx(0.2)
     assert rates == sorted(rates, reverse=True)
-    assert cosine_lr(2.0, 0, 1) == 2.0
+    assert rates_of(1) == [2.0]
 
 
 def test_warm_up_rises_in_equal_parts_to_the_peak():
-    rates = [cosine_lr(2.0, step, 14, warmup=3) for step in range(14)]
+    rates = rates_of(14, warmup=3)
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[3:] == [cosine_lr(2.0, step, 11) for step in range(11)]
+    assert rates[3:] == rates_of(11)
     assert rates[13] == pytest.approx(0.2)
 
 
 def test_a_constant_rate_does_not_depend_on_the_length_of_the_run():
-    rates = [constant_lr(2.0, step, 14, warmup=3) for step in range(14)]
+    rates = rates_of(14, warmup=3, schedule="constant")
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert set(rates[3:]) == {2.0}
-    assert rates == [constant_lr(2.0, step, 10**6, warmup=3) for step in range(14)]
+    assert rates == rates_of(10**6, warmup=3, schedule="constant", count=14)
 
 
 def test_equal_returns_leave_nothing_to_explain():

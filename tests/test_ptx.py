@@ -9,7 +9,7 @@ from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.loss_scale import LossScale
-from trainer.memory_plan import Sizes, memory_plan
+from trainer.memory_plan import Case, Sizes, memory_plan
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -208,7 +208,7 @@ def test_longer_demonstrations_need_more_memory(files, ptx_path):
     plans = []
     for length in (0, 50, 500):
         size = Sizes(run.actor, torch.float32)
-        sizes = {"actor": size, "rewards": [], "responses": 8, "width": 20, "demonstration": length}
-        plan = memory_plan(run.args, sizes, torch.device("cpu"), torch.float32, budget=1 << 20)
+        case = Case(run.args, torch.device("cpu"), torch.float32, {"actor": size}, [], 8, 20, length)
+        plan = memory_plan(case, 1 << 20)
         plans.append(sum(plan.phases["update"].values()))
     assert plans[0] <= plans[1] < plans[2]

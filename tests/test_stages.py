@@ -51,7 +51,7 @@ from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
 from trainer.rewards.reward_models import critic_start, load_reward_model
 from trainer.runs.distributed import World
-from trainer.runs.optimizer_step import accumulate
+from trainer.runs.optimizer_step import backward
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
@@ -112,12 +112,9 @@ def build(files, kind, out_dir="/nowhere", **more):
 def gradients_of(run, items, budget=4096):
     """A batch's loss and gradients, in micro-batches of ``budget`` tokens -> (means, {name: gradient})"""
     run.trained.zero_grad()
-    sums = accumulate(
-        run,
-        [run.tokens(x) for x in items],
-        budget,
-        lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)),
-    )
+    lengths = [run.tokens(x) for x in items]
+    source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
+    sums = backward(run, [source], budget)
     return sums.means(ALONE), {
         n: p.grad.clone() for n, p in run.trained.named_parameters() if p.grad is not None
     }

@@ -717,20 +717,18 @@ ELSEWHERE = {
         ("ids[:-1] if ended else ids)", "ids)", "the EOS stays in the text", ENGINE),
         ("ids[:-1] if ended else ids)", "ids[:-1])", "cut responses lose a token", ENGINE),
     ],
-    "trainer/runs/learning_rate.py": [
+    "trainer/runs/base.py": [
         ("0.1 + 0.45 * (1 + math", "0.5 * (1 + math", "the rate falls to 0"),
-        ("max(total - warmup - 1, 1)", "max(total - warmup, 1)", "the last step is not the last", FORMULAS),
+        ("max(falling - 1, 1)", "max(falling, 1)", "the last step is not the last", FORMULAS),
         (
-            "return peak * min(1.0, (step + 1)",
-            "return peak * min(1.0, step",
+            "return self.peak * min(1.0, (step + 1)",
+            "return self.peak * min(1.0, step",
             "the constant rate begins with 0",
         ),
-    ],
-    "trainer/runs/base.py": [
-        ("number - first, self.total", "number, self.total", "a schedule without its first step"),
+        ("step = number - self.first_step", "step = number", "a schedule without its first step"),
         (
-            "self.total_steps - first,",
-            "self.total_steps,",
+            "self.total_steps - self.first_step - warmup",
+            "self.total_steps - warmup",
             "the actor's schedule is as long as the critic's",
         ),
     ],
@@ -1031,14 +1029,14 @@ LOGGED_DATA = {  # demonstrations and logged answers
     ],
     "trainer/memory_plan.py": [
         (
-            'sizes["width"] + sizes["demonstration"]',
-            'sizes["width"]',
+            "case.width + case.demonstration",
+            "case.width",
             "long demonstrations need no memory",
             PTX,
         ),
         ("4 * count // parts", "4 * count", "weights are not shared", SHARED),
         ("max(trained.values()) // parts", "max(trained.values())", "gradients are not shared", SHARED),
-        ("if parts == 1:\n        standing |=", "if True:\n        standing |=", "the sampler stays", SHARED),
+        ("if parts == 1:\n        standing[", "if True:\n        standing[", "the sampler stays", SHARED),
         ("2 * small * layer + 4", "small * layer + 4", "one layer", GATHERED),
         (" + 8 * model.table", "", "embeddings have no gradients", GATHERED),
         ("if parts == 1 or on_cpu:", "if True:", "a sharded run is built on GPUs", BUILT),
@@ -1222,15 +1220,15 @@ SCALE = {  # sharded models, more machines, and addresses
     "trainer/generation/cuda_graphs.py": [],
     "trainer/runs/optimizer_step.py": [
         (
-            "    norms[0] = norms[0].full_tensor()",
-            "    norms[0] = norms[0].to_local()",
+            "norm = whole(norms[0])",
+            "norm = local_part(norms[0])",
             "a part's norm",
             SHARDING,
         ),
     ],
     "trainer/runs/checkpoints.py": [
         ("local_part(x).copy_(local_part(stored))", "pass", "no rows", RESUMED),
-        ('_fill(x, moments[f"{start}.{kind}"])', "pass", "no moments", RESUMED),
+        ('_fill(x, moments[f"{number}.{kind}"])', "pass", "no moments", RESUMED),
     ],
     "trainer/generation/sampler_copy.py": [
         (

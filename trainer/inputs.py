@@ -50,7 +50,7 @@ from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
 from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
-from trainer.runs.learning_rate import rate_note, suited_rate
+from trainer.runs.learning_rate import suited_rate
 
 ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
@@ -226,7 +226,7 @@ def first_answers(
 ) -> list[str]:
     """The policy's answers to these prompts, the same in all processes: those of the main one. Their
     noise is that of no --seed: what is rewarded must not depend on it."""
-    texts = None
+    texts: list[str] = []
     with world.all_or_none():
         if world.is_main:
             if not args.shard:  # else it need not fit on a GPU
@@ -252,22 +252,18 @@ def choose_rates(
     args: Flags, models: Mapping[str, tuple[str, nn.Module]], lora: bool = False
 ) -> tuple[Flags, dict[str, float], str | None]:
     """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
-    suits}, lines that say so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
+    suits}, a line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
     adapters train."""
     suited: dict[str, float] = {}
     said = []
-    notes = []
     for name, (kind, model) in models.items():
         size = sum(p.numel() for p in model.parameters())
         suited[name] = suited_rate(kind, size, lora)
         if getattr(args, name) is None:
             args = args.completed(**{name: suited[name]})
             said.append(f"{kind} {suited[name]:g} ({size / 1e6:.1f}M parameters, --{name})")
-        notes.append(rate_note(name, getattr(args, name), suited[name]))
-    if said:
-        how = "with adapters, by size" if lora else "by size"
-        notes.insert(0, f"rates    {how}: {', '.join(said)}")
-    return args, suited, "\n".join(filter(None, notes)) or None
+    how = "with adapters, by size" if lora else "by size"
+    return args, suited, f"rates    {how}: {', '.join(said)}" if said else None
 
 
 def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:

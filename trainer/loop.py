@@ -18,8 +18,7 @@ from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
 from trainer.runs.distributed import World, init_world
-from trainer.runs.interrupts import StopRequest
-from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
+from trainer.runs.log_and_save import StopRequest, end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.resume import start_or_resume
 
 Logged = tuple[dict[str, float], dict[str, list]]  # metrics of a step; {file: rows to keep}

@@ -48,10 +48,9 @@ from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.reward import Judge, Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.rewards.reward_models import critic_start
 from trainer.runs import displays
-from trainer.runs.adamw import make_optimizer
-from trainer.runs.base import Learner, Progress, Run, Stateful
-from trainer.runs.commands import command_line
+from trainer.runs.base import Learner, Progress, Run, Stateful, command_line
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -432,4 +431,4 @@ def shard_models(run: PpoRun, in_step: InStep) -> None:
 def ppo_optimizer(model: nn.Module, peak: float, args: Flags) -> torch.optim.Optimizer:
     """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
     groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
-    return make_optimizer(groups, peak, args.moments_dtype, args.seed, weight_decay=0.0)
+    return make_optimizer(groups, peak, args.moments_dtype, args.seed)

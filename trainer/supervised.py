@@ -34,11 +34,10 @@ from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
-from trainer.runs.adamw import make_optimizer
 from trainer.runs.base import Learner, Progress, Run, Stateful
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
 Items = list[tuple]  # each of lists of ids and one thing more

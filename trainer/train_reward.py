@@ -100,7 +100,7 @@ from trainer.inputs import DEMO, check_sampling, load_trained_tokenizer
 from trainer.rewards.reward_models import load_reward_model, score_packed
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
-from trainer.runs.commands import command_line, full_path
+from trainer.runs.base import command_line, full_path
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, Part, SupervisedRun, train
 

@@ -66,7 +66,7 @@ from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
-from trainer.runs.commands import command_line
+from trainer.runs.base import command_line
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, SupervisedRun, train
 

@@ -29,9 +29,8 @@ from trainer.compute.packing import Layout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.runs.adamw import make_optimizer
 from trainer.runs.distributed import init_world, sum_gradients
-from trainer.runs.optimizer_step import clip_gradients
+from trainer.runs.optimizer_step import clip_gradients, make_optimizer
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families
 PROMPT, RESPONSES = 3, {0: (5, 2, 7), 1: (4, 6, 1, 3)}  # tokens: of a prompt; of each process' responses
@@ -155,7 +154,7 @@ def steps(in_step, moments):
     for model in models:
         parts = [[p for p in trained(model) if is_sharded(p) == kind] for kind in (True, False)]
         groups = [{"params": part} for part in parts if part]
-        optimizers.append(make_optimizer(groups, 1e-2, moments, 0, weight_decay=0.0))
+        optimizers.append(make_optimizer(groups, 1e-2, moments, 0))
     for _ in range(3):
         run_through(scorers[0], rows_of(world.rank)).backward()
         sum_gradients(models[0].parameters(), world)

@@ -69,11 +69,11 @@ def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
     progress, scale = SimpleNamespace(token_budget=4096), LossScale(torch.float32)
     run = SimpleNamespace(progress=progress, optimizers={}, loss_scale=scale, in_step=None)
 
-    def backward(token_budget):
-        cuts.extend(micro_batches(lengths, token_budget))
-        return Metrics()
+    def loss_of(rows):
+        cuts.append(rows)
+        return torch.zeros((), requires_grad=True), Metrics()
 
-    gradients_that_fit(run, backward, lengths, pieces)
+    gradients_that_fit(run, [(lengths, loss_of)], pieces)
     assert max(sum(lengths[row] for row in rows) for rows in cuts) <= 1000 / pieces
     assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
 
@@ -83,17 +83,17 @@ def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
     run.loss_scale = LossScale(torch.float32)
     tried = []
 
-    def backward(token_budget):
-        tried.append(token_budget)
-        if token_budget > 300:
+    def loss_of(rows):
+        tried.append(100 * len(rows))
+        if len(rows) > 3:
             raise torch.OutOfMemoryError("out of memory")
-        return Metrics()
+        return torch.zeros((), requires_grad=True), Metrics()
 
-    gradients_that_fit(run, backward, [100] * 10)
-    assert tried == [1000, 500, 250]
+    gradients_that_fit(run, [([100] * 10, loss_of)])
+    assert tried == [1000, 500, *[200] * 5]
     assert run.progress.token_budget == 250
-    gradients_that_fit(run, backward, [100] * 10)
-    assert tried[3:] == [250]
+    gradients_that_fit(run, [([100] * 10, loss_of)])
+    assert tried[7:] == [200] * 5
 
 
 def test_micro_batches_waste_little_on_padding():

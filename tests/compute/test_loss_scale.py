@@ -141,7 +141,7 @@ def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
     run.loss_scale.value = 4.0
     train_ppo.update(run, rollout, 0, Metrics())
     assert (run.loss_scale.value, run.progress.bad_steps) == (1.0, 0)
-    with pytest.raises(SystemExit, match="5 optimizer steps in a row were not finite; use --dtype float32"):
+    with pytest.raises(SystemExit, match=r"in a row were not finite; .*, or use --dtype float32"):
         for step in (1, 2, 3):
             train_ppo.update(run, rollout, step, Metrics())
     assert run.progress.skipped_steps == 2 + 5

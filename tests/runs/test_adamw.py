@@ -12,8 +12,8 @@ from torch.optim import AdamW
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.runs import adamw
-from trainer.runs.adamw import AdamWInHalf, rounded_at_random
+from trainer.runs import optimizer_step
+from trainer.runs.optimizer_step import make_optimizer, rounded_at_random
 
 BF16 = torch.bfloat16
 
@@ -57,7 +57,7 @@ def test_rounded_to_the_nearest_the_second_moment_would_stand_still():
 
 def test_the_optimizers_second_moment_falls_as_it_should():
     p = torch.nn.Parameter(torch.zeros(20_000))
-    optimizer = AdamWInHalf([p], 0.0, seed=1)
+    optimizer = make_optimizer([p], 0.0, "bfloat16", seed=1)
     p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.state[p]["exp_avg_sq"].fill_(1.0)
@@ -68,15 +68,15 @@ def test_the_optimizers_second_moment_falls_as_it_should():
     assert optimizer.state[p]["exp_avg_sq"].dtype == optimizer.state[p]["exp_avg"].dtype == BF16
 
 
-@pytest.mark.parametrize("options", [{}, {"betas": (0.9, 0.95), "weight_decay": 0.1}])
+@pytest.mark.parametrize("options", [{"weight_decay": 0.0}, {"betas": (0.9, 0.95), "weight_decay": 0.1}])
 def test_beside_torchs_adamw(options, monkeypatch):
     """The first step is the same: moments are rounded after use. Later ones differ as bf16 does."""
-    monkeypatch.setitem(adamw.CHUNK, "cpu", 1000)  # several chunks, the last one smaller
+    monkeypatch.setitem(optimizer_step.CHUNK, "cpu", 1000)  # several chunks, the last one smaller
     torch.manual_seed(0)
     start, pairs = torch.randn(70, 50), []
     for kind in (
         lambda p: AdamW([p], 1e-2, fused=True, **options),
-        lambda p: AdamWInHalf([p], 1e-2, 7, **options),
+        lambda p: make_optimizer([p], 1e-2, "bfloat16", 7, **options),
     ):
         p = torch.nn.Parameter(start.clone())
         pairs.append((p, kind(p)))
@@ -100,7 +100,7 @@ def test_bits_depend_on_seed_step_and_parameter_alone():
     def moments(seed, count):
         torch.manual_seed(count)  # the global random state has no part in it
         parameters = [torch.nn.Parameter(torch.zeros(5000)) for _ in range(2)]
-        optimizer, seen = AdamWInHalf(parameters, 1e-3, seed), []
+        optimizer, seen = make_optimizer(parameters, 1e-3, "bfloat16", seed), []
         for _ in range(2):
             for p in parameters:
                 p.grad = torch.full_like(p, 0.7)

@@ -108,21 +108,6 @@ finish(launch(os.environ["ANOTHER"].split()))
 """
 
 
-def test_a_result_that_two_runs_write_at_the_same_time_is_said(files, tmp_path, monkeypatch, capsys):
-    """The other run ends first, and this one replaces its result; resumed, the other writes it again."""
-    other = argv_of(files, tmp_path, seed=1, run_name="other")
-    for name, x in {"FAULT": ANOTHER, "FAULT_AT": "2", "ANOTHER": " ".join(other)}.items():
-        monkeypatch.setenv(name, x)
-    train_ppo.main(argv_of(files, tmp_path, save_interval=3))
-    result = tmp_path / "ppo_actor_32.pth"
-    said = capsys.readouterr().out
-    assert said.count(f"note: {result}: another run has written it while this one goes on") == 1
-    ours = result.read_bytes()
-    train_ppo.main([*other, "--resume", "auto"])
-    assert result.read_bytes() != ours
-    assert "another run" not in capsys.readouterr().out
-
-
 def test_a_run_folder_that_is_removed_is_noticed_in_the_same_step(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FAULT", f"import shutil; shutil.rmtree({str(tmp_path / 'r')!r})")
     monkeypatch.setenv("FAULT_AT", "2")

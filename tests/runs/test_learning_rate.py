@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.runs.learning_rate import LORA_FACTOR, SUITED, rate_note, suited_rate
+from trainer.runs.learning_rate import LORA_FACTOR, SUITED, suited_rate
 
 
 @pytest.mark.parametrize("kind", SUITED)
@@ -25,11 +25,6 @@ def test_a_larger_model_never_gets_a_higher_rate(kind):
     rates = [suited_rate(kind, 10 ** (x / 10)) for x in range(50, 105)]
     assert rates == sorted(rates, reverse=True)
     assert suited_rate(kind, 5e8) <= 2e-5  # a pretrained 0.5B model must not get the demo's rate
-
-
-def test_a_rate_far_above_the_suited_one_is_said():
-    assert rate_note("learning_rate", 5e-3, 5e-4) is None
-    assert "--learning_rate 1 is 2000 times what suits" in rate_note("learning_rate", 1.0, 5e-4)
 
 
 def test_adapters_get_a_higher_rate():

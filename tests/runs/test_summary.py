@@ -10,8 +10,8 @@ from tiny import ROOT, flags, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
-from trainer.runs import commands, displays, plots, report
-from trainer.runs.commands import command_line
+from trainer.runs import base, displays, plots, report
+from trainer.runs.base import command_line
 from trainer.runs.displays import as_line
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
@@ -337,7 +337,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
 def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypatch):
     words = shlex.split(command_line("chat.py", "--model", tmp_path / "a b's.pth"))
     assert words == [sys.executable, str(ROOT / "chat.py"), "--model", str(tmp_path / "a b's.pth")]
-    monkeypatch.setattr(commands, "sys", SimpleNamespace(platform="win32", executable="python"))
+    monkeypatch.setattr(base, "sys", SimpleNamespace(platform="win32", executable="python"))
     assert command_line("chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
 
 
@@ -379,25 +379,10 @@ def test_a_failure_in_the_first_step_leaves_no_folder(files, tmp_path, monkeypat
     assert f"note: --resume: no checkpoint in {tmp_path / 'run_1'}, so it begins at step 1\n" in out
 
 
-def test_a_folder_that_was_there_or_holds_something_is_never_removed(files, tmp_path, monkeypatch):
+def test_a_folder_that_was_there_is_never_removed(files, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     fail_at_once(files, tmp_path, monkeypatch, run_name="mine")
     assert (tmp_path / "mine" / "config.json").exists()
-    # an evaluation before the first step: two calls, the third is the first step
-    fail_at_once(files, tmp_path, monkeypatch, call=3, run_name="r", eval_data_path=files["data_path"])
-    assert "eval/score" in read_jsonl(tmp_path / "r" / "metrics.jsonl")[0]
-    folder = RunFolder(tmp_path, "own", "")
-    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
-    (folder.path / "a file of the user").write_text("")
-    assert not folder.remove_if_unused()
-    (folder.path / "a file of the user").unlink()
-    (folder.path / "metrics.jsonl").write_text('{"step": 0, "eval/score": 1.0}\n')
-    assert not folder.remove_if_unused()
-    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
-    (folder.path / "samples.jsonl").write_text("")
-    assert folder.remove_if_unused()
-    assert not folder.path.exists()
-    folder.close()
 
 
 def test_a_failure_in_a_later_step_keeps_the_run(files, tmp_path, monkeypatch):

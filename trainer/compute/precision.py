@@ -1,7 +1,7 @@
 """Mixed precision: which floating-point type a device computes in fastest, and how models compute in it.
 
 trained weights, gradients                       fp32
-AdamW's moments                                  ``--moments_dtype``: fp32, or bf16 (runs/adamw.py)
+AdamW's moments                                  ``--moments_dtype``: fp32, or bf16 (runs/optimizer_step.py)
 matrix products, in training and sampling        ``--dtype``: bf16 or fp16 under autocast, or fp32
 softmax of the logits, log-probs, entropy,
 values, advantages, losses                       fp32 (in fp16 multiplied by a scale: loss_scale.py)

@@ -3,6 +3,10 @@
 The loop, the checkpoints, the logs and the report know a run by this class only.
 """
 
+import math
+import shlex
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sized
@@ -19,7 +23,8 @@ from trainer.compute.loss_scale import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
 from trainer.runs.distributed import World
-from trainer.runs.learning_rate import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Stateful(Protocol):
@@ -41,8 +46,8 @@ class Kept:
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.kept:
-            setattr(self, name, state.get(name, getattr(self, name)))
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass
@@ -66,7 +71,7 @@ class Learner:
     per_batch: int = 1  # optimizer steps of a batch
     first_batch: int = 0  # the batch with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
-    schedule: str = "cosine"  # one of SCHEDULES
+    schedule: str = "cosine"  # or "constant"
 
     @property
     def first_step(self) -> int:
@@ -74,12 +79,19 @@ class Learner:
         return self.first_batch * self.per_batch
 
     def learning_rate(self, number: int) -> float:
-        """The learning rate in optimizer step ``number`` of the run: a schedule over the steps in which this
-        model trains (learning_rate.py)."""
-        first = self.first_step
-        return SCHEDULES[self.schedule](
-            self.peak, number - first, self.total_steps - first, self.warmup_steps
-        )
+        """The learning rate in optimizer step ``number`` of the run, over the steps in which this model
+        trains: it rises linearly in the warm-up, is then the peak, and falls as a cosine to a tenth at the
+        last step (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5), or is constant. A step that is left
+        out counts too."""
+        step = number - self.first_step
+        warmup = self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak * min(1.0, (step + 1) / (warmup + 1))
+        if step < warmup:
+            return self.peak * (step + 1) / (warmup + 1)
+        falling = self.total_steps - self.first_step - warmup
+        progress = min((step - warmup) / max(falling - 1, 1), 1.0)
+        return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 class Run(ABC):
@@ -171,3 +183,25 @@ class Run(ABC):
     @abstractmethod
     def results(self) -> str:
         """Lines that say where the result is."""
+
+
+# ------------------------------------------------------------------------------------ command lines to copy
+
+
+def command_line(script: str, *words: str | Path) -> str:
+    """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory.
+
+    script: its path in the repository; words: flags and values.
+    """
+    return quoted([sys.executable, ROOT / script, *words])
+
+
+def full_path(name: str) -> str:
+    """The whole path of a file or folder that is there; anything else, such as a hub name, as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def quoted(words: Iterable[str | Path]) -> str:
+    """Words -> one line that this system's shell reads as these words."""
+    texts = [str(word) for word in words]
+    return subprocess.list2cmdline(texts) if sys.platform == "win32" else shlex.join(texts)

@@ -1,77 +1,130 @@
-"""Logging a step, saving a checkpoint and the result, and the end of a run.
+"""Logging a step, saving a checkpoint and the result, and the end of a run: after the last step, by a signal,
+by an error.
 
 Only the main process writes. If it cannot write, all processes end with its error.
 """
 
 import gc
+import os
+import signal
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType
 
-from atomic_files import last_written
-from errors import InputError, SaidElsewhere
+from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
-from trainer.runs.interrupts import StopRequest
+from trainer.runs.base import Run
+from trainer.runs.distributed import World
+from trainer.runs.run_logger import NullLogger, RunLogger
 
 BROKEN = 3  # exit code of a run that --strict_health has ended
+# In seconds. Under torchrun, another signal within this time counts as the first one: the terminal sends
+# Ctrl-C to all processes, and torchrun then sends them a signal as well.
+ECHO = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    # Else Python loses a signal that arrives in a new process right after the fork.
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
+
+Logger = RunLogger | NullLogger
 
 
-def log_step(run, logger, step, metrics, rows):
+def log_step(
+    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Mapping[str, list]
+) -> None:
     """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
 
 
-def save(run, logger):
+def save(run: Run, logger: Logger) -> None:
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
     start = time.perf_counter()
-    main = run.world.is_main
-    due = main and logger.saved_step != run.progress.step and logger.folder.path
-    if folder := run.world.from_main(due):
-        with run.world.all_or_none():
-            if main:
-                logger.flush()
-        checkpoints.save(folder, run, main and logger.folder.config, run.args.keep_checkpoints)
+    folder = None
+    with run.world.all_or_none():
+        if isinstance(logger, RunLogger) and logger.saved_step != run.progress.step:
+            logger.flush()
+            folder = logger.folder.path
+    folder = run.world.from_main(folder)
+    if folder:
+        checkpoints.save(folder, run, run.args.keep_checkpoints)
     with run.world.all_or_none(), run.gathered():
-        if main:
-            if last_written(run.result_file) not in (None, logger.result_time):
-                logger.say(
-                    f"note: {run.result_file}: another run has written it while this one goes on, and this "
-                    "one replaces it; give each run its own --out_dir. The other run writes its own again "
-                    "with --resume"
-                )
+        if isinstance(logger, RunLogger):
             run.save_result()
-            logger.result_time = last_written(run.result_file)
             logger.saved_step = run.progress.step
             logger.saving_seconds += time.perf_counter() - start
 
 
-def end_if_broken(run, logger):
+def end_if_broken(run: Run, logger: Logger) -> None:
     """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
     and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
     """
-    finding = getattr(run.args, "strict_health", 0) and run.world.gather(logger.broken)[0]
+    finding = getattr(run.args, "strict_health", 0) and run.world.from_main(logger.broken)
     if finding:
         save(run, logger)
-        error = (InputError if run.world.is_main else SaidElsewhere)(
+        error = InputError(
             f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
             "its line above and docs/health.md say what to try"
         )
         error.code = BROKEN
-        error.agreed = True
-        raise error
+        with run.world.all_or_none():
+            raise error
+
+
+class StopRequest:
+    """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed, and
+    ``reply`` is printed: training stops after the step, once a checkpoint is saved. A second one ends the
+    process at once. In processes that a reward function or a data loader forks, SIGTERM works as ever, and
+    Ctrl-C is left to their parent."""
+
+    def __init__(self, reply: str = "") -> None:
+        self._reply = reply
+        self._signal = 0
+        self._time = 0.0
+        self._process = os.getpid()
+
+    def __enter__(self) -> "StopRequest":
+        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
+        if os.getpid() != self._process:
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+        elif not self._signal:
+            self._signal = number
+            self._time = time.monotonic()
+            with suppress(OSError):  # stderr may be closed
+                os.write(2, self._reply.encode())  # print is not safe in a signal handler
+        elif time.monotonic() - self._time > echo:
+            os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
+
+    def agreed(self, world: World) -> int:
+        """The number of the signal that any process got, 0 if none did. All processes must call it."""
+        return max(world.gather(self._signal))
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def collected_between_steps():
+def collected_between_steps() -> Iterator[None]:
     """In this block Python's garbage collector works between two steps only. Afterwards it is as before.
 
-    By itself it looks through all objects whenever enough new ones were made: in the middle of a step, while
-    a GPU waits for the next operations. ``log_step`` calls it, and it then looks only at objects that the run
-    has made since it began to train: models and data stay as long as the run.
+    By itself it works whenever enough new objects were made: in the middle of a step, while a GPU waits.
+    ``log_step`` calls it, and it then looks only at objects that the run has made since it began to train:
+    models and data stay as long as the run.
     """
     before = gc.isenabled()
     gc.collect()
@@ -85,7 +138,7 @@ def collected_between_steps():
             gc.enable()
 
 
-def run_to_the_end(run, logger, train):
+def run_to_the_end(run: Run, logger: Logger, train: Callable[[Run, Logger], None]) -> None:
     """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
     say how to go on too. The log files are closed in any case."""
     try:

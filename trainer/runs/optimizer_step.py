@@ -4,23 +4,31 @@
 ``step_if_finite`` then sums, clips and steps one model. If its loss or gradient is NaN or infinite, the step
 is left out. PPO's models step one after the other; ``note_steps`` looks at both steps of a minibatch, ends a
 run that goes on with such steps, and adapts the scale of fp16's losses (compute/loss_scale.py).
+``AdamWInHalf`` is --moments_dtype bfloat16.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import ParamsT
 
-from model.weights import sharded_and_whole
+from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
-from trainer.runs.base import Run
+from trainer.runs.base import Learner, Run
 from trainer.runs.distributed import sum_gradients
 from trainer.runs.metrics import Metrics
 
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
+# Numbers that AdamWInHalf computes at a time, so that no fp32 copy of a whole moment exists
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+EPS = 1e-8  # torch's default
 
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
@@ -42,13 +50,14 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
     if run.in_step:
         wanted, longest = run.in_step.most(wanted, longest)
     budget = wanted
-    while not (done := attempt(backward, run, sources, budget))[0]:
+    sums = attempt(backward, run, sources, budget)[1]
+    while sums is None:
         forget_gradients(run)
         if budget <= longest:  # no micro-batch had more tokens than the longest sequence
             raise out_of_memory_error(longest)
         budget //= 2
         run.progress.token_budget = budget
-    sums = done[1]
+        sums = attempt(backward, run, sources, budget)[1]
     sums.add("perf/out_of_memory", budget < wanted, 1)
     if run.loss_scale.active:
         sums.add("perf/loss_scale", run.loss_scale.value, 1)
@@ -73,10 +82,13 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
     return sums
 
 
-def forget_gradients(run):
+def forget_gradients(run: Run) -> None:
     """Discard the gradients of all models."""
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
+
+
+# --------------------------------------------------------------------------------------------------- steps
 
 
 class Step(NamedTuple):
@@ -86,14 +98,14 @@ class Step(NamedTuple):
     norm: float
 
     @property
-    def finite(self):
+    def finite(self) -> bool:
         return math.isfinite(self.loss + self.norm)
 
 
-def step_if_finite(run, learner, loss, number):
+def step_if_finite(run: Run, learner: Learner, loss: float, number: int) -> Step:
     """Optimizer step ``number`` of the run for one model: sum gradients over processes, clip their norm to
-    --grad_clip, step, free the gradients -> ``Step``. If it is not ``finite``, the step is left out: weights,
-    moments and weight decay do not move. ``note_steps`` has to be told of it."""
+    --grad_clip, step, free the gradients. If the ``Step`` is not ``finite``, weights, moments and weight
+    decay do not move. ``note_steps`` has to be told of it."""
     sum_gradients(learner.model.parameters(), run.world)
     run.loss_scale.unscale(learner.model)
     step = Step(loss, clip_gradients(learner.model, run.args.grad_clip))
@@ -105,35 +117,114 @@ def step_if_finite(run, learner, loss, number):
     return step
 
 
-def clip_gradients(model, largest):
-    """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before, as a float."""
-    parts = sharded_and_whole(p for p in model.parameters() if p.grad is not None)
-    if not parts[0]:
-        return clip_grad_norm_(parts[1], largest).item()
-    norms = [get_total_norm([p.grad for p in part]) for part in parts if part]
-    norms[0] = norms[0].full_tensor()  # over all processes
-    norm = get_total_norm(norms)
+def clip_gradients(model: nn.Module, largest: float) -> float:
+    """Clip the norm of all gradients of a model to ``largest``, in place -> the norm before."""
+    parts = [part for part in sharded_and_whole(model.parameters()) if part]
+    norms = [get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    norm = whole(norms[0])  # of a sharded part over all processes
+    if len(norms) > 1:
+        norm = get_total_norm([norm, norms[1]])
     for part in parts:
         clip_grads_with_norm_(part, largest, norm)
     return norm.item()
 
 
-def note_steps(run, steps):
+def note_steps(run: Run, steps: Iterable[Step]) -> None:
     """Take note of a minibatch's ``Step`` of each model that had one, once: adapt the loss scale, which the
     models share, and count. ``MAX_BAD_STEPS`` minibatches in a row with a step that was not finite end the
     run (SystemExit). One does not count if the loss scale of fp16 was too large for it and could be lowered.
     """
     progress = run.progress
-    scale = run.loss_scale
     steps = list(steps)
     bad = sum(not step.finite for step in steps)
     # The loss is computed without the scale: if it is not finite, a lower scale does not help.
-    lowered = all(math.isfinite(step.loss) for step in steps) and scale.adapt(not bad)
+    lowered = all(math.isfinite(step.loss) for step in steps) and run.loss_scale.adapt(not bad)
     if not lowered:
         progress.bad_steps = progress.bad_steps + 1 if bad else 0
     progress.skipped_steps += bad
     if progress.bad_steps >= MAX_BAD_STEPS:
-        remedy = "use --dtype float32, or lower" if scale.active else "lower"
         raise SystemExit(
-            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; {remedy} the learning rates"
+            f"error: {MAX_BAD_STEPS} optimizer steps in a row were not finite; lower the learning rates, or "
+            "use --dtype float32"
         )
+
+
+# --------------------------------------------------------------------------------------------------- AdamW
+
+
+def make_optimizer(
+    parameters: ParamsT,
+    learning_rate: float,
+    moments_dtype: str,
+    seed: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """The optimizer of every script: torch's AdamW, or with moments_dtype "bfloat16" ``AdamWInHalf``."""
+    if moments_dtype == "bfloat16":
+        return AdamWInHalf(parameters, learning_rate, seed, betas, weight_decay)
+    return AdamW(parameters, learning_rate, betas, weight_decay=weight_decay, fused=True)
+
+
+class AdamWInHalf(Optimizer):
+    """torch's AdamW (decoupled weight decay) with ``exp_avg`` and ``exp_avg_sq`` in bf16; weights and
+    arithmetic are fp32. Parameters are contiguous.
+
+    The second moment falls by less than the spacing of bf16 (0.4 to 0.8 %): rounded to the nearest it would
+    stand still, so it is rounded at random. The random bits depend on seed, step and parameter alone.
+    """
+
+    def __init__(
+        self, parameters: ParamsT, lr: float, seed: int, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        self.seed = seed
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # there is no closure
+        """One step with the present gradients. A parameter without a gradient is left alone."""
+        trained = [(p, group) for group in self.param_groups for p in group["params"]]
+        for number, (p, group) in enumerate(trained):
+            if p.grad is not None:
+                self._step_of(p, p.grad, group, number)
+
+    def _step_of(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any], number: int) -> None:
+        state = self.state[p]
+        if not state:
+            state |= zero_moments(self, p)
+        state["step"] += 1
+        step = int(state["step"])
+        rate = group["lr"]
+        beta1, beta2 = group["betas"]
+        size = CHUNK[p.device.type]
+        chunks = [
+            local_part(x).view(-1).split(size) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"])
+        ]
+        # All chunks use the same bits, because drawing them costs more than the rest.
+        random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
+        count = len(chunks[0][0])
+        bits = torch.randint(1 << 16, (count,), generator=random, dtype=torch.int32, device=p.device)
+        for weight, g, first, second in zip(*chunks, strict=True):
+            m = first.float().lerp_(g, 1 - beta1)
+            v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            first.copy_(m)
+            weight.mul_(1 - rate * group["weight_decay"])
+            root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(EPS)
+            weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
+            second.copy_(rounded_at_random(v, bits[: len(v)]))
+
+
+def zero_moments(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What an optimizer of ``make_optimizer`` keeps of a parameter before its first step. The step of
+    ``AdamWInHalf`` is on the CPU, so that reading it waits for no GPU."""
+    half = isinstance(optimizer, AdamWInHalf)
+    step = torch.zeros((), device="cpu" if half else p.device)
+    moment = torch.zeros_like(p, dtype=torch.bfloat16 if half else torch.float32)
+    return {"step": step, "exp_avg": moment, "exp_avg_sq": moment.clone()}
+
+
+def rounded_at_random(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 [n], overwritten -> the same numbers as bf16 can hold them, rounded up or down at random: the
+    nearer is the likelier. A number that bf16 holds stays as it is. bits [n]: random, 0 to 65535."""
+    # bf16 is the upper half of fp32's bits. Where lower half and random bits carry over, it is rounded up.
+    return x.view(torch.int32).add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)

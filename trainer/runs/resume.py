@@ -1,38 +1,12 @@
 """Starting and resuming a run: its folder, where a killed run starts again, the check that it is the same.
 
-What a run writes to out/ (--out_dir):
-
-out/ppo_actor_{hidden_size}{_moe}.pth     PPO's result: the actor, fp16 state-dict
-out/ppo_actor_{hidden_size}{_moe}/        its config, generation config and tokenizer
-out/ppo_actor_{hidden_size}{_moe}_best.pth   the actor of the best evaluation, with a folder as above
-out/full_sft_{hidden_size}{_moe}.pth      result of stage 1, fp16, and the same as a Hugging Face directory
-out/full_sft_{hidden_size}{_moe}/         (or --hf_dir)
-out/reward_{hidden_size}/                 result of stage 2, a Hugging Face directory (or --hf_dir)
-out/run_1/                                the run folder of PPO; stage 1: sft_1/, stage 2: reward_run_1/
-    config.json                           every flag, the versions, fingerprints of models and data
-    metrics.jsonl                         one object per step; step 0 is the evaluation before training
-    samples.jsonl                         PPO: prompts, responses and the parts of their scores
-    eval_samples.jsonl                    PPO: the same held-out prompts' answers at every evaluation
-    best.pth best/                        PPO: the best actor of this run, also when a later run has one
-    checkpoints/step_<n>/                 what --resume needs (checkpoints.py)
-    report.html curves.png summary.md     all of it to look at, written again and again as the run goes
-    swanlog/ tensorboard/ wandb/          with --tracker (trackers.py)
-    .lock .lock.held                      which process uses the folder; the second is locked meanwhile
-
-PPO and stage 1 write their result with every checkpoint, stage 2 writes it at the end. A new run gets a new
-run folder, but replaces the result of an earlier run with the same name.
-
-``--resume auto`` or ``--resume PATH`` picks the run folder and its newest undamaged checkpoint
-(checkpoints.py), or the one that PATH names. Weights, moments and ``Progress`` are loaded from it; training
-continues with the next batch (trainer/loop.py). The log files are cut back to
-that step (run_logger.py), and later checkpoints are deleted. A run that was killed before its first
-checkpoint starts from the beginning. Prompt order, sampling noise and learning rates follow from seed and
-step, so the result is the same as without the stop. A flag that would change it is refused by name; files are
-compared by what they hold, by short hashes of what was loaded from them.
+What a run writes: README.md. ``--resume auto`` or ``--resume PATH`` picks the run
+folder and its newest undamaged checkpoint (checkpoints.py), or the one that PATH names. Training continues
+with the next batch; the log files are cut back to its step (run_logger.py), later checkpoints are deleted. A
+flag that would change the result is refused by name; files are compared by what they hold.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -40,10 +14,13 @@ import platform
 import secrets
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from filelock import FileLock, Timeout
+from torch import nn
 from transformers import __version__ as transformers_version
 
 from atomic_files import write_whole, writing
@@ -51,8 +28,7 @@ from errors import InputError
 from model.loading import as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
-from trainer.runs.base import Run
-from trainer.runs.commands import quoted
+from trainer.runs.base import Run, quoted
 from trainer.runs.run_logger import NullLogger, RunLogger
 
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
@@ -60,7 +36,7 @@ REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other pla
 CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
 
 
-def start_or_resume(run: Run, about: str, argv: list[str]):
+def start_or_resume(run: Run, about: str, argv: list[str]) -> RunLogger | NullLogger:
     """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
 
     about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
@@ -75,6 +51,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]):
             write_config(run, folder, argv)
     checkpoint = world.from_main(folder and folder.checkpoint)
     run.prepare()
+    logger: RunLogger | NullLogger = NullLogger()
     with world.all_or_none():
         if checkpoint:
             checkpoints.load(checkpoint, run)
@@ -91,23 +68,19 @@ def start_or_resume(run: Run, about: str, argv: list[str]):
 class RunFolder:
     """The folder of a run, locked until ``close`` or the end of the process. Only the main process has one.
 
-    Without ``--run_name`` a new run is called <kind>_<n>, with n one above the highest number so far.
-    ``--resume auto`` resumes the run of that name (without a name: the newest run); if there is none, it
-    starts a new one. ``--resume PATH`` names a run folder or one of its checkpoints. Raises InputError,
-    having changed nothing, if the folder holds a run that is not to be resumed, if it is in use, or if all
-    its checkpoints are damaged.
-
     ``path``: the folder; ``checkpoint``: the one to resume from, or None; ``notes``: lines to show to the
     user; ``config``: the content of config.json, once ``write_config`` has written it.
     """
 
-    def __init__(self, out_dir: str | Path, run_name: str, resume: str, kind: str = "run"):
-        self.notes = []
-        self.config = {}
+    def __init__(self, out_dir: str | Path, run_name: str, resume: str, kind: str = "run") -> None:
+        """kind: begins the names of runs without one: <kind>_<n>, n one above the highest number so far.
+        Raises InputError, having changed nothing, if the folder holds a run that is not to be resumed, if it
+        is in use, or if all its checkpoints are damaged."""
+        self.config: dict[str, Any] = {}
         named = bool(run_name or resume)
         with writing(f"--out_dir {out_dir}"):
             while True:
-                self.path, self.checkpoint = choose(out_dir, run_name, resume, kind)
+                self.path, found = choose(Path(out_dir), run_name, resume, kind)
                 self._found = self.path.exists()  # and not made by this run
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -115,23 +88,17 @@ class RunFolder:
                     break
                 except FileExistsError:  # another new run has just taken this number
                     if named:
-                        raise InputError(f"{self.path}: is a file; give another --run_name") from None
+                        raise
             self._lock()
-        if self.checkpoint:
-            if problem := checkpoints.damage(self.checkpoint):
-                raise InputError(
-                    f"--resume: {self.checkpoint} is damaged ({problem}); name the run folder instead"
-                )
-        elif resume:
-            self.checkpoint, self.notes = checkpoints.newest_intact(self.path)
-            if not self.checkpoint:
-                self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
-        elif any((self.path / name).exists() for name in ("config.json", "checkpoints")):
+        if not resume and (found or (self.path / "config.json").exists()):
             raise InputError(
                 f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
             )
+        self.checkpoint, self.notes = checkpoints.newest_intact(found)
+        if resume and not found:
+            self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
 
-    def _lock(self):
+    def _lock(self) -> None:
         """Lock the folder, until this process ends or dies. What is locked is a second file, because Windows
         lets nobody read a locked one: ``.lock`` names the process."""
         self._held = FileLock(self.path / ".lock.held", thread_local=False)
@@ -145,56 +112,50 @@ class RunFolder:
             ) from None
         named.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
 
-    def write_config(self):
+    def write_config(self) -> None:
         """Write ``config`` to config.json."""
         path = self.path / "config.json"
         with writing(path):
             write_whole(path, json.dumps(self.config, indent=2))
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder of a run that has learned nothing -> True if it is gone, its number free again.
-
-        It stays if it was there before this run, or holds an evaluation or a file of a tracker or the user.
-        """
-        with contextlib.suppress(OSError):
-            others = {path.name for path in self.path.iterdir() if path.suffix != ".jsonl"}
-            logged = "".join(path.read_text(encoding="utf-8") for path in self.path.glob("*.jsonl"))
-            unused = others <= {"config.json", ".lock", ".lock.held"} and logged in ("", '{"step": 0}\n')
-            if unused and not self._found:
-                shutil.rmtree(self.path)
+        """Remove the folder of a run that has learned nothing, unless it was there before -> whether it is
+        gone, and its number free again."""
+        if not self._found:
+            shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
-    def close(self):
+    def close(self) -> None:
         self._held.release()
 
 
-def choose(out_dir: str | Path, run_name: str, resume: str, kind: str) -> tuple[Path, Path | None]:
-    """The flags -> (the folder of the run, the checkpoint that --resume names, else None). InputError if
-    --resume names a folder that holds no run."""
+def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, list[Path]]:
+    """The flags -> (the folder of the run, the checkpoints to resume from: all, or the one that --resume
+    names). InputError if --resume names a folder that holds no run."""
+    path = Path(resume).resolve()
     if resume in ("", "auto"):
-        found = [path.name.removeprefix(f"{kind}_") for path in Path(out_dir).glob(f"{kind}_*")]
+        found = [path.name.removeprefix(f"{kind}_") for path in out_dir.glob(f"{kind}_*")]
         newest = max((int(number) for number in found if number.isdecimal()), default=0)
         number = newest if resume and newest else newest + 1
-        return Path(out_dir) / (run_name or f"{kind}_{number}"), None
-    path = Path(resume).resolve()
-    folder = path.parent.parent
-    if path in checkpoints.list_checkpoints(folder):
-        return folder, path
-    if checkpoints.list_checkpoints(path) or (path / ".lock").exists():  # killed before its first checkpoint
-        return path, None
-    raise InputError(f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>")
+        path = out_dir / (run_name or f"{kind}_{number}")
+    elif path in checkpoints.list_checkpoints(path.parent.parent):
+        return path.parent.parent, [path]
+    elif not (path / ".lock").exists():
+        raise InputError(
+            f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
+        )
+    return path, checkpoints.list_checkpoints(path)
 
 
 # ------------------------------------------------------------------------------------- is it the same run?
 
 
-def write_config(run, folder: RunFolder, argv: list[str]) -> None:
+def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     """Write the run folder's ``config.json``: every flag, and what else influences the result.
 
     If there is one already, compare the two first: InputError if it belongs to another run; differences that
     are allowed are added to the folder's notes.
     """
-    kernels = "torch's" if kernels_of(run.world.device.type) is None else "compiled"
     config = {
         **vars(run.args),
         "script": run.script,
@@ -204,16 +165,16 @@ def write_config(run, folder: RunFolder, argv: list[str]) -> None:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "kernels": kernels,
+            "kernels": "compiled" if kernels_of(run.world.device.type) else "torch's",
             "transformers": transformers_version,
         },
         "fingerprints": run.fingerprints(),
         "facts": run.facts(),
-        "resume_command": quoted([*command(argv, run.script), "--resume", folder.path]),
+        "resume_command": resume_command(argv, run.script, folder.path),
         "run_id": secrets.token_hex(8),  # for trackers
     }
-    held = (folder.checkpoint or folder.path) / "config.json"
-    if held.exists():  # true without a checkpoint too, if the run was killed before its first one
+    held = folder.path / "config.json"
+    if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
         with as_input_error(f"--resume: {held} does not fit"):
             old = json.loads(held.read_text(encoding="utf-8"))
             folder.notes += check_same_run(old, config, run.args.declared)
@@ -223,19 +184,24 @@ def write_config(run, folder: RunFolder, argv: list[str]) -> None:
     folder.write_config()
 
 
-def check_same_run(old: dict, new: dict, flags: dict) -> list[str]:
-    """Compare two configurations -> notes on the differences that are allowed.
+class Declared(Protocol):
+    """What ``check_same_run`` reads of a ``Flag`` (flags.py)."""
 
-    Raises InputError, naming both values, for a difference that changes the result. flags: {name: ``Flag``}.
+    default: object
+    may_change: bool
+
+
+def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Declared]) -> list[str]:
+    """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
+    values, for a difference that changes the result.
+
     A flag that did not exist when the run began counts as having its default. Batch sizes are per process, so
-    they are compared after multiplying by the number of processes. With ``--lr_schedule constant`` nothing
-    depends on the number of steps: it may change.
+    they are compared after multiplying by the number of processes.
     """
     notes = []
-    any_length = new.get("lr_schedule") == "constant"
-    script = old.get("script", "train_ppo.py")  # the first versions had no other
-    if script != new["script"]:
-        raise InputError(f"this is a run of {script}; name one of {new['script']}")
+    any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps
+    if old["script"] != new["script"]:
+        raise InputError(f"this is a run of {old['script']}; name one of {new['script']}")
     for name, flag in flags.items():
         was = old.get(name, flag.default)
         now = new[name]
@@ -264,14 +230,15 @@ def check_same_run(old: dict, new: dict, flags: dict) -> list[str]:
     return notes
 
 
-def command(argv: list[str], script: str) -> list[str]:
-    """The words of the command line that starts a run on one machine, without --resume. argv: its flags."""
+def resume_command(argv: list[str], script: str, folder: Path) -> str:
+    """The command line that goes on with a run on one machine. argv: the flags that it was started with."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     launcher = [sys.executable]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
-    return [*launcher, Path(__file__).parents[1] / script, *parser.parse_known_args(argv)[1]]
+    flags = parser.parse_known_args(argv)[1]
+    return quoted([*launcher, Path(__file__).parents[1] / script, *flags, "--resume", folder])
 
 
 def short_hash(content: object) -> str:
@@ -279,11 +246,8 @@ def short_hash(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def weights_hash(module: torch.nn.Module) -> str:
-    """The hash of all parameters with their names -> 12 hexadecimal digits; exact to the last bit of fp32.
-
-    Of a parameter it takes the sum of the bit patterns, without their order: run folders of older versions
-    hold such hashes.
-    """
-    bits = ((name, p.detach().float().view(torch.int32)) for name, p in module.named_parameters())
-    return short_hash([(name, int(x.sum(dtype=torch.int64))) for name, x in bits])
+def weights_hash(module: nn.Module) -> str:
+    """The hash of all parameters with their names -> 12 hexadecimal digits. Of a parameter it takes the sum
+    of the bit patterns in fp32, without their order."""
+    sums = {name: int(p.detach().float().view(torch.int32).sum()) for name, p in module.named_parameters()}
+    return short_hash(list(sums.items()))
