@@ -1183,7 +1183,7 @@ ENDS = {
         ),
         ("whole[: min(found)]", "whole[: min(found) + 1]", "the text is cut too late", STOPS),
         ("+ count * text.endswith(stops)", "", "no byte completes a stop string", STOPS),
-        (" % count + count  # completed", "  # completed", "a stop string inside of a token is missed", STOPS),
+        (" % count + count  # completed", "  # completed", "a stop string inside a token is missed", STOPS),
         ("bytes.fromhex(token[3:5])", 'b""', "single bytes are nothing", STOPS),
         ("bytes(BYTES.get(character, 0) for", "bytes(0 for", "halves of characters are nothing", STOPS),
         ("if ended and stops:", "if False:", "texts have stop strings", STOPS),

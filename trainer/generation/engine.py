@@ -330,5 +330,5 @@ class Engine:
 
 
 def _bucket(n, least, most):
-    """The smallest of least, 2 least, 4 least, … that is not below n; never more than ``most``."""
-    return min(most, least << max(0, -(-n // least) - 1).bit_length())
+    """The smallest power of 2 that is not below n, but never less than ``least`` or more than ``most``."""
+    return min(most, max(least, 1 << (n - 1).bit_length()))

@@ -8,7 +8,6 @@ gains most from a faster dtype. The old log-probs of the ratio come from the sco
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
 from types import MethodType
 
 import torch
@@ -30,10 +29,8 @@ class JoinedLinear(nn.Module):
     same: CUDA graphs have captured its address, and on a CPU new memory would leave gaps that nothing else
     fits into."""
 
-    def __init__(self, linears: Sequence[nn.Linear], on_cpu: bool) -> None:
+    def __init__(self, weights: list[Tensor], biases: list[Tensor], on_cpu: bool) -> None:
         super().__init__()
-        weights: list[Tensor] = [linear.weight for linear in linears]
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self.sizes = [len(x) for x in weights]
         self.is_blocked = on_cpu and weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
         self.transposed = on_cpu and not self.is_blocked
@@ -97,11 +94,11 @@ class SamplerCopy:
         self.joined: list[JoinedLinear] = []
 
         def joined(*linears):
-            layer = JoinedLinear(linears, on_cpu)
+            weights = [linear.weight for linear in linears]
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            layer = JoinedLinear(weights, biases, on_cpu)
             self.joined.append(layer)
-            own = [linear.weight for linear in linears]
-            own += [linear.bias for linear in linears if linear.bias is not None]
-            for p, part in zip(own, layer.parts(), strict=True):
+            for p, part in zip([*weights, *biases], layer.parts(), strict=True):
                 self.places[names[id(p)]].append(part)
             return layer
 

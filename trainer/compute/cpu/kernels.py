@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def lanes() -> int:
 # ------------------------------------------------------------------------------------------------ layers
 
 
+@dataclass
 class Layers:
     """Norms, rotary positions and gates with their gradients, as functions of tensors: a CPU's and a GPU's.
 
@@ -93,9 +95,8 @@ class Layers:
     many partial sums it makes a sum over all rows.
     """
 
-    def __init__(self, start: Callable[..., object], parts: int) -> None:
-        self.start = start
-        self.parts = parts
+    start: Callable[..., None]
+    parts: int
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, delta: Tensor | None = None
