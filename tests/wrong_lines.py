@@ -633,7 +633,7 @@ COMPUTE = {
     "trainer/compute/cpu/vectors.h": [
         ("- n * 2.12194440e-4f);\n}\n\n/* 1 / x", "+ n * 2.12194440e-4f);\n}\n\n/* 1 / x", "ln 2", ENTROPY),
     ],
-    "trainer/compute/cuda/logits.py": [
+    "trainer/compute/cuda/triton_kernels.py": [
         ("load(grad_entropy + row) * scale", "load(grad_entropy + row)", "no temperature, entropy", ENTROPY),
         ("tl.where(p == 0, 0, log_p)", "log_p", "an impossible token gives NaN", ENTROPY),
     ],
@@ -1091,8 +1091,8 @@ ENDS = {
         ),
     ],
     "trainer/generation/stops.py": [
-        ("places < self.least - 1)", "places < self.least)", "one token too many before an EOS"),
-        ("places < self.least - 1)", "places < self.least - 2)", "one token too few before an EOS"),
+        ("places < self.least - 1\n", "places < self.least\n", "one token too many before an EOS"),
+        ("places < self.least - 1\n", "places < self.least - 2\n", "one token too few before an EOS"),
         (
             "layout.response % layout.shape[1]",
             "layout.response",
@@ -1108,7 +1108,7 @@ ENDS = {
         ),
         ("whole[: min(found)]", "whole[: min(found) + 1]", "the text is cut too late", STOPS),
         ("+ count * text.endswith(stops)", "", "no byte completes a stop string", STOPS),
-        (", new, new % count + count)", ", new, new)", "a stop string inside of a token is missed", STOPS),
+        (" % count + count  # completed", "  # completed", "a stop string inside a token is missed", STOPS),
         ("bytes.fromhex(token[3:5])", 'b""', "single bytes are nothing", STOPS),
         ("bytes(BYTES.get(character, 0) for", "bytes(0 for", "halves of characters are nothing", STOPS),
         ("if ended and stops:", "if False:", "texts have stop strings", STOPS),
@@ -1154,8 +1154,8 @@ ENDS = {
             STOPS,
         ),
         (
-            "self.key = (temperature, *ends)",
-            "self.key = (temperature, tuple(eos_ids))",
+            "(sizes, ends) != (self.sizes, self.engine.ends)",
+            "sizes != self.sizes",
             "a graph of another length",
             LEAST,
         ),
@@ -1232,8 +1232,8 @@ SCALE = {  # sharded models, more machines, and addresses
     ],
     "trainer/generation/sampler_copy.py": [
         (
-            "for place in self.places.get(name, ()):",
-            "for place in self.places.get(name, ())[:1]:",
+            "for place in missing.pop(name, ()):",
+            "for place in missing.pop(name, ())[:1]:",
             "a tied head keeps its weights",
             "tests/generation/test_engine.py",
         ),
@@ -1395,14 +1395,8 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/generation/sampling.py": [
         (
-            "(coarse, target, right=True)",
-            "(coarse, target)",
-            "blocks of probability 0 are drawn",
-            NEVER_DRAWN,
-        ),
-        (
-            "column = torch.searchsorted(fine, below, right=True)",
-            "column = torch.searchsorted(fine, below)",
+            "cdf[:, -1:], right=True)",
+            "cdf[:, -1:])",
             "leading tokens of probability 0 are drawn",
             NEVER_DRAWN,
         ),
