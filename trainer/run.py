@@ -22,9 +22,8 @@ from model.shards import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.collect import choose_missing_eos_penalty
-from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
-from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
+from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
@@ -90,7 +89,6 @@ class PpoRun(Run):
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
         keep_freed_memory(sharded)
-        check_range(actor, self.dtype, f"--model {args.model}: ")
 
         # The reward, and that of evaluations, which never trains.
         self.reward, self.judge = load_rewards(args, device, self.dtype, prompts, held_out, sharded)
@@ -268,7 +266,9 @@ class PpoRun(Run):
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
         with self.host.on_device(*modules_of(reward)):
-            return reward.raw_scores(Request(prompts, texts, rollout.finished.tolist(), rollout.on_host()[1]))
+            return reward.raw_scores(
+                Request(prompts, texts, rollout.finished.tolist(), rollout.layout.response_len)
+            )
 
     def save_result(self):
         """Write the actor, and its average if there is one, as a ``.pth`` and the folder beside it. The best

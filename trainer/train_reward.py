@@ -86,9 +86,9 @@ from model.loading import (
 from model.model_minimind import as_plain
 from model.saving import save_directory
 from trainer import supervised
-from trainer.compute.batching import pad_right, send
-from trainer.compute.packing import Layout, packed_states
+from trainer.compute.batching import Layout, pad_right, send
 from trainer.compute.precision import autocast
+from trainer.compute.scoring import packed_states
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys

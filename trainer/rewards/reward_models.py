@@ -31,11 +31,11 @@ from model.loading import (
     quiet,
 )
 from progress_bar import phase
-from trainer.compute.batching import pad_right, tokens_per_pass
+from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import pack_sequences, packed_states
-from trainer.compute.precision import autocast, check_finite, check_range
+from trainer.compute.precision import autocast, check_finite
 from trainer.compute.rollout_data import length_mask
+from trainer.compute.scoring import pack_sequences, packed_states
 
 # Conversations that a model's get_score and get_scores both score, to be compared
 TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
@@ -67,7 +67,6 @@ class ClassifierRewardModel:
         if self.model.config.num_labels != 1:
             raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, self.model)
-        check_range(self.model, dtype, "")
         self.pad_id = self.model.config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         head = getattr(self.model, "score", None)
@@ -111,7 +110,8 @@ class ClassifierRewardModel:
         with autocast(self.model.device, self.dtype):
             if not self.packs:
                 return self._padded_scores(tokens, lengths).float()
-            states = packed_states(self.model.base_model, tokens, map(len, ids)).last_hidden_state
+            layout = Layout(map(len, ids), device=tokens.device)
+            states = packed_states(self.model.base_model, tokens, layout).last_hidden_state
             return self.model.score(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1).float()
 
     def _padded_scores(self, tokens, lengths):

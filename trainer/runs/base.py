@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
 from trainer.runs.distributed import World

@@ -3,7 +3,7 @@
 ``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``step_if_finite`` then sums, clips and steps one model. If its loss or gradient is NaN or infinite, the step
 is left out. PPO's models step one after the other; ``note_steps`` looks at both steps of a minibatch, ends a
-run that goes on with such steps, and adapts the scale of fp16's losses (compute/loss_scale.py).
+run that goes on with such steps, and adapts the scale of fp16's losses (compute/precision.py).
 """
 
 import math
@@ -54,7 +54,8 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
-        wanted, longest = run.in_step.most(wanted, longest)
+        wanted = run.in_step.most(wanted)
+        longest = run.in_step.most(longest)
     budget = wanted
     while not (done := attempt(backward, budget))[0]:
         forget_gradients(run)
