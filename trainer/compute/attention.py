@@ -179,11 +179,13 @@ def _flash(query, key, value, packing, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     starts = packing.starts.int()
+    most = packing.longest
     back = (window or 0) - 1  # how many earlier tokens one sees, -1: all
-    more: dict[str, Any] = {"scale": scaling, "window_size": (back, 0)}
-    if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11 takes grouped heads as they are
-        more["enable_gqa"] = True
-    return varlen_attn(query, key, value, starts, starts, packing.longest, packing.longest, **more)
+    # torch 2.11 takes grouped heads as they are
+    more: Any = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()) else {}
+    return varlen_attn(
+        query, key, value, starts, starts, most, most, scale=scaling, window_size=(back, 0), **more
+    )
 
 
 @cache

@@ -12,7 +12,6 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -137,15 +136,15 @@ def _heads(layer, x):
 
 def _layer_forward(layer, hidden_states, **kwargs):
     """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y))."""
+
+    def forward(x):
+        out, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+        x, normed = _add_norm(x, out, layer.post_attention_layernorm)
+        return x + layer.mlp(normed)
+
     if layer.gradient_checkpointing and layer.training:  # as the replaced forward does
-        return layer._gradient_checkpointing_func(partial(_layer, layer, **kwargs), hidden_states)
-    return _layer(layer, hidden_states, **kwargs)
-
-
-def _layer(layer, hidden_states, **kwargs):
-    out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-    hidden_states, normed = _add_norm(hidden_states, out, layer.post_attention_layernorm)
-    return hidden_states + layer.mlp(normed)
+        return layer._gradient_checkpointing_func(forward, hidden_states)
+    return forward(hidden_states)
 
 
 FORWARDS: dict[str, Callable[..., Any]] = {

@@ -63,8 +63,7 @@ def token_logprobs(
     def forward(states, weight, bias):
         logprobs, entropy, log_sum = (torch.empty(len(states), device=states.device) for _ in range(3))
         table = weight.to(dtype)
-
-        def fill(c):  # when it ends, the logits are freed: the next chunk's take their memory
+        for c in chunks:
             x = logits_of(c, states, table, bias)
             if gpu:
                 gpu.token_logprobs(x, targets[c], temperature, logprobs[c], entropy[c], log_sum[c])
@@ -74,9 +73,7 @@ def token_logprobs(
                 x = p
             if keeps:
                 kept.append(x)
-
-        for c in chunks:
-            fill(c)
+            del x  # the next chunk's logits take its memory
         return (logprobs, entropy), (states, weight, bias, log_sum, entropy)
 
     def gradient(states, weight, bias, log_sum, entropy, grad, grad_entropy):

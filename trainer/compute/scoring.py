@@ -73,7 +73,7 @@ def packed_states(backbone: PreTrainedModel, tokens: Tensor, layout: Layout, **e
     states of the N real tokens, row by row. extra: of a ``BalanceLoss``."""
     row = layout.row
     position = layout.position
-    place: Any = row * tokens.shape[1] + position
+    place: Any
     if backbone.config._attn_implementation == ATTENTION:
         place = slice(len(row))
         table: Any = backbone.get_input_embeddings()
@@ -88,6 +88,7 @@ def packed_states(backbone: PreTrainedModel, tokens: Tensor, layout: Layout, **e
             **extra,
         )
     else:
+        place = row * tokens.shape[1] + position
         output = backbone(input_ids=tokens, use_cache=False, **extra)
     output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[place]
     if extra:
