@@ -27,9 +27,8 @@ from model.weights import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.collect import Collector
-from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
-from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
+from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
@@ -87,7 +86,6 @@ class PpoRun(Run):
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
         keep_freed_memory(sharded)
-        check_range(self.actor, self.dtype, f"--model {args.model}: ")
         # The reward, and that of evaluations, which never trains.
         self.reward, self.judge = self._load_rewards(args)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen

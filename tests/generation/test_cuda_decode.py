@@ -13,7 +13,7 @@ import triton_interpreter  # noqa: F401
 
 from trainer.compute import attention, kernels
 from trainer.compute.cuda import kernels as cuda
-from trainer.compute.packing import pack_sequences
+from trainer.compute.scoring import pack_sequences
 from trainer.generation import kv_cache
 from trainer.generation.engine import Engine, Sampler
 from trainer.generation.kv_cache import tabulate_rotary

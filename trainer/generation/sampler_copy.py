@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from model.lora import merged
 from model.model_minimind import MoEFeedForward
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
-from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import onednn_takes_bf16
+from trainer.compute.scoring import pack_sequences
 
 
 class JoinedLinear(nn.Module):
