@@ -60,7 +60,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
 import torch
 
 from dataset.chat_template import encode, prompt_text, set_system_prompt, set_template_kwargs
-from dataset.turns import add_system
+from dataset.formats import add_system
 from model.loading import (
     check_tokenizer,
     eos_ids,

@@ -448,3 +448,16 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
     assert same(*results)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_learning_rates_rise_in_the_first_batches_of_each_model(files, schedule):
+    """Two batches of two optimizer steps: fifths of the peak; the actor's begin after critic warm-up."""
+    more = {"lr_schedule": schedule, "lr_warmup_steps": 2, "critic_warmup_steps": 1, "max_steps": 40}
+    run, _ = make_run(files, **more, epochs=99, learning_rate=0.5, critic_learning_rate=1.0)
+    critic, actor = (run.learners[name] for name in ("critic", "actor"))
+    assert [critic.learning_rate(n) for n in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [actor.learning_rate(n) for n in range(2, 7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    last = {"cosine": 0.1, "constant": 1.0}[schedule]
+    assert critic.learning_rate(79) == pytest.approx(last)
+    assert actor.learning_rate(79) == pytest.approx(last / 2)

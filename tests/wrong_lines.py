@@ -21,7 +21,7 @@ SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_
 COMPARED = "tests/runs/test_several_answers.py::test_scores_are_compared_without_what_is_taken_off_for_length"
 NO_CRITIC = "tests/runs/test_several_answers.py::test_there_is_no_critic"
 SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
-VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
+VALUE_SCALE = "tests/test_value_scale.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
 EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
@@ -198,12 +198,6 @@ TRAIN_PPO = [
         'step > run.learners["actor"].first_batch',
         "warm-up takes a batch more",
     ),
-    (
-        "run.critic_warmup.follow(step, newest, run.world.sum)\n",
-        "pass\n",
-        "--critic_warmup_steps auto never ends",
-        WARMUP,
-    ),
 ]
 
 BUILD_RUN = [
@@ -274,7 +268,7 @@ PPO = [
         "masked_sum(moved.exp() * k2",
         "the KL loss has no importance weights",
     ),
-    ('    if kl_in == "reward":\n', "    if True:\n", "KL in loss and reward"),
+    ('    if kl_in == "reward":', "    if True:", "KL in loss and reward"),
     (
         "advantages - kl_weight * discounted_sums",
         "advantages + kl_weight * discounted_sums",
@@ -417,21 +411,6 @@ CRITIC = {
         ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
         ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
-    "trainer/options/critic_warmup.py": [
-        (
-            "error < FALLING * self.error",
-            "error < self.error",
-            "warm-up goes on while the error falls a little",
-            WARMUP,
-        ),
-        ("step >= self.most or ", "", "warm-up has no end", WARMUP),
-        (
-            "newest.values - newest.outcomes, newest.mask",
-            "newest.outcomes, newest.mask",
-            "the error has no values in it",
-            WARMUP,
-        ),
-    ],
     "trainer/options/ema.py": [
         (" / (1 - self.beta**self.batches)", "", "the start counts in the average", EMA),
         ("self.weights[name].lerp_(_on_host(p), share)", "pass", "the average stays at the start", EMA),
@@ -506,12 +485,6 @@ CRITIC = {
             'self.options["value_scale"] = ',
             "",
             "checkpoints forget the value scale",
-            RESUMING,
-        ),
-        (
-            'self.options["critic_warmup"] = ',
-            "",
-            "checkpoints forget where the warm-up stands",
             RESUMING,
         ),
         ('            "kl": self.kl,\n', "", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
@@ -1063,7 +1036,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
             OFFLINE,
         ),
     ],
-    "dataset/logged_answers.py": [
+    "dataset/lm_dataset.py": [
         (
             "CHOSEN, REJECTED = 1.0, -1.0",
             "CHOSEN, REJECTED = -1.0, 1.0",
@@ -1078,8 +1051,8 @@ LOGGED_DATA = {  # demonstrations and logged answers
             LOGGED,
         ),
         (
-            "return max(map(super().length, item))",
-            "return super().length(item[0])",
+            "return max(map(self.size, item))",
+            "return self.size(item[0])",
             "rejected ones may be too long",
             LOGGED,
         ),
@@ -1126,7 +1099,7 @@ ENDS = {
         (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
     ],
     "dataset/chat_template.py": [
-        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
+        ('f"{seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
         (
@@ -1347,8 +1320,8 @@ REST = {
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
     ],
-    "dataset/logged_answers.py": [
-        ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("i % self.per_record()", "0", "the chosen side twice", LOGGED),
     ],
     "trainer/options/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
@@ -1436,13 +1409,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
     ],
     "trainer/inputs.py": [
+        ("rest = steps - warmup", "rest = steps", "the rate rises while only the critic trains", GIVEN),
         ("if 0 < args.dual_clip <= 1:", "if 0 < args.dual_clip < 1:", "--dual_clip 1 is accepted", GIVEN),
-        (
-            "steps - (0 if warmup == AUTO else warmup)",
-            "steps",
-            "the rate warms up while only the critic trains",
-            GIVEN,
-        ),
     ],
     "trainer/runs/optimizer_step.py": [
         (
@@ -1478,8 +1446,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
         ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
     ],
-    "dataset/logged_answers.py": [
-        ("[(before, True), (answer, False)]", "[(before, True), (answer, True)]", "a BOS inside", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "a BOS inside", LOGGED),
     ],
     "trainer/options/replay.py": [
         (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from dataset.chat_template import learned_pieces
-from dataset.lm_dataset import SAMPLE, RecordDataset
+from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.lora import describe as describe_adapters
 from trainer.rewards.reward import Reward
@@ -111,7 +111,7 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
     return {
         "prompts": len(prompts),
-        "dropped": prompts.dropped / (len(prompts) + prompts.dropped if prompts.whole else SAMPLE),
+        "dropped": prompts.dropped / prompts.read,
         "held_out": len(run.held_out_pairs or run.held_out or ()),
         "missing_header": header,
         "template_without_eos": not ends,

@@ -31,7 +31,6 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 STAGE_FLAGS = "model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size "
 STAGE_FLAGS += "learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"
 LARGE = 10**6  # of weights and limits
-AUTO = "auto"  # of --critic_warmup_steps: see critic_warmup.py
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,6 @@ class Flags(argparse.Namespace):
         copy.declared = self.declared
         copy._frozen = True
         return copy
-
-
-def steps_or_auto(text: str) -> int | str:
-    """The ``type`` of ``--critic_warmup_steps``: a whole number or "auto"."""
-    return text if text == AUTO else int(text)
 
 
 def path(text: str) -> str:
@@ -148,7 +142,7 @@ class FlagParser(argparse.ArgumentParser):
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
             known["may_change"] = True
-        if kind in (int, float, steps_or_auto) and not {"choices", "nargs"} & options.keys():
+        if kind in (int, float) and not {"choices", "nargs"} & options.keys():
             if "above" not in known:
                 known.setdefault("at_least", 0)
             known.setdefault("at_most", LARGE if kind is float else MANY)

@@ -24,8 +24,7 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import Prompt, RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
+from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -44,7 +43,7 @@ from model.loading import (
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
-from trainer.flags import AUTO, ROOT, Flags, complete_output_flags, minimind_pth
+from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
@@ -158,7 +157,7 @@ def fill_paths(args: Flags) -> Flags:
     return args
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int | str]:
+def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
     """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
 
     Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
@@ -170,7 +169,7 @@ def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int |
     if warmup is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         warmup = min(CRITIC_WARMUP_STEPS, most)
-    rest = steps - (0 if warmup == AUTO else warmup)
+    rest = steps - warmup
     if rest <= 0:
         raise InputError(
             f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "

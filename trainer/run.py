@@ -38,7 +38,6 @@ from trainer.generation.engine import Sampler
 from trainer.inputs import Inputs, choose_rates, count_steps, sampling_sizes
 from trainer.memory_plan import check_memory
 from trainer.options.best import KEPT, choose_best, remove_saved
-from trainer.options.critic_warmup import CriticWarmup
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import suited_penalty
@@ -229,6 +228,7 @@ class PpoRun(Run):
             self.scorers["critic"] = ValueScorer(self.critic, self.dtype)
             self.learners["critic"] = learner(self.critic, args.critic_learning_rate)
         self.learners["actor"] = learner(self.actor, args.learning_rate)
+        self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
         self.clip = ppo.Clip(args.clip_epsilon, args.clip_epsilon_high or args.clip_epsilon, args.dual_clip)
         self.loss_scale = LossScale(self.dtype)  # of fp16
         self.progress = Progress(token_budget=self.plan.token_budget)
@@ -257,8 +257,6 @@ class PpoRun(Run):
         }
         if self.critic:
             self.value_scale = self.options["value_scale"] = ValueScale(self.critic)
-            warmup = CriticWarmup(actor, args.critic_warmup_steps, self.total_steps // 4)
-            self.critic_warmup = self.options["critic_warmup"] = warmup
         if args.replay_batches:
             self.options["replay"] = self.replay
         if args.ema_beta:

@@ -39,7 +39,6 @@ from trainer.flags import (
     add_machine_flags,
     add_output_flags,
     path,
-    steps_or_auto,
 )
 
 # What ``--help`` shows; ``--help all`` shows all.
@@ -176,7 +175,7 @@ def flag_parser() -> FlagParser:
     critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
     critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
     critic("--critic_init", "auto", "start of the critic", choices=["auto", "actor", "reward"], off="auto")
-    critic("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]")
+    critic("--critic_warmup_steps", int, "first batches, in which only the critic trains [2]")
     add(
         "--ema_beta",
         0.0,
@@ -343,8 +342,6 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     run.kl.follow(step, newest_rows(rollout, run.args.batch_size), run.world.sum)
     estimate(run, rollout)
     newest = newest_rows(rollout, run.args.batch_size)
-    if run.critic:
-        run.critic_warmup.follow(step, newest, run.world.sum)
     note_rollout(run, newest, metrics)
     run.replay.keep(batch.rollout)
     return rollout

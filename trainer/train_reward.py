@@ -71,7 +71,7 @@ from transformers import (
 
 from atomic_files import writing
 from dataset.chat_template import encode, prompt_text, set_template
-from dataset.lm_dataset import reward_dataset
+from dataset.lm_dataset import PreferenceDataset
 from model.half_precision import fp32_head
 from model.loading import (
     check_tokenizer,
@@ -177,7 +177,7 @@ class RewardRun(supervised.SupervisedRun):
 
     script = "train_reward.py"
     rate = "reward"
-    dataset = staticmethod(reward_dataset)
+    dataset = PreferenceDataset
     result_path = None  # the result is written at the end, because its zero is not known before
     reference = None  # scores are not centred
     centre = (0.0, 0.0)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from dataset.chat_template import conversation_ids
-from dataset.turns import to_messages
+from dataset.formats import to_messages
 from errors import InputError
 from model.half_precision import keep_in_half, make_score_heads
 from model.loading import (

@@ -64,12 +64,12 @@ class Learner:
     peak: float  # the highest learning rate
     total_steps: int  # optimizer steps of the whole run
     per_batch: int = 1  # optimizer steps of a batch
-    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
+    first_batch: int = 0  # the batch with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
 
     @property
-    def first_step(self) -> float:
+    def first_step(self) -> int:
         """The number of its first optimizer step in the run."""
         return self.first_batch * self.per_batch
 
