@@ -48,7 +48,7 @@ SIZES = {
     "epochs": 9,
 }
 SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "run_name": "r"}
-SIZES |= {"normalize_reward": 1, "critic_warmup_steps": "auto"}  # checkpoints must keep their states too
+SIZES |= {"normalize_reward": 1, "critic_warmup_steps": 1}  # checkpoints must keep their states too
 SIZES |= {
     "replay_batches": 2,
     "lr_warmup_steps": 1,

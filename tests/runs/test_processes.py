@@ -34,7 +34,7 @@ from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": "auto", "target_kl": 2e-3}
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2}
 RUN |= {"best_metric": "score_raw", "ptx_coef": 0.2}
