@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tiny import run_files, same_run, tiny_llama, train
 
 from model.weights import ScoreHead, sum_of_products
+from trainer.compute import scoring
 from trainer.compute.precision import exact_products, repeatable, set_precision
 from trainer.generation.sampling import running_sum
 

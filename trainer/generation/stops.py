@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import Rollout
 
 HALF = "\ufffd"  # what an incomplete character decodes to

@@ -236,14 +236,15 @@ def load_reward_model(
         tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification if classifies else AutoModel
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
-        model = load_pretrained(auto_class, path, trust_remote_code, weights, use_cache=False)
+        config.use_cache = False
+        model = load_pretrained(auto_class, path, trust_remote_code, weights, config)
         if not outside:
             keep_in_half(model)
             fill_buffers(model, torch.float32)
         elif weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
             model.float()  # the same numbers: CPUs compute in fp16 slowly or not at all
             fill_buffers(model)
-        model.to(device).eval().requires_grad_(False)
+        nn.Module.to(model, device).eval().requires_grad_(False)
         make_score_heads(model)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         return kind(model, tokenizer, dtype)
