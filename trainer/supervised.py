@@ -233,7 +233,7 @@ def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple
     sums = Metrics()
     world = run.world
     with world.all_or_none():
-        items = share_of(run.held_out, world)
+        items = [run.held_out[i] for i in share_of(range(len(run.held_out)), world)]
         lengths = [run.tokens(item) for item in items]
 
         def measure(rows):

@@ -34,9 +34,12 @@ from trainer.compute.precision import autocast, rows_to_add
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.sharding import InStep
 
+# A model without its head. transformers calls ``base_model`` a Module, which has no config.
+Backbone = Any
+
 
 @torch.no_grad()
-def pack_sequences(backbone: PreTrainedModel) -> bool:
+def pack_sequences(backbone: Backbone) -> bool:
     """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
 
     Packed and padded states are compared first. Where they differ, and where a model does not use the
@@ -68,7 +71,7 @@ def pack_sequences(backbone: PreTrainedModel) -> bool:
     return True
 
 
-def packed_states(backbone: PreTrainedModel, tokens: Tensor, layout: Layout, **extra: bool) -> Any:
+def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout, **extra: bool) -> Any:
     """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
     states of the N real tokens, row by row. extra: of a ``BalanceLoss``."""
     row = layout.row
@@ -96,7 +99,7 @@ def packed_states(backbone: PreTrainedModel, tokens: Tensor, layout: Layout, **e
     return output
 
 
-def prepare_training(model: PreTrainedModel, gradient_checkpointing: int) -> None:
+def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
     """Prepare a model's forward for training: packed rows if the model can, gradient checkpointing if asked.
 
     Gradient checkpointing keeps only the input of each layer for the backward pass. transformers does so in

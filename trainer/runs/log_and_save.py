@@ -8,10 +8,11 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
@@ -36,7 +37,7 @@ Logger = RunLogger | NullLogger
 
 
 def log_step(
-    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Mapping[str, list]
+    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
