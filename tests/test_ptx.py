@@ -194,7 +194,8 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *too_long])
     run, _ = make_run(files, ptx_data_path=long, max_seq_len=30)
     assert run.args.ptx_coef == 0.1
-    wanted = "6 (2 longer than --max_seq_len + --max_gen_len or the model dropped), weight 0.1 (--ptx_coef)"
+    wanted = "6 (2 of 8 read dropped, longer than --max_seq_len + --max_gen_len or the model), "
+    wanted += "weight 0.1 (--ptx_coef)"
     assert run.about().count("\nptx      ") == 1 and wanted in run.about()
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a " * 256}, {"text": "a"}])
     run, _ = make_run(files, ptx_data_path=path, max_seq_len=250)
