@@ -58,16 +58,10 @@ def local_positions(
 
 
 def prompts_of_block(batch_size: int, mini_batch_size: int, answers: int) -> int:
-    """The number of a process' prompts that share their minibatches.
-
-    The answers to a prompt go into as many different minibatches as can be: into g, the greatest common
-    divisor of ``answers`` and the number of minibatches, answers / g into each. With one answer a prompt a
-    block is the prompts of one minibatch.
-
-    Why: with a critic, four answers to a prompt in one minibatch ended at 0.80 on the demo, in four
-    minibatches at 0.95 (docs/log.md). It is a whole number if both ``answers`` and ``mini_batch_size`` divide
-    ``batch_size``.
-    """
+    """The number of a process' prompts that share their minibatches. The answers to a prompt go into as many
+    minibatches as can be: with a critic, four answers in one minibatch ended at 0.80 on the demo, in four
+    minibatches at 0.95 (docs/log.md). With one answer a prompt a block is the prompts of one minibatch.
+    Both ``answers`` and ``mini_batch_size`` must divide ``batch_size``."""
     return mini_batch_size * math.gcd(batch_size // mini_batch_size, answers) // answers
 
 

@@ -20,6 +20,7 @@ LEVELS = (
     ({"trainer.train_ppo"}, {"trainer.train_sft"}, {"trainer.train_reward"}, {"chat"}, {"export"}),
     ({"dataset.demo"},),
 )
+SPECIAL = ("__init__", "__call__", "__len__", "__getitem__", "__iter__")  # what users of a class call
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
@@ -100,3 +101,51 @@ def test_public_functions_and_classes_have_docstrings():
                 n.name for n in public if not ast.get_docstring(n) and n.name not in ("main", "parse_args")
             ]
             assert silent == [], f"{path.relative_to(ROOT)}: {silent}"
+
+
+def functions_of(body, inside=""):
+    """(qualified name, node) of a module's public functions and methods, not of those inside functions."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from functions_of(node.body, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name in SPECIAL):
+            yield inside + node.name, node
+
+
+def is_untyped(name, node):
+    """Whether an argument or the result has no type. Triton's kernels have none."""
+    arguments = node.args
+    given = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    if "." in name and "staticmethod" not in decorators:
+        given = given[1:]
+    untyped = [one.arg for one in given if one and not one.annotation]
+    no_result = node.returns is None and not (node.name == "__init__" and any(given))
+    return "constexpr" not in ast.unparse(arguments) and (bool(untyped) or no_result)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_functions_have_types(path):
+    functions = functions_of(ast.parse(path.read_text(encoding="utf-8")).body)
+    assert [name for name, node in functions if is_untyped(name, node)] == []
+
+
+def test_a_missing_type_is_noticed():
+    source = "class A:\n def f(self, x) -> int: ...\n def g(self): ...\n def h(self, x: int) -> int: ..."
+    found = [name for name, node in functions_of(ast.parse(source).body) if is_untyped(name, node)]
+    assert found == ["A.f", "A.g"]
+
+
+def test_docstrings_are_short():
+    """The why stands in docs/. Scripts begin with the algorithm."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                lines = [line for line in (ast.get_docstring(node) or "").splitlines() if line]
+                assert len(lines) <= 5, f"{path}: {node.name}"

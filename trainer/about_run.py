@@ -93,17 +93,7 @@ def describe_reward(args: Namespace, reward: Reward) -> str:
 
 
 def start_facts(run: "PpoRun") -> dict[str, Any]:
-    """A ``PpoRun`` -> {name: value}, as JSON has them.
-
-    prompts, held_out       counts of records: offline of logged answers, of held-out pairs if there are any
-    dropped                 share of the records that are too long
-    missing_header          the text between a prompt and its answer, "" as it should be
-    template_without_eos    does the template end an answer with no token that ends a response?
-    fewer_ids               [ids of the tokenizer, embeddings] where the first are clearly fewer
-    without_template        names of reward models without a chat template, where the policy has one
-    dtype                   of mixed precision and sampling
-    suited                  {flag: the learning rate that suits the model's size}
-    """
+    """What the health rules read of a run's start, as JSON has it."""
     prompts = run.prompts
     tokenizer = run.tokenizer
     header, ends = turns_of(tokenizer, run.eos)
@@ -112,14 +102,14 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
     return {
         "prompts": len(prompts),
-        "dropped": prompts.dropped / prompts.read,
+        "dropped": prompts.dropped / prompts.read,  # share of the records that are too long
         "held_out": len(run.held_out_pairs or run.held_out or ()),
-        "missing_header": header,
-        "template_without_eos": not ends,
-        "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,
-        "without_template": ", ".join(plain) if tokenizer.chat_template else "",
+        "missing_header": header,  # text between a prompt and its answer, "" as it should be
+        "template_without_eos": not ends,  # it ends an answer with no token that ends a response
+        "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,  # than embeddings
+        "without_template": ", ".join(plain) if tokenizer.chat_template else "",  # reward models
         "dtype": str(run.dtype).removeprefix("torch."),
-        "suited": run.suited,
+        "suited": run.suited,  # {flag: the learning rate that suits the model's size}
     }
 
 

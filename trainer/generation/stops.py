@@ -63,11 +63,8 @@ def early_ends(least: int, ids: Sequence[int]) -> EarlyEnds | None:
 
 
 class StopStrings:
-    """texts: those that end a response, none of them empty or with U+FFFD in it.
-
-    They are found by an automaton over the bytes of the text (Aho and Corasick 1975). Its state is the
-    longest beginning of a stop string with which the text so far ends. So it does not matter how tokens cut a
-    stop string: it may begin and end inside of tokens, and a character may be made of several.
+    """texts: those that end a response. An automaton over the bytes of the text finds them (Aho and Corasick
+    1975), however tokens cut them; its state is the longest beginning of one with which the text so far ends.
 
     ``table`` [states, ids + 1]: the state after a token, plus the number of states where the token completes
     a stop string. The last column is for ids that the tokenizer does not have: they change no state.

@@ -279,12 +279,11 @@ def sample_and_store(
 
     row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width], response_len
     and finished [rows] have a row for each prompt; a response ends at one of ends [ends_count], and at limit.
-
-    A row of logits is read once. Of each block of the vocabulary two numbers stay in registers: its largest
-    logit, and the sum of its probabilities relative to that one. They tell in which block the token lies, and
-    only that block is read again. Sums over blocks, and running sums inside one, are in fp64, as in
-    ``generation.sampling.sample_tokens``. Logits with a NaN give some token, and the log-prob NaN.
     """
+    # A row of logits is read once. Of each block of the vocabulary two numbers stay in registers: its largest
+    # logit, and the sum of its probabilities relative to that one. They tell in which block the token lies,
+    # and only that block is read again. Sums over blocks, and running sums inside one, are in fp64, as in
+    # ``generation.sampling.sample_tokens``. Logits with a NaN give some token, and the log-prob NaN.
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(done + slot) == 0:
         own = tl.load(row + slot)
