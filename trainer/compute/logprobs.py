@@ -6,7 +6,7 @@ logprob / d logits = (onehot - p) / temperature, and for ``--entropy_coef`` d en
 entropy) / temperature. At most ``MAX_KEPT`` of them are kept; if there are more, all
 are computed again, chunk by chunk.
 
-A GPU's kernels (cuda/triton_kernels.py) never write p. They read the logits once in the forward and once in the
+A GPU's kernels (compute/cuda) never write p. They read the logits once in the forward and once in the
 backward pass, where p follows from the logits and their log sum e^logits. Logits of a single chunk are kept.
 """
 
