@@ -5,7 +5,7 @@ chunk of tokens at a time goes through the head. The backward pass needs only th
 logprob / d logits = (onehot - p) / temperature, and for ``--entropy_coef`` d entropy / d logits = -p (log p +
 entropy) / temperature. If there are more than ``MAX_KEPT`` of them, all are computed again, chunk by chunk.
 
-A GPU's kernels (cuda/logits.py) never write p. They read the logits once in the forward and once in the
+A GPU's kernels (compute/cuda) never write p. They read the logits once in the forward and once in the
 backward pass, where p follows from the logits and their log sum e^logits. Logits of a single chunk are kept.
 """
 
