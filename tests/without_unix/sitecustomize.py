@@ -3,7 +3,6 @@
 The platform itself keeps its name: torch and Python's own library go by that, and they stay as they are.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -21,16 +20,5 @@ for module, names in (
     for name in names:
         delattr(module, name)
 
-
-class Library(ctypes.CDLL):
-    """A C library without mallopt."""
-
-    def __getattr__(self, name):
-        if name == "mallopt":
-            raise AttributeError(name)
-        return super().__getattr__(name)
-
-
-ctypes.CDLL = Library
 os.environ["CC"] = "no-such-compiler"
 warnings.filterwarnings("ignore", "only soft file lock")  # on Windows, filelock has locks of another kind
