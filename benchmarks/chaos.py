@@ -27,7 +27,7 @@ import torch
 from common import ROOT, read, table, write_results
 from safetensors.torch import load_file
 
-RESULTS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "deciles.jsonl")
+RESULTS = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl")
 
 
 def command(flags, out, *more):

@@ -1,6 +1,7 @@
-"""Short runs of tests draw no curves.png and write no report.html: that takes longer than all else they do.
+"""Short runs of tests draw nothing: that takes longer than all else they do.
 
-A test file that needs them says so: ``PICTURES = True``. Runs that are started without forking always draw.
+A test file that needs the drawings says so: ``PICTURES = True``. Runs that are started without forking always
+draw.
 """
 
 WITHOUT = "RUNS_WITHOUT_PICTURES"  # an environment variable that forked processes inherit (forks.py)
@@ -8,6 +9,7 @@ WITHOUT = "RUNS_WITHOUT_PICTURES"  # an environment variable that forked process
 
 def leave_out(setattr=setattr):
     """setattr: of ``pytest.MonkeyPatch`` where it is to be undone."""
-    from trainer.runs import report
+    from trainer.runs import plots
 
-    setattr(report.Report, "write", lambda *args: None)
+    setattr(plots, "draw_svgs", lambda *given: {})
+    setattr(plots, "draw_png", lambda *given: None)

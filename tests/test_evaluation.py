@@ -1,5 +1,6 @@
 """The evaluation's arithmetic by hand, and which model it evaluates."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -28,40 +29,53 @@ class Prompts(list):
         return SimpleNamespace(index=place, prompt="?", answer=list.__getitem__(self, place))
 
 
-def answering(sampled, greedy):
-    """A ``roll_out`` that looks up its responses: by temperature, then by the prompt's place."""
+@pytest.fixture
+def evaluate_with(monkeypatch):
+    """``evaluate`` with the responses of ``answering``, without a model."""
 
-    def roll_out(prompts, temperature, answers):
+    def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
+        monkeypatch.setattr(evaluation, "answer", answer)
+        args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
+        run = SimpleNamespace(args=args, world=world, actor=None, sampling_from=nullcontext)
+        return evaluate(run, prompts)
+
+    return evaluate_with
+
+
+def answering(sampled, greedy):
+    """An ``answer`` that looks up its responses: by temperature, then by the prompt's place."""
+
+    def answer(run, prompts, temperature, answers):
         table = {0.7: sampled, 0.0: greedy}[temperature]
-        said = [table[prompt.index] for prompt in prompts]
+        said = [table[prompt.index] for prompt in prompts[::answers]]
         texts = [text for texts in said for text in ([texts] if isinstance(texts, str) else texts)]
-        assert len(texts) == answers * len(prompts)
+        assert len(texts) == len(prompts)
         lengths = torch.tensor([len(text) for text in texts])
         rollout = SimpleNamespace(response_len=lengths, finished=lengths % 2 == 0)
-        parts = {"format": 0.5 * torch.tensor([float("<think>" in text) for text in texts])}
-        return rollout, texts, parts | {"score": lengths / 10}
+        parts = {"score": lengths / 10}
+        if run.args.reasoning:
+            parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
+        return rollout, texts, parts
 
-    return roll_out
+    return answer
 
 
 @pytest.mark.parametrize("batch", [256, 2])
-def test_every_figure_by_hand_without_reasoning(monkeypatch, batch):
+def test_every_figure_by_hand_without_reasoning(monkeypatch, evaluate_with, batch):
     """Three of four records have an answer. Sampled: one of the three is right; greedy: two are."""
     monkeypatch.setattr(evaluation, "BATCH", batch)
     answers = Prompts(["1", "22", None, "333"])
-    roll_out = answering(["1", "2", "9999", "3"], [" 1 ", "22", "9", "33"])
-    found, rows = evaluate(roll_out, answers, 0.7, False, ALONE)
+    answer = answering(["1", "2", "9999", "3"], [" 1 ", "22", "9", "33"])
+    found, rows = evaluate_with(answer, answers, False)
     kept = [(row["place"], row["response"], row["greedy"]["response"]) for row in rows["eval_samples.jsonl"]]
     assert kept == [(0, "1", " 1 "), (1, "2", "22"), (2, "9999", "9"), (3, "3", "33")]
     assert found == pytest.approx(
         {
             "eval/accuracy": 1 / 3,
-            "eval/format": 0.0,
             "eval/score": 0.7 / 4,
             "eval/length": 7 / 4,
             "eval/finished": 1 / 4,
             "eval/accuracy_greedy": 2 / 3,
-            "eval/format_greedy": 0.0,
             "eval/score_greedy": 0.8 / 4,
             "eval/length_greedy": 8 / 4,
             "eval/finished_greedy": 2 / 4,
@@ -69,28 +83,43 @@ def test_every_figure_by_hand_without_reasoning(monkeypatch, batch):
     )
 
 
-def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate():
+def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluate_with):
     answers = Prompts(["7", "8", "9"])
-    roll_out = answering([RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)])
-    found, _ = evaluate(roll_out, answers, 0.7, True, ALONE)
+    answer = answering([RIGHT.format(7), RIGHT.format(7), "9"], [RIGHT.format(n) for n in (7, 8, 9)])
+    found, _ = evaluate_with(answer, answers, True)
     assert found["eval/accuracy"] == pytest.approx(1 / 3)  # an answer outside of the block is none
     assert found["eval/format_rate"] == pytest.approx(2 / 3)
     assert found["eval/format"] == pytest.approx(1 / 3)
     assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
 
 
-def test_without_answers_there_is_no_accuracy():
+def test_without_answers_there_is_no_accuracy(evaluate_with):
     prompts = Prompts([None, None])
     prompts.has_accuracy = False
-    found, _ = evaluate(answering(["a", "b"], ["a", "b"]), prompts, 0.7, False, ALONE)
+    found, _ = evaluate_with(answering(["a", "b"], ["a", "b"]), prompts, False)
     assert "eval/score" in found
     assert not any("accuracy" in name or "format_rate" in name for name in found)
 
 
-def test_an_answer_that_no_response_can_equal_does_not_count():
+def test_an_answer_that_no_response_can_equal_does_not_count(evaluate_with):
     answers = Prompts(["5", "a long text, which nobody says twice", None])
-    found, _ = evaluate(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, 0.7, False, ALONE)
+    found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
     assert found["eval/accuracy"] == found["eval/accuracy_greedy"] == 1
+
+
+def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_with):
+    class TwoProcesses(World):
+        def sum(self, tensor):
+            return 2 * tensor
+
+        def gather(self, item):
+            return [item, {1: {"place": 1}, 3: {"place": 3}}] if isinstance(item, dict) else [item, item]
+
+    two = TwoProcesses(0, 2, torch.device("cpu"))
+    answer = answering(["a"] * 4, ["b"] * 4)
+    _, rows = evaluate_with(answer, Prompts([None] * 4), False, world=two)
+    assert [row["place"] for row in rows["eval_samples.jsonl"]] == [0, 1, 2, 3]
+    assert [row["response"] for row in rows["eval_samples.jsonl"][::2]] == ["a", "a"]
 
 
 @pytest.mark.parametrize(
@@ -135,22 +164,20 @@ def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
 
 
 @pytest.mark.parametrize("batch", [256, 8, 1])
-def test_several_answers_to_a_prompt_by_hand(monkeypatch, batch):
+def test_several_answers_to_a_prompt_by_hand(monkeypatch, evaluate_with, batch):
     """Four answers to each of two prompts: one of them is right, and two of them. Of two answers one is right
     with 1 - (3 over 2) / (4 over 2) = 1/2 and 1 - 1/6 = 5/6; of all four, always."""
     monkeypatch.setattr(evaluation, "BATCH", batch)
     answers = Prompts(["1", "2", None])
     sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["5", "6", "7", "8"]]
-    found, rows = evaluate(answering(sampled, ["1", "0", "1"]), answers, 0.7, False, ALONE, 4)
+    found, rows = evaluate_with(answering(sampled, ["1", "0", "1"]), answers, False, 4)
     assert found["eval/accuracy"] == pytest.approx(3 / 8)
     assert found["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
     assert found["eval/pass@4"] == 1
     assert found["eval/accuracy_greedy"] == 1 / 2
     assert found["eval/length"] == pytest.approx(14 / 12)
     assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "5"]
-    assert not any(
-        "pass" in name for name in evaluate(answering("123", "123"), answers, 0.7, False, ALONE)[0]
-    )
+    assert not any("pass" in name for name in evaluate_with(answering("123", "123"), answers, False)[0])
 
 
 def test_processes_share_the_prompts():

@@ -12,8 +12,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.options.kl_target import KlTarget
 from trainer.runs.base import Learner
-from trainer.runs.health_past import Past
-from trainer.runs.health_rules import remedy_of
+from trainer.runs.health import Past, remedy_of
 
 assert files  # the fixture
 
@@ -96,8 +95,9 @@ def test_a_horizon_shorter_than_a_batch_is_refused(files):
 
 def test_remedies_name_the_target_where_there_is_one():
     flags = {"kl_coef": 0.02, "kl_target": 6.0}
-    more_kl = ["--kl_coef x3"]
+    more_kl = "--kl_coef x3"
     assert remedy_of(more_kl, Past(flags)) == "--kl_target 2"
+    assert remedy_of("--kl_coef 0.05", Past(flags)) == "--kl_coef 0.05"
     assert remedy_of(more_kl, Past({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
     assert remedy_of(more_kl, Past({"kl_coef": 0.0})) == "--kl_coef 0.02"
 

@@ -106,9 +106,10 @@ def test_a_resumed_run_keeps_it_and_chooses_no_other(files, tmp_path):
     assert penalty_of(tmp_path / "parts/r") == penalty_of(tmp_path / "whole/r")
 
 
-def test_a_run_of_before_goes_on_with_its_penalty_of_1():
+def test_what_a_run_has_chosen_goes_on_unless_another_is_given():
     reward = Reward(function=len, reasoning=False, missing_eos_penalty=None)
-    reward.load_state_dict({"server": {"count": 2, "mean": 0.0, "squares": 2.0}})
+    server = {"count": 2, "mean": 0.0, "squares": 2.0}
+    reward.load_state_dict({"missing_eos_penalty": 1.0, "server": server})
     assert reward.missing_eos_penalty == 1.0 and reward.running.keys() == {"server"}
     given = Reward(function=len, reasoning=False, missing_eos_penalty=0.3)
     given.load_state_dict(reward.state_dict())

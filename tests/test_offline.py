@@ -88,8 +88,6 @@ def test_without_an_evaluation_there_is_no_sampler(files):
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
-    assert all(row["kl"] is None for row in rows["samples.jsonl"])
-    assert rows["deciles.jsonl"][0].keys() == {"score", "length"}
     assert evaluate_actor(run, metrics, rows) == (metrics, rows)
     assert make_run(files).collector.sampler is not None
 

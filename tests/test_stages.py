@@ -44,6 +44,7 @@ from trainer import supervised, train_ppo, train_reward, train_sft
 from trainer.compute import loss_scale
 from trainer.compute.batching import pad_right
 from trainer.compute.loss_scale import LossScale
+from trainer.compute.scoring import score_learned
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
@@ -147,9 +148,9 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
 def test_the_loss_of_a_sample_does_not_depend_on_its_neighbours(files):
     run = build(files, "sft")
     items = [run.data[i] for i in range(6)]
-    alone = [run.nll([item])[0] for item in items]
+    alone = [score_learned([item], run.scorer)[0] for item in items]
     for order in ([0, 1, 2, 3, 4, 5], [3, 0, 5], [5, 5, 2]):
-        together, _ = run.nll([items[i] for i in order])
+        together, _ = score_learned([items[i] for i in order], run.scorer)
         assert torch.allclose(together, torch.cat([alone[i] for i in order]), atol=1e-6)
 
 
@@ -179,7 +180,7 @@ def test_only_what_the_assistant_says_is_learned(files, tmp_path):
     logprobs = run.model(torch.tensor([ids])).logits[0].log_softmax(-1)
     places = [5, 6, 11, 12, 13]  # c </s> e f </s>
     wanted = torch.stack([-logprobs[place - 1, ids[place]] for place in places])
-    assert torch.allclose(run.nll(items)[0], wanted, atol=1e-6)
+    assert torch.allclose(-score_learned(items, run.scorer)[0], wanted, atol=1e-6)
     assert run.loss_counts(items) == [5, 1]
 
 
@@ -241,7 +242,7 @@ def test_regression_by_hand(files):
     error = (scores - given).square().mean().item()
     assert gradients_of(run, items)[0]["train/loss"] == pytest.approx(error, rel=1e-5)
     with torch.no_grad():
-        found = run.summarise(run.measure(items).means(ALONE))
+        found = run.summarise(run.loss(items, [5], "eval")[1].means(ALONE))
     assert found["eval/rmse"] == pytest.approx(error**0.5, rel=1e-5)
     correlation = torch.corrcoef(torch.stack([scores, given]))[0, 1].item()
     assert found["eval/correlation"] == pytest.approx(correlation, abs=1e-5)
@@ -549,10 +550,10 @@ def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
 def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, monkeypatch):
     loss = train_sft.SftRun.loss
 
-    def cramped(run, items, totals):
+    def cramped(run, items, totals, kind="train"):
         if len(items) > 2:
             raise torch.OutOfMemoryError("for three")
-        return loss(run, items, totals)
+        return loss(run, items, totals, kind)
 
     monkeypatch.setattr(train_sft.SftRun, "loss", cramped)
     train_sft.main(argv_of(files, "sft", tmp_path))
@@ -569,8 +570,8 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
 def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
     loss, bad = train_sft.SftRun.loss, {2}
 
-    def spoiled(run, items, totals):
-        total, metrics = loss(run, items, totals)
+    def spoiled(run, items, totals, kind="train"):
+        total, metrics = loss(run, items, totals, kind)
         return (total * math.nan if run.progress.step in bad else total), metrics
 
     monkeypatch.setattr(train_sft.SftRun, "loss", spoiled)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dataset.lm_dataset import Prompt
-from trainer.rewards.reward import Request
+from trainer.rewards.reward_function import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -238,6 +238,6 @@ def same_run(one, other, step):
         left, right = (load_weights(folder, step, name) for folder in (one, other))
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left), f"{name} differs"
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "deciles.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
         left, right = (without_time(read_jsonl(Path(folder) / name)) for folder in (one, other))
         assert left == right, f"{name} differs"

@@ -408,7 +408,7 @@ CRITIC = {
     "model/critic.py": [
         ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
         ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
-        ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
+        ("add_(intercept / self", "add_(intercept * self", "a shift in other units", VALUE_SCALE),
         ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
     ],
     "trainer/options/ema.py": [
@@ -500,11 +500,11 @@ CRITIC = {
         ("zip(ids, ids[1:], ids[2:]", "zip(ids, ids[1:], ids[1:]", "bigrams for trigrams", RESPONSES),
         ("/ max(len(trigrams), 1)", "/ max(len(ids), 1)", "repetition is divided by tokens", RESPONSES),
         ("hash(tuple(ids))", "hash(tuple(ids[:1]))", "responses that begin alike are the same", RESPONSES),
-        ("in world.gather(mine) for", "in [mine] for", "only this process' responses", TWO_PROCESSES),
-        ("score, len(ids))", "score, ids[0])", "the first token as length", RESPONSES),
+        ("(world.gather(mine))", "([mine])", "only this process' responses", TWO_PROCESSES),
+        ("x, len(ids))", "x, ids[0])", "the first token as length", RESPONSES),
         ("    x = x - mean\n", "    x = x - mean + 0.1\n", "a mean that is not taken off", RESPONSES),
         ("LEAST_SPREAD = 1e-6", "LEAST_SPREAD = 0.0", "rounding has a correlation", RESPONSES),
-        ("lengths).item() / size if size", "lengths).item() / size**2 if size", "covariance", RESPONSES),
+        ("length).item() / size if size", "length).item() / size**2 if size", "covariance", RESPONSES),
         (
             "new.old_logprobs, new.sampler_logprobs, new.mask",
             "new.old_logprobs, new.ref_logprobs, new.mask",
@@ -515,12 +515,7 @@ CRITIC = {
             'batch_metrics(rollout, batch.scores["missing_eos"], run.world), 1)',
             "statistics of a part of the score",
         ),
-        (
-            "run.reward.at_limit(batch.raw).sum(), count)",
-            "run.reward.at_limit(batch.raw).sum(), 1)",
-            "responses at the limit are counted, not their share",
-            REWARDS,
-        ),
+        ("metrics.add_all(sums, len(responses))", "metrics.add_all(sums, 1)", "sums, not shares and means"),
         (
             '"value" if name == "critic" else "policy"',
             '"policy" if name == "critic" else "value"',
@@ -528,16 +523,10 @@ CRITIC = {
         ),
         ("step.norm, 1)", "run.args.grad_clip, 1)", "the clip as the gradient's norm"),
         (
-            'batch.scores["score"], args.num_generations))',
-            'batch.scores["score"], 2))',
+            'batch.scores["score"], args.num_generations)',
+            'batch.scores["score"], 2)',
             "groups of two",
         ),
-        (
-            '"rollout/equal_groups", equal, count)',
-            '"rollout/equal_groups", equal, 1)',
-            "rows, not their share",
-        ),
-        ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
     ],
     "dataset/data_order.py": [
         ("born * epochs + epoch)[place]", "epoch)[place]", "each batch has the same order"),
@@ -688,24 +677,29 @@ ELSEWHERE = {
             EVALUATION,
         ),
         (
-            "is_correct(text, prompt.answer, reasoning) for",
-            "True for",
+            "is_correct(text, prompt.answer, args.reasoning)\n",
+            "True\n",
             "accuracy 1",
             EVALUATION,
         ),
         (" and comparable(prompt.answer)", "", "answers that nobody can say count as wrong", EVALUATION),
-        ("count * len(right))", "len(texts))", "records without an answer count as wrong", EVALUATION),
-        ('("_greedy", 0.0,', '("_greedy", temperature,', "greedy results are sampled", EVALUATION),
+        (
+            "sum(right), len(right))",
+            "sum(right), len(texts))",
+            "records without an answer count as wrong",
+            EVALUATION,
+        ),
+        ('("_greedy", 0.0,', '("_greedy", args.temperature,', "greedy results are sampled", EVALUATION),
         ("math.comb(wrong, k) / math", "math.comb(k, wrong) / math", "pass@k turned round", EVALUATION),
         (
-            "for group in right), len(right))",
-            "for group in right), len(batch))",
+            "solved, len(groups))",
+            "solved, len(prompts))",
             "pass@k of all prompts",
             EVALUATION,
         ),
         ("parts)[::count]", "parts)[count - 1 :: count]", "another of the answers is shown", EVALUATION),
-        ("% answers\n", "* 0\n", "the answers to a prompt are the same", EVALUATION),
-        ('(("", temperature,', '(("", 1.0,', "evaluation samples at temperature 1", EVALUATION),
+        ("% count\n", "* 0\n", "the answers to a prompt are the same", EVALUATION),
+        ('("", args.temperature,', '("", 1.0,', "evaluation samples at temperature 1", EVALUATION),
         (
             'parts["format"] > 0\n',
             'parts["format"]\n',
@@ -766,8 +760,8 @@ ELSEWHERE = {
             "tests/rewards/test_running_stats.py",
         ),
         (
-            "* (~torch.tensor(request.finished))",
-            "* torch.tensor(request.finished)",
+            "* (not ended)",
+            "* ended",
             "the penalty is for responses that end",
         ),
     ],
@@ -779,7 +773,7 @@ SHOWN = {  # what one sees of a run
         ("leave=False", "leave=True", "a bar stays", BARS),
         ('get("RANK", "0") == "0"', 'get("RANK", "0") != "x"', "every process shows bars", BARS),
         ("sys.stderr.isatty()", "True", "bars in files", BARS),
-        ("            bar.update(0)\n", "            pass\n", "no clock where nothing is counted", BARS),
+        ("        bar.update(0)\n", "        pass\n", "no clock where nothing is counted", BARS),
         ("self.update(count - self.n)", "self.update(count)", "what is done is added to it", BARS),
     ],
     "trainer/compute/memory.py": [
@@ -791,25 +785,25 @@ SHOWN = {  # what one sees of a run
         (" - len(engine.waiting) - ", " - ", "waiting prompts count as responses", BARS),
     ],
     "trainer/evaluation.py": [
-        ("(answers + 1) * sum", "answers * sum", "the bar is full half-way", BARS),
+        ("(args.num_generations + 1) * sum", "args.num_generations * sum", "the bar is full half-way", BARS),
     ],
     "trainer/runs/trackers.py": [
         ("if fresh and not tracker.fresh:", "if fresh:", "a resumed run lacks its first steps", TRACKED),
         (
-            "        shutil.rmtree(path, ignore_errors=True)\n        self.about",
-            "        self.about",
+            "    shutil.rmtree(path, ignore_errors=True)\n    writer",
+            "    writer",
             "steps are doubled in TensorBoard",
             TRACKED,
         ),
         (
-            "            shutil.rmtree(path, ignore_errors=True)\n        mode",
-            "            pass\n        mode",
+            "        shutil.rmtree(path, ignore_errors=True)\n    run",
+            "        pass\n    run",
             "two runs in SwanLab",
             TRACKED,
         ),
         (
-            "glob(f\"offline-run-*-{folder.config['run_id']}\")",
-            'glob("no-run")',
+            'shutil.rmtree(folder / "wandb", ignore_errors=True)',
+            "pass",
             "two runs in wandb",
             TRACKED,
         ),
@@ -823,13 +817,7 @@ SHOWN = {  # what one sees of a run
     ],
     "trainer/runs/run_logger.py": [
         (
-            'begun = self.health.add({"step": step, **metrics})',
-            'self.health.add({"step": step, **metrics})\n        begun = self.health.sorted',
-            "a finding at every step",
-            TRACKED,
-        ),
-        (
-            "if step and (last or step % self.log_interval == 0):",
+            "if step and (step == total or step % self.log_interval == 0):",
             "if True:",
             "a text at every step",
             TRACKED,
@@ -839,127 +827,95 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+RUNS_OF_HEALTH = "tests/runs/test_health_runs.py"
+PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
+BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _HEALTH = "tests/runs/test_health.py::"
-_FORM = _HEALTH + "test_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
-_SHOWN = (
-    "tests/runs/test_summary.py::test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash"
-)
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
-    "trainer/runs/health_past.py": [
-        ("if len(begun) < WINDOW:", "if True:", "the start moves", *H),
+    "trainer/runs/health.py": [
+        ("self.values[name][:count], count)", "self.values[name][-count:], count)", "the start moves", *H),
         ("math.sqrt(x * (1 - x)) for", "1.0 for", "a wider standard error", *H),
         ("CLEAR * max(spreads", "max(spreads", "one standard error", *H),
         ("default=math.nan) * math.sqrt(2 / count)", "default=math.nan) * math.sqrt(1 / count)", "one", *H),
-        ("first, _, last = found", "_, first, last = found", "the best evaluation is compared", *H),
-        ('"held_out_pairs" if name', '"held_out" if name', "prompts are counted, not pairs", *H),
-        ("[-len(beyond)]", "[-1]", "since the last of the steps that show it", *H),
-        ("or not all(beyond)", "or not any(beyond)", "one step is enough", *H),
+        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
+        (
+            "self.change(found[0], found[-1])",
+            "self.change(max(found), found[-1])",
+            "the best is compared",
+            *H,
+        ),
+        ("self.step - count + 1", "self.step", "since the last of the steps that show it", *H),
+        ("if sum(beyond) == count else", "if any(beyond) else", "one step is enough", *H),
         ("            if all(found):", "            if any(found):", "half of a condition is enough", *H),
-        ("            limit *= start\n", "            pass\n", "a limit is not that of the start", *H),
+        ('* start if "times" in words', '* 1.0 if "times" in words', "a limit is not that of the start", *H),
         ("min(WINDOW, math.ceil(ENOUGH", "min(1, math.ceil(ENOUGH", "four responses say how many end", *H),
-        ("self.trend is None else self.trend < 1", "True else 0", "evaluations say nothing", *H),
+        ("<= CLEAR if math.isnan(self.trend)", "<= CLEAR if True", "evaluations say nothing", *H),
+        ("if self.known(condition) else {}", "if True else {}", "facts that are as they should be", *H),
+        ('return "" if value ==', 'return "" if 0 ==', "a remedy that the run has already", *H),
+        ("usual if now < least else", "", "a rate far too low is lowered", RUNS_OF_HEALTH),
+        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
+        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
+        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
+        ("if value and not least", "if not least", "what is off is unusual", *H),
+        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
+        ("return times > OFTEN", 'return past.known("prompts") > OFTEN', "prompts are counted", *H),
+        ('abs(past.now("policy/first_ratio", 1) - 1)', '(past.now("policy/first_ratio", 1) - 1)', "<", *H),
+        ('gets = "> 1.4" if paid > 0 else "< 0.7"', 'gets = "> 1.4"', "shorter answers are never gamed", *H),
+        ("better = past.witness in JUDGES and", "better =", "the score is a witness", *H),
+        (' and past.args.get("missing_eos_penalty") != 0', "", "cuts that are free", *H),
+        ('"wrong": ends < NONE_ENDS', '"wrong": True', "some answers end", *H),
+        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
+        ("count = max(3, past.enough)", "count = 3", "twelve responses say how many end", *H),
+        ("same = first < SAME and", "same =", "equal at the end", *H),
+        ('"wrong": past.steps * past.responses >= SCORED', '"wrong": True', "a few answers that fail", *H),
+        ("BY_LENGTH = 0.6", "BY_LENGTH = 0.8", "a score that is mostly length", *H),
+        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
+        ("MOVED = 0.1", "MOVED = 0.9", "a move of half a nat is none", *H),
+        ("exploited = past.witness in JUDGES and", "exploited =", "each fall is an exploit", *H),
+        ('"wrong": past.trend < -2', '"wrong": past.trend < -1', "a small fall is wrong", *H),
+        ('known.level == LOOK and seen.get("wrong")', "known.level == LOOK", "the numbers move", *H),
+        ('                seen["since"] = known.step\n', "                pass\n", "since it is wrong", *H),
+        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
+        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
+        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
+        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
+        ('checked = args.get("script", SCRIPT) == SCRIPT', "checked = True", "stages", *H),
     ],
     "trainer/runs/health.toml": [
         ("policy/ratio < 0.1 in 1", "policy/ratio < 0.0 in 1", "a small ratio is right", *H),
         (" and kl/k1 > 0.1 in 3 steps", "", "long answers are far", *H),
         (', "policy/advantage_std < 1e-9 in 3 steps"', "", "advantages of 0 are fine", *H),
-        ("--normalize_reward 1 --critic", "--normalize_reward 1 --lam 1 --critic", "another remedy", *H),
-    ],
-    "trainer/runs/health_rules.py": [
-        ('(past.known("positions") or math.inf) -', "1e9 -", "answers longer than the positions", *H),
-        ('return "" if value == plain(now) else', "return", "a remedy that the run has already", *H),
-        ("max(now * int(number), usual), most))", "max(now * int(number), usual), 1e9))", "beyond usual", *H),
-        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
-        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
-        ("next(iter(moves.values()), text)", "any(moves.values()) or not moves", "the second flag alone", *H),
-        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
-        ("if value and not least", "if not least", "what is off is unusual", *H),
-        ("> dropped / 2:", "> dropped:", "long answers are blamed on the prompts", *H),
-        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
-        ("return times > OFTEN", "return prompts > OFTEN", "prompts are counted, not samples of them", *H),
-        ('abs(past.now("policy/first_ratio") - 1)', '(past.now("policy/first_ratio") - 1)', "below 1", *H),
-        ('len(past.values("policy/loss")) == WINDOW', "True", "stuck while the critic warms up", *H),
-        ("return trains and not past.score_rise > CLEAR and", "return trains and", "the score rises", *H),
-        (
-            "seen = longer or past.holds",
-            "seen = longer and past.holds",
-            "shorter answers are never gamed",
-            *H,
-        ),
-        ("(paid if longer else -paid)", "paid", "shorter answers that are paid for", *H),
-        ('"start": start, "wrong": not cuts_are_free(past)', '"start": start, "wrong": True', "free", *H),
-        ("if cuts_are_free(past) or forgets", "if forgets", "cuts that are free", *H),
-        ("    if cuts_are_free(past) or forgets_to_stop(past):", "    if cuts_are_free(past):", "twice", *H),
-        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
-        ("max(3, past.enough)} steps", "3} steps", "twelve responses say how many end", *H),
-        ('(past.known("distinct_prompts") or 1.0)', "1.0", "equal prompts need different responses", *H),
-        ('{**seen, "wrong": past.trend == -1}', '{**seen, "wrong": past.trend != 1}', "no rise", *H),
-        ('and past.start("reward/score_std", min', 'or ("reward/score_std", min', "equal at the end", *H),
-        ('"wrong": many, "steps"', '"wrong": True, "steps"', "a few answers that fail are wrong", *H),
-        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
-        ("MOVED = 0.1", "MOVED = 0.7", "a move of half a nat is none", *H),
-        ("ALONE = 0.8", "ALONE = 0.7", "a small share is the form's alone", _FORM),
-        ("better = past.independent and past.trend", "better = past.trend", "the score is a witness", _FORM),
-        ("< SMALLEST_PRICE * spread", "< SMALLEST_PRICE", "the scale of the scores", *H),
-        ("if exploited else", "if True else", "each fall is an exploit", *H),
-        ("value > 2 * least", "value > least", "a small fall is wrong", *H),
-    ],
-    "trainer/runs/health.py": [
-        ('elif seen and seen.get("wrong"):', "elif seen:", "the numbers move", *H),
-        ('{**seen, "since": known.step}', "seen", "since it became wrong", *H),
-        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
-        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
-        ("values.setdefault(move[1], move[3])", "move[3]", "two values of one flag", *H),
-        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
-        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
-        (
-            'if args.get("script", SCRIPT) != SCRIPT:\n            self',
-            "if 0:\n            self",
-            "stages",
-            *H,
-        ),
+        (" and policy/grad_norm > 0 in 10 steps", "", "stuck while the critic warms up", *H),
+        (" and rollout/distinct < 0.2 in 3 steps", "", "answers to one prompt that are alike", *H),
     ],
     "errors.py": [
-        ("            sys.exit(141)\n", "            pass\n", "a traceback after | head", *H),
+        ("        sys.exit(141)\n", "        raise\n", "a traceback after | head", *H),
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
-        ("        logger.ended_by = finding\n", "", "nobody says that the run was ended", _ENDED),
         ("error.code = BROKEN", "error.code = 2", "a broken run exits with 2", *H),
     ],
     "trainer/runs/run_logger.py": [
         (
-            'how = "to go on all the same"',
-            'how = "to go on"',
-            "to go on with what is broken",
-            _ENDED,
+            'begun = self.health.add({"step": step, **metrics})',
+            'self.health.add({"step": step, **metrics})\n        begun = self.health.sorted',
+            "a finding at every step",
+            "tests/runs/test_summary.py::test_findings_are_printed_at_any_step_and_once",
         ),
-        ("        if lines:  # first", "        if step:  # first", "no remedy before the first step", *H),
     ],
-    "trainer/runs/summary.py": [
+    "trainer/runs/report.py": [
         (
-            'if state not in ("running", "ended"):',
-            "if 0:",
-            "the summary does not say who ended it",
-            _ENDED,
-        ),
-        (
-            "shares=change if is_share else (),",
-            "shares=(0.9,) if is_share else (),",
+            "            shares=change,\n",
+            "            shares=(0.9,),\n",
             "the spread of a share",
             "tests/runs/test_summary.py",
         ),
     ],
     "trainer/about_run.py": [
-        ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
-        ("strip(), bool(set(ids) & set(eos))", "strip(), True", "the template has an EOS", *H),
-        ("        sees = one != other\n", "", "every judge sees the answer", *H),
-    ],
-    "trainer/runs/displays.py": [
-        ("name == UNDEFINED and math.isnan(", "math.isnan(", "a loss of NaN is not seen", _SHOWN),
-        ("name == UNDEFINED and math.isnan(", "0 and math.isnan(", "nan where there is no value", _SHOWN),
+        ("not set(eos).isdisjoint(ids)", "True", "the template has an EOS", *H),
+        ('if tokenizer.chat_template else ""', 'if False else ""', "every reward model has a template", *H),
     ],
     "trainer/inputs.py": [
         ("        if not args.data_path:  # the", "        if True:  # the", "evaluated on the demo", _DEMO),
@@ -968,56 +924,44 @@ HEALTH = {
 
 
 _REPORT = "tests/runs/test_report.py::test_"
-KEPT, PROCESSES = (
-    _REPORT + "of_a_step_the_first_two_and_those_that_stand_out_are_kept",
-    _REPORT + "what_stands_out_is_taken_from_all_processes",
-)
-MARKED = _REPORT + "changed_words_are_marked"
-BANDS = _REPORT + "curves_of_long_runs_are_means_with_a_band_from_least_to_most"
-FANS = _REPORT + "deciles_are_drawn_as_the_median_with_a_band_for_each_pair"
-DUE = _REPORT + "writing_it_takes_at_most_a_hundredth_of_the_time"
-OF_LOGGED = "tests/test_offline.py::test_without_an_evaluation_there_is_no_sampler"
+KEPT = _REPORT + "of_a_step_the_first_response_and_those_that_stand_out_are_kept"
 REPORT = {
-    "trainer/runs/samples.py": [
+    "trainer/evaluation.py": [
+        ('"worst": by_score[0]', '"worst": by_score[1]', "the worst is another one", KEPT),
         (
-            "rollout.old_logprobs - rollout.ref_logprobs",
-            "rollout.ref_logprobs - rollout.old_logprobs",
-            "the sign of a response's KL",
-            KEPT,
+            "in run.world.gather(mine) for row in",
+            "in [mine] for row in",
+            "rows of one process",
+            _REPORT + "what_stands_out_is_taken_from_all_processes",
         ),
-        ("torch.where(rollout.mask, ", "torch.where(rollout.mask | True, ", "padding counts as KL", KEPT),
-        (".sum(1)[-len(answers) :]", ".sum(1)[: len(answers)]", "the KL of replayed responses", KEPT),
         (
-            '"worst": lambda row: -row["parts"]["score"],',
-            '"worst": lambda row: row["length"],',
-            "the worst is another one",
-            KEPT,
-        ),
-        ("in run.world.gather(mine) for", "in [mine] for", "rows of one process", PROCESSES),
-        (
-            "for theirs in world.gather(shown) for",
-            "for theirs in [shown] for",
+            "in run.world.gather(mine) for place,",
+            "in [mine] for place,",
             "answers of one process",
-            _REPORT + "the_first_held_out_prompts_are_kept_by_number_over_processes",
+            "tests/test_evaluation.py::test_the_first_held_out_prompts_are_kept_by_number_over_processes",
         ),
-        ('del values["kl"]', "pass", "a KL of logged responses", OF_LOGGED),
+    ],
+    "trainer/runs/run_logger.py": [
+        (
+            "end + SHARE * (end - start)",
+            "end + end - start",
+            "it is written at every step",
+            _REPORT + "writing_it_takes_at_most_a_hundredth_of_the_time",
+        ),
     ],
     "trainer/runs/report.py": [
-        ("end + SHARE * (end - start)", "end + end - start", "it is written at every step", DUE),
-        ('kind != "equal")', "False)", "nothing is marked", MARKED),
-    ],
-    "trainer/runs/summary.py": [
         (
-            'name.endswith(".html.jinja2")',
+            'select_autoescape(["html.jinja2"])',
             "False",
             "the texts are HTML",
             _REPORT + "the_page_has_all_sections_plots_and_texts_and_no_script",
         ),
-    ],
-    "trainer/runs/plots.py": [
-        ("values.max()]", "values.mean()]", "a band that ends at the mean", BANDS),
-        ("fans[-1 - k]", "fans[-1]", "all bands reach to the largest", FANS),
-        ("fans[middle]", "fans[0]", "the least for the median", FANS),
+        (
+            "1 if name.startswith(",
+            "2 if name.startswith(",
+            "the last two evaluations are averaged",
+            "tests/runs/test_summary.py::test_the_table_has_first_and_last",
+        ),
     ],
 }
 
@@ -1062,7 +1006,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
             OFFLINE,
         ),
     ],
-    "dataset/logged_answers.py": [
+    "dataset/lm_dataset.py": [
         (
             "CHOSEN, REJECTED = 1.0, -1.0",
             "CHOSEN, REJECTED = -1.0, 1.0",
@@ -1077,8 +1021,8 @@ LOGGED_DATA = {  # demonstrations and logged answers
             LOGGED,
         ),
         (
-            "return max(map(super().length, item))",
-            "return super().length(item[0])",
+            "return max(map(self.size, item))",
+            "return self.size(item[0])",
             "rejected ones may be too long",
             LOGGED,
         ),
@@ -1123,31 +1067,26 @@ ENDS = {
             THINKING,
         ),
         (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
+        (" or prompt.rstrip().endswith(TAGS[1])", "", "a second thought is paid for", THINKING),
     ],
     "dataset/chat_template.py": [
-        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
+        ('f"{seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
         (
-            "points.masked_fill(closed, 0.0)",
-            "points",
-            "a second thought is paid for",
-            THINKING,
-        ),
-        (
-            "said = responses if self.whole",
-            "said = responses if not self.whole",
+            "said = texts if self.whole",
+            "said = texts if not self.whole",
             "reward models see thoughts",
             THINKING,
         ),
         (
-            'parts["overlong"] = -each',
-            'parts["overlong"] = each',
+            "-rules.overlong_penalty(",
+            "rules.overlong_penalty(",
             "length pays",
         ),
         (
-            "(args.max_gen_len, args.overlong_buffer,",
-            "(args.max_seq_len, args.overlong_buffer,",
+            "max_gen_len=args.max_gen_len",
+            "max_gen_len=args.max_seq_len",
             "of the prompt's length",
         ),
     ],
@@ -1238,10 +1177,15 @@ ENDS = {
         ("range(1, len(ids))", "range(len(ids))", "one token late", STEPS),
     ],
     "trainer/rewards/reward_function.py": [
-        ("0 <= offset <= length)", "0 <= offset < length)", "no offset of the end", STEPS),
         (
-            "sum((x for _, x in steps[-1]), 0.0)",
-            "max(x for _, x in steps[-1])",
+            "operator.index(offset) <= length",
+            "operator.index(offset) < length",
+            "no offset of the end",
+            STEPS,
+        ),
+        (
+            "sum(points for _, points in steps[-1])",
+            "max(points for _, points in steps[-1])",
             "no sum",
             STEPS,
         ),
@@ -1303,8 +1247,6 @@ SCALE = {  # sharded models, more machines, and addresses
 }
 
 OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
-BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
-PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
 GIVEN = "tests/test_flags.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
@@ -1317,18 +1259,18 @@ UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_
 REST = {
     "chat.py": [
         (
-            "len(self.text) - self.held",
-            "len(self.text)",
+            "text[: -held or None]",
+            "text",
             "a stop string begins on screen",
             SHOWN_LATE,
         ),
         (
-            "self.text = self.text[: min(found)]",
-            "self.text = self.text",
+            "text = text[: min(ends)]",
+            "text = text[:]",
             "the stop string is shown",
             CHAT_STOPS,
         ),
-        ("while not answer.finished and len(", "while len(", "it talks on", TALKS_ON),
+        ("while not finished and len(", "while len(", "it talks on", TALKS_ON),
     ],
     "trainer/endings.py": [
         (
@@ -1348,8 +1290,8 @@ REST = {
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
     ],
-    "dataset/logged_answers.py": [
-        ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("i % self.per_record()", "0", "the chosen side twice", LOGGED),
     ],
     "trainer/options/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
@@ -1357,16 +1299,13 @@ REST = {
     "trainer/runs/distributed.py": [
         ("(bits * places[: len(bits)]).sum()", "bits.sum()", "the order of weights does not count", SWAPPED),
     ],
-    "trainer/runs/summary.py": [
+    "trainer/runs/report.py": [
         (
-            "if steps and not is_share:",
-            "if steps:",
+            'if not spreads and short != "accuracy":',
+            "if not spreads:",
             "chance of held-out pairs is that of pairs that were learned",
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),
-    ],
-    "trainer/runs/health_past.py": [
-        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
     ],
     "trainer/rewards/reward.py": [
         ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),
@@ -1406,8 +1345,8 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/rewards/reward.py": [
         (
-            "rules.answer_text(r) if self.reasoning else None for",
-            "rules.answer_text(r) for",
+            "rules.answer_text(text) if self.reasoning else None",
+            "rules.answer_text(text)",
             "the answer block is scored without --reasoning",
             f"{REWARDS}::test_without_reasoning_only_the_whole_is_scored",
         ),
@@ -1477,8 +1416,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
         ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
     ],
-    "dataset/logged_answers.py": [
-        ("[(before, True), (answer, False)]", "[(before, True), (answer, True)]", "a BOS inside", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "a BOS inside", LOGGED),
     ],
     "trainer/options/replay.py": [
         (

@@ -24,20 +24,19 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import Prompt, RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
+from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
     check_output_head,
     check_tokenizer,
+    embeddings,
     eos_ids,
     is_from_outside,
     is_moe,
     load_policy,
     load_tokenizer,
     most_positions,
-    not_finite,
     quiet,
     tokenizer_source,
 )
@@ -300,8 +299,6 @@ def sampling_sizes(
 def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
-    if name := not_finite(policy):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
         wanted = getattr(args, flag)
@@ -316,7 +313,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
     positions of their own). Without this check their samples would silently come from another distribution.
     """
     kind = policy.config.model_type
-    rows = len(next(policy.get_input_embeddings().parameters()))
+    rows = embeddings(policy)
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
     with quiet(), as_input_error(what):

@@ -23,7 +23,7 @@ from model.critic import CriticModel
 from model.loading import is_moe
 from model.lora import add_adapters, frozen_copy, trained
 from model.saving import save_policy, state_dict_in
-from model.shards import sharded_and_whole
+from model.weights import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.collect import Collector
@@ -45,8 +45,8 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.reward import Judge, Reward, load_judge, load_reward
-from trainer.rewards.reward_models import critic_start, modules_of, scoring_models
+from trainer.rewards.reward import Judge, Reward, load_judge, load_reward, modules_of, scoring_models
+from trainer.rewards.reward_models import critic_start
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run, Stateful, command_line
 from trainer.runs.distributed import World
@@ -318,7 +318,8 @@ class PpoRun(Run):
     def save_actor(self, path: Path, ready: Path | None = None) -> None:
         """Write the actor, or the ``.pth`` that is ready, as ``path`` and the folder beside it."""
         with writing(path):
-            save_policy(self.actor, self.tokenizer, path, ready=ready, state=self.state)
+            state = torch.load(ready, weights_only=True) if ready else self.state
+            save_policy(self.actor, self.tokenizer, path, state=state)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

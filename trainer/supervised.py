@@ -7,19 +7,22 @@
         sum gradients over processes, clip, step     AdamW; learning rate: warm-up, cosine down to a tenth
         log, evaluate, save                          loop.py
 
-A script adds a subclass of ``SupervisedRun`` with its loss, its evaluation and its result.
+A script adds a subclass of ``SupervisedRun`` with its model, its records, its loss and its result.
 """
 
 import math
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import Subset
+from transformers import PreTrainedModel
 
 from dataset.data_order import next_batch
-from dataset.formats import Keys
+from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
 from trainer.about_run import describe_texts
@@ -28,80 +31,88 @@ from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import check_range, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
+from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
 from trainer.runs.base import Learner, Progress, Run, Stateful
-from trainer.runs.distributed import share_of
+from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
+Items = list[tuple]  # each of lists of ids and one thing more
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
 
 
+class Part(Subset):
+    """Some records of a file."""
+
+    dataset: RecordDataset
+
+
 class SupervisedRun(Run):
-    """A run of stage 1 or 2: what every run has, and what a step below needs.
+    """A run of stage 1 or 2."""
 
-    data, held_out: Subsets of datasets of items; held_out is None without evaluation. Subclasses have
-    ``script``, ``display``, ``rate`` (a kind of ``suited_rate``), ``dataset`` (a class or function) and
+    args: Flags
+    rate: str  # a kind of ``suited_rate``
+    data: Part
+    held_out: Part | None
+    hf_dir: Path  # where the result is written for transformers
 
-        new_model()            -> a policy with random weights, where --model is not given
-        start_from(policy)     -> {file name: module}, all that is trained, "model" first
-        loss_counts(items)           -> [numbers] by which losses are divided, once summed over processes
-        loss(items, totals)    -> (a micro-batch's share of the batch's loss, Metrics named train/…);
-                                  totals: the numbers of ``loss_counts``, summed
-        measure(items)         -> Metrics named eval/…
-        summarise(means)       -> the evaluation's metrics, made of the means of ``measure``
-        save_result()          writes the result with every checkpoint
-        results()              -> lines of text that name the result
-    """
+    @abstractmethod
+    def load_records(self, path: str) -> RecordDataset:
+        """A file of what is learned from."""
 
-    def __init__(self, args, world):
+    @abstractmethod
+    def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """The model that trains. It also says where the result will be."""
+
+    @abstractmethod
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+        """A micro-batch's share of the batch's loss, and metrics named <kind>/…, train or eval; totals: the
+        sums of ``loss_counts``."""
+
+    def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args
         self.world = world
         self.mini_batch_size = args.batch_size
-        if args.model:
-            policy = load_policy(args.model, args.trust_remote_code)
-        else:
-            policy = self.new_model()
+        policy = self.load_policy()
         check_policy(args, policy, self.tokenizer)
-        self.data, self.held_out = split_records(args, self.dataset, self.tokenizer)
-        self.parts = self.start_from(policy)
-        self.model = self.parts["model"]
+        self.data, self.held_out = self.split_records()
+        self.model = self.start_from(policy)
         limit = most_positions(self.model.config)
         if args.max_seq_len > limit:
             raise InputError(
                 f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it"
             )
-        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
+        if Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         check_range(self.model, self.dtype, f"--model {args.model}: ")
-        self.trained = (
-            torch.nn.ModuleList(self.parts.values()).to(world.device).eval()
-        )  # no dropout, as in PPO
+        self.trained = nn.ModuleList(self.modules.values())
+        self.trained.to(world.device).eval()  # no dropout, as in PPO
         self.balance = BalanceLoss(self.model)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
+        args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        self.args = args
         parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
-        self.args = args
-        self.optimizer = make_optimizer(
+        optimizer = make_optimizer(
             groups, args.learning_rate, args.moments_dtype, args.seed, betas=(0.9, 0.95)
         )
         steps = math.ceil(args.epochs * len(self.data) / (args.batch_size * world.size))
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             peak=args.learning_rate,
             total_steps=self.total_steps,
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
@@ -110,23 +121,50 @@ class SupervisedRun(Run):
         self.loss_scale = LossScale(self.dtype)
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
 
+    def load_policy(self) -> PreTrainedModel:
+        """The language model that the run starts from."""
+        return load_policy(self.args.model, self.args.trust_remote_code)
+
+    def split_records(self) -> tuple[Part, Part | None]:
+        """-> (training records, held-out records or None). These are those of --eval_data_path, or else the
+        last --eval_size of --data_path, which are then not trained on. Raises InputError if that leaves none
+        to train on."""
+        args = self.args
+        data = self.load_records(args.data_path)
+        if args.eval_data_path:
+            held_out = self.load_records(args.eval_data_path)
+            return Part(data, range(len(data))), Part(held_out, range(len(held_out)))
+        kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
+        first = len(data) - kept
+        if first <= 0:
+            raise InputError(
+                f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
+                f"{args.data_path}; lower it"
+            )
+        data.hold_out(kept)
+        return Part(data, range(first)), Part(data, range(first, len(data))) if kept else None
+
     @property
-    def modules(self) -> dict[str, torch.nn.Module]:
-        return self.parts
+    def modules(self) -> dict[str, nn.Module]:
+        return {"model": self.model}
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.learners["model"].optimizer}
 
     @property
     def states(self) -> dict[str, Stateful]:
         return {"loss_scale": self.loss_scale}
 
-    def tokens(self, item):
-        """The number of tokens of an item, which is lists of ids and one thing more."""
+    def loss_counts(self, items: Items) -> list[float]:
+        """Numbers by which losses are divided, once summed over processes."""
+        return [len(items)]
+
+    def tokens(self, item: tuple) -> int:
+        """The number of tokens of an item."""
         return sum(len(ids) for ids in item[:-1])
 
-    def fingerprints(self):
+    def fingerprints(self) -> dict[str, str]:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return {
             "model": weights_hash(self.trained),
@@ -134,11 +172,11 @@ class SupervisedRun(Run):
             "data_path": short_hash([self.data.dataset.fingerprint, len(self.data)]),
         }
 
-    def summarise(self, means):
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        """The mean metrics of all held-out records -> those of the evaluation."""
         return means
 
-    def about(self):
-        """Lines that describe the run: its model and its data."""
+    def about(self) -> str:
         args = self.args
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
         kind = self.model.config.model_type
@@ -154,40 +192,13 @@ class SupervisedRun(Run):
         return "\n".join(filter(None, [*lines, self.note]))
 
 
-def split_records(args, dataset: Callable, tokenizer) -> tuple[Subset, Subset | None]:
-    """Flags -> (training records, held-out records or None), as Subsets.
-
-    The held-out records are those of --eval_data_path, or else the last --eval_size of --data_path, which are
-    then not trained on. Raises InputError if that leaves none to train on.
-    """
-    sides = [getattr(args, name, "") for name in ("chosen_key", "rejected_key")]
-
-    def load(path):
-        keys = Keys(args.prompt_key, args.answer_key, *sides)
-        return dataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys)
-
-    data = load(args.data_path)
-    if args.eval_data_path:
-        held_out = load(args.eval_data_path)
-        return Subset(data, range(len(data))), Subset(held_out, range(len(held_out)))
-    kept = min(EVAL_SIZE, len(data) // 10) if args.eval_size is None else args.eval_size
-    first = len(data) - kept
-    if first <= 0:
-        raise InputError(
-            f"--eval_size {kept}: leaves nothing to train on, there are only {len(data)} records in "
-            f"{args.data_path}; lower it"
-        )
-    data.hold_out(kept)
-    return Subset(data, range(first)), Subset(data, range(first, len(data))) if kept else None
-
-
-def collect(run, step, batches, positions):
+def collect(run: SupervisedRun, step: int, batches: Iterator[Items], positions: range) -> Items:
     """-> the items of the next batch that this process learns from."""
     with run.world.all_or_none():
         return next_batch(batches)
 
 
-def learn(run: SupervisedRun, step: int, items: list) -> tuple[dict[str, float], dict]:
+def learn(run: SupervisedRun, step: int, items: Items) -> tuple[dict[str, float], dict]:
     """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}, and
     no rows to keep."""
     world = run.world
@@ -216,7 +227,7 @@ def learn(run: SupervisedRun, step: int, items: list) -> tuple[dict[str, float],
 
 
 @torch.no_grad()
-def evaluate(run: SupervisedRun, metrics: dict, rows: dict) -> tuple[dict, dict]:
+def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple[dict[str, float], dict]:
     """Metrics and rows of a step -> these, and with them the means of the held-out records, if there are any,
     which the processes share."""
     if run.held_out is None:
@@ -225,15 +236,16 @@ def evaluate(run: SupervisedRun, metrics: dict, rows: dict) -> tuple[dict, dict]
     world = run.world
     with world.all_or_none():
         items = share_of(run.held_out, world)
-        each_micro_batch(
-            [run.tokens(item) for item in items],
-            tokens_per_pass(world.device),
-            lambda rows: sums.merge(run.measure([items[i] for i in rows])),
-            "evaluation",
-        )
+        lengths = [run.tokens(item) for item in items]
+
+        def measure(rows):
+            part = [items[i] for i in rows]
+            sums.merge(run.loss(part, run.loss_counts(part), "eval")[1])
+
+        each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
     return metrics | run.summarise(sums.means(world)), rows
 
 
-def train(build: Callable, args, argv) -> None:
+def train(build: Callable, args: Flags, argv: list[str] | None) -> None:
     """All that a script does. build(args, world) -> a ``SupervisedRun``."""
     build_and_train(build, args, argv, collect, learn, evaluate)

@@ -227,7 +227,7 @@ from trainer.collect import Batch, Seconds, noise_of_step, step_rewards
 from trainer.compute.batching import send
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_policy, score_values
-from trainer.evaluation import evaluate_actor
+from trainer.evaluation import evaluate_actor, rows_of_step
 from trainer.flags import Flags
 from trainer.inputs import complete_flags, load_inputs
 from trainer.loop import build_and_train
@@ -238,7 +238,6 @@ from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
-from trainer.runs.samples import rows_of_step
 from trainer.step_metrics import note_rollout, note_step, step_metrics
 
 
@@ -459,7 +458,7 @@ def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[
         run.ema.follow(step)
         if run.old_actor is not run.actor and (step + 1) % run.args.update_old_actor_freq == 0:
             run.old_actor.load_state_dict(run.actor.state_dict())
-    return step_metrics(run, batch, metrics), rows_of_step(run, batch, rollout)
+    return step_metrics(run, batch, metrics), rows_of_step(run, batch)
 
 
 def build(args: Flags, world: World) -> PpoRun:

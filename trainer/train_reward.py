@@ -20,6 +20,7 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,10 +28,18 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import STAGE_FLAGS, FlagParser, add_stage_flags, complete_output_flags, minimind_pth, path
+from trainer.flags import (
+    STAGE_FLAGS,
+    FlagParser,
+    Flags,
+    add_stage_flags,
+    complete_output_flags,
+    minimind_pth,
+    path,
+)
 
 
-def flag_parser():
+def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
@@ -58,10 +67,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
-from tempfile import TemporaryDirectory
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -70,50 +78,42 @@ from transformers import (
 )
 
 from atomic_files import writing
-from dataset.chat_template import encode, prompt_text, set_template
-from dataset.lm_dataset import reward_dataset
-from model.half_precision import fp32_head
+from dataset.chat_template import encode, prompt_text
+from dataset.formats import Keys
+from dataset.lm_dataset import PreferenceDataset
 from model.loading import (
     check_tokenizer,
-    disable_dropout,
     eos_ids,
     load_policy,
-    load_tokenizer,
     most_positions,
     quiet,
-    tokenizer_source,
 )
 from model.model_minimind import as_plain
 from model.saving import save_directory
-from trainer import supervised
-from trainer.compute.batching import pad_right, send
-from trainer.compute.packing import Layout, packed_states
-from trainer.compute.precision import autocast
+from model.weights import make_score_heads
+from trainer.compute.batching import send
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-from trainer.inputs import DEMO, check_sampling
-from trainer.rewards.reward import RunningStats
-from trainer.rewards.reward_models import load_reward_model, score_places
+from trainer.inputs import DEMO, check_sampling, load_trained_tokenizer
+from trainer.rewards.reward_models import load_reward_model, score_packed
 from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.base import command_line, full_path
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import short_hash, weights_hash
+from trainer.supervised import Items, Part, SupervisedRun, train
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
         args = args.completed(model=str(minimind_pth(args, "full_sft")))
-    if not args.model:
-        args = args.completed(model=DEMO["model"])
-        if not args.data_path:
-            args = args.completed(
-                data_path=f"{ROOT}/dataset/demo/preferences.jsonl",
-                eval_data_path=args.eval_data_path or f"{ROOT}/dataset/demo/preferences_eval.jsonl",
-            )
+    if not (args.model or args.data_path):
+        demo = f"{ROOT}/dataset/demo/preferences"
+        held_out = args.eval_data_path or f"{demo}_eval.jsonl"
+        args = args.completed(data_path=f"{demo}.jsonl", eval_data_path=held_out)
+    args = args.completed(model=args.model or DEMO["model"])
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args
@@ -149,13 +149,11 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     if not isinstance(getattr(reward, "score", None), torch.nn.Linear):
         raise InputError(f"--model: {type(reward).__name__} has no linear score head to train")
     reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=True)
-    disable_dropout(reward)
+    make_score_heads(reward)
     return reward.eval()
 
 
-def pair_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0
-) -> torch.Tensor:
+def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
     """Scores [B] and margins [B] -> sum of -log sigmoid(chosen - rejected - margin). Llama 2, eq. 2."""
     return -F.logsigmoid(chosen - rejected - margin).sum()
 
@@ -166,139 +164,93 @@ def pair_loss(
 class Outputs(NamedTuple):
     """The model's outputs for B conversations, packed one behind the other, of N tokens in all."""
 
-    scores: torch.Tensor  # [B] fp32
-    states: torch.Tensor  # [N, H] the last hidden states
-    balance: torch.Tensor  # the balance loss of a mixture of experts
+    scores: Tensor  # [B] fp32
+    states: Tensor  # [N, H] the last hidden states
+    balance: Tensor  # the balance loss of a mixture of experts
 
 
-class RewardRun(supervised.SupervisedRun):
+class RewardRun(SupervisedRun):
     """A run on pairs, whose items are (chosen ids, rejected ids, margin), or on rated answers, whose items
     are (conversation ids, given score)."""
 
     script = "train_reward.py"
     rate = "reward"
-    dataset = staticmethod(reward_dataset)
     result_path = None  # the result is written at the end, because its zero is not known before
-    reference = None  # scores are not centred
-    centre = (0.0, 0.0)
+    reference: "Reference | None" = None  # scores are not centred
+    centre = 0.0  # the mean score of the reference's answers
 
-    def start_from(self, policy):
+    def load_records(self, path: str) -> PreferenceDataset:
         args = self.args
-        parts = [part for part in (self.held_out, self.data) if part]
-        kinds = {len(part[0]) for part in parts}
-        if len(kinds) > 1:
+        keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
+        return PreferenceDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
+
+    def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
+        args = self.args
+        self.rated = not self.data.dataset.pairs
+        if self.held_out and self.held_out.dataset.pairs == self.rated:
             raise InputError(
                 f"--eval_data_path {args.eval_data_path}: one file has pairs, one has scores; give the same "
                 "kind"
             )
-        self.rated = kinds == {2}
         self.display = displays.RATINGS if self.rated else displays.PAIRS
+        self.hf_dir = Path(args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}")
+        self.result_file = self.hf_dir / "config.json"
         if args.reference_samples:
-            speaker = load_reference(args) if args.reference else (policy, self.tokenizer)
-            self.reference = Reference(*speaker, parts[0], args.reference_samples, args.max_gen_len)
+            speaker = policy
+            tokenizer = self.tokenizer
+            if args.reference:
+                beside = args.reference.endswith(".pth")  # then its tokenizer may be that of the flags
+                named = args.completed(
+                    model=args.reference,
+                    tokenizer=args.tokenizer if beside else "",
+                    system_prompt=None,  # its own
+                    chat_template_kwargs=None,
+                )
+                speaker = load_policy(named.model, args.trust_remote_code)
+                _, tokenizer = load_trained_tokenizer(named)
+            self.reference = Reference(speaker, tokenizer, self.held_out or self.data, args)
         torch.manual_seed(args.seed)
         return self.learning(policy)
 
-    def learning(self, policy) -> dict[str, torch.nn.Module]:
-        """A policy -> {file name: module}, what is trained."""
-        return {"model": reward_from(policy, self.tokenizer)}
-
-    @property
-    def hf_dir(self):
-        return Path(self.args.hf_dir or f"{self.args.out_dir}/reward_{self.model.config.hidden_size}")
-
-    @property
-    def result_file(self):
-        return self.hf_dir / "config.json"
-
-    def loss_counts(self, items):
-        return [len(items)]
+    def learning(self, policy: PreTrainedModel) -> PreTrainedModel:
+        """A policy -> the reward model that trains."""
+        return reward_from(policy, self.tokenizer)
 
     def outputs(self, conversations: list[list[int]]) -> Outputs:
         """B lists of ids -> their scores, read at the last token."""
-        tokens, lengths = pad_right(conversations, self.world.device)
-        with autocast(tokens.device, self.dtype):
-            layout = Layout(map(len, conversations), device=tokens.device)
-            output = packed_states(self.model.base_model, tokens, layout, **self.balance.extra)
-        states = output.last_hidden_state
-        scores = self.head(states[score_places(tokens, lengths, self.model.config.pad_token_id)])
-        return Outputs(scores, states, self.balance(output, layout))
+        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
+        return Outputs(scores, output.last_hidden_state, self.balance(output, layout))
 
-    def loss(self, items, totals):
-        loss, outputs, metrics = self.score_items(items, "train")
-        if self.balance.weight:
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
+        loss, outputs, metrics = self.score_items(items, kind)
+        if self.balance.weight and kind == "train":
             metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
         conversations = len(outputs.scores) // len(items)  # of an item
         return (loss + outputs.balance / conversations) / totals[0], metrics
 
-    def measure(self, items):
-        return self.score_items(items, "eval")[-1]
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
-        return fp32_head(self.model.score, states).squeeze(-1)
-
-    def fingerprints(self) -> dict:
-        found = super().fingerprints()
-        if self.reference:
-            weights = weights_hash(self.reference.model)
-            found["reference"] = short_hash([weights, self.reference.eos, self.reference.prompts])
-        return found
-
-    def save_result(self):
-        """Do nothing: see ``result_path``."""
-
-    def complete(self):
-        with self.world.all_or_none(), writing(self.hf_dir):
-            if self.world.is_main:
-                if self.reference:
-                    self.centre = centre(self)
-                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre[0])
-        self.result_path = self.hf_dir
-
-    def results(self):
-        line = f"model    {self.hf_dir}\nuse      {self.use()}"
-        if self.reference:
-            mean, spread = self.centre
-            count = len(self.reference.prompts)
-            line += f"\ncentred  {mean:.3f} subtracted, the mean of {count} answers of the reference"
-            line += f" (spread {spread:.3f})"
-        return line
-
-    def use(self) -> str:
-        """The command for PPO. The result's tokenizer has what the flags have made of the model's: its chat
-        template and system message."""
-        args = self.args
-        result = self.hf_dir.resolve()
-        words = ["--model", full_path(args.model), "--tokenizer", result, "--reward_model", result]
-        if args.trust_remote_code:
-            words.append("--trust_remote_code")
-        command = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
-        return f"{command}\n         (with the prompts of this file; --data_path names others)"
-
-    def score_items(self, items, prefix):
+    def score_items(self, items: Items, kind: str) -> tuple[Tensor, Outputs, Metrics]:
         """-> (summed loss, ``Outputs``, of pairs of all chosen and then all rejected answers, Metrics)."""
         *sides, given = zip(*items, strict=True)
         outputs = self.outputs([ids for side in sides for ids in side])
-        given = send(torch.tensor(given, dtype=torch.float32), self.world.device)
+        wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
         scores = outputs.scores
         sums = {}
         if self.rated:
-            loss = (scores - given).square().sum()
-            if prefix == "eval":
+            loss = (scores - wanted).square().sum()
+            if kind == "eval":
                 x = scores.double()
-                y = given.double()
+                y = wanted.double()
                 sums = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
         else:
             chosen, rejected = scores.chunk(2)
-            loss = pair_loss(chosen, rejected, given)
-            sums = {f"{prefix}/accuracy": chosen > rejected, f"{prefix}/distance": chosen - rejected}
+            loss = pair_loss(chosen, rejected, wanted)
+            sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
-        metrics.add(f"{prefix}/loss", loss, len(items))
+        metrics.add(f"{kind}/loss", loss, len(items))
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return loss, outputs, metrics
 
-    def summarise(self, means):
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Ratings -> mean squared error, its root, Pearson's correlation (0 if a score never varies)."""
         if not self.rated:
             return means
@@ -306,6 +258,42 @@ class RewardRun(supervised.SupervisedRun):
         spread = means["x_std"] * means["y_std"]
         correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
+
+    def save_result(self) -> None:
+        """Do nothing: see ``result_path``."""
+
+    def complete(self) -> None:
+        with self.world.all_or_none(), writing(self.hf_dir):
+            if self.world.is_main:
+                if self.reference:
+                    self.centre = self.reference.mean_score(self)
+                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre)
+        self.result_path = self.hf_dir
+
+    def results(self) -> str:
+        """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made
+        of the model's: its chat template and system message."""
+        args = self.args
+        result = self.hf_dir.resolve()
+        words: list[str | Path] = [
+            "--model",
+            full_path(args.model),
+            "--tokenizer",
+            result,
+            "--reward_model",
+            result,
+        ]
+        if args.trust_remote_code:
+            words.append("--trust_remote_code")
+        use = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
+        text = (
+            f"model    {self.hf_dir}\nuse      {use}\n"
+            "         (with the prompts of this file; --data_path names others)"
+        )
+        if self.reference:
+            count = len(self.reference.prompts)
+            text += f"\ncentred  {self.centre:.3f} subtracted, the mean of {count} answers of the reference"
+        return text
 
 
 # ------------------------------------------------------- centring: the mean score of the reference becomes 0
@@ -319,67 +307,55 @@ class RewardRun(supervised.SupervisedRun):
 class Reference:
     """The policy whose answers define the zero. It stays on the CPU until it samples once, after training.
 
-    It gets those of the first ``count`` prompts of ``records`` (a Subset of a reward dataset) that leave room
-    for ``max_gen_len`` tokens. Raises InputError if there are none, or if the policy cannot be sampled from.
+    It gets those of the first --reference_samples prompts of ``records`` that leave room for --max_gen_len
+    tokens. Raises InputError if there are none, or if the policy cannot be sampled from.
     """
 
-    def __init__(self, model, tokenizer, records, count, max_gen_len):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Part, args: Flags
+    ):
         check_tokenizer(tokenizer, model)
         check_sampling(model)
         self.model = model
         self.tokenizer = tokenizer
         self.eos = eos_ids(tokenizer, model)
-        self.max_gen_len = max_gen_len
-        limit = most_positions(model.config) - max_gen_len
+        self.max_gen_len = args.max_gen_len
         self.prompts = []  # (messages or text, token ids)
-        for place in records.indices[:count]:
+        assert isinstance(records.dataset, PreferenceDataset)
+        for place in records.indices[: args.reference_samples]:
             prompt = records.dataset.prompt(place)
             ids = encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
-            if 0 < len(ids) <= limit:
+            if 0 < len(ids) <= most_positions(model.config) - args.max_gen_len:
                 self.prompts.append((prompt, ids))
         if not self.prompts:
             raise InputError(
-                f"--max_gen_len {max_gen_len}: the reference has no room for any prompt; lower it"
+                f"--max_gen_len {args.max_gen_len}: the reference has no room for any prompt; lower it"
             )
 
-    def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple]:
+    def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple[list | str, str]]:
         """Sample an answer to each prompt, as PPO does -> [(prompt, response text)], without the thoughts
         that PPO does not show to a reward model."""
-        prompts, ids = zip(*self.prompts, strict=True)
-        sampler = Sampler(self.model.to(device), dtype)
+        ids = [ids for _, ids in self.prompts]
         keys = noise_keys(seed, EVAL_STEP, range(len(ids)))
+        sampler = Sampler(self.model, dtype, device=device)
         rollout = sampler.sample(ids, keys, self.eos, self.max_gen_len, temperature=1.0)
-        self.model.to("cpu")
         texts = response_texts(rollout, self.tokenizer)
         said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
-        return list(zip(prompts, said, strict=True))
+        return [(prompt, text) for (prompt, _), text in zip(self.prompts, said, strict=True)]
+
+    def mean_score(self, run: RewardRun) -> float:
+        """The mean of the answers' scores. They are scored by written files, loaded as PPO loads them, so
+        that the offset fits what PPO will compute."""
+        device = run.world.device
+        with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
+            save_directory(run.model, run.tokenizer, draft)
+            reward_model = load_reward_model(draft, device, dtype=run.dtype)
+            scores = reward_model(self.answers(device, run.dtype, run.args.seed))
+        return scores.double().mean().item()
 
 
-def load_reference(args):
-    """--reference -> its policy and tokenizer, with the template of the flags. Raises InputError."""
-    beside = args.tokenizer and args.reference.endswith(".pth")
-    source = args.tokenizer if beside else tokenizer_source(args.reference)
-    policy = load_policy(args.reference, args.trust_remote_code)
-    tokenizer = load_tokenizer(source, args.trust_remote_code)
-    set_template(tokenizer, args.prompt_template)
-    return policy, tokenizer
-
-
-def centre(run: RewardRun) -> tuple[float, float]:
-    """-> the mean and the standard deviation of the scores of the reference's answers. The main process calls
-    it. They are scored by written files, loaded as PPO loads them, so that the offset fits what PPO will
-    compute."""
-    device = run.world.device
-    with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
-        save_directory(run.model, run.tokenizer, draft)
-        reward_model = load_reward_model(draft, device, dtype=run.dtype)
-        scores = reward_model(run.reference.answers(device, run.dtype, run.args.seed))
-    stats = RunningStats.of(scores)
-    return stats.mean, stats.std
-
-
-def main(argv=None, kind=RewardRun):
-    supervised.train(kind, parse_args(argv), argv)
+def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:
+    train(kind, parse_args(argv), argv)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ loop.py. Stopping, resuming and faults: docs/reliability.md.
 
 import math
 import sys
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,13 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import STAGE_FLAGS, FlagParser, add_stage_flags, complete_output_flags, path
+from trainer.flags import STAGE_FLAGS, FlagParser, Flags, add_stage_flags, complete_output_flags, path
 
 HIDDEN_SIZE = 128  # of a new model, by default
 LAYERS = 4
 
 
-def flag_parser():
+def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
@@ -54,21 +55,23 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(flag_parser().parse_args)
 
 import torch
-from transformers import LlamaForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atomic_files import writing
+from dataset.formats import Keys
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
-from trainer import supervised
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
 from trainer.runs.base import command_line
 from trainer.runs.metrics import Metrics
+from trainer.supervised import Items, SupervisedRun, train
 
 
-def parse_args(argv=None):
+def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model:
         args = args.completed(
@@ -80,102 +83,89 @@ def parse_args(argv=None):
     return args
 
 
-class SftRun(supervised.SupervisedRun):
-    """A run of stage 1. Items: (token ids, mask), the mask 1 on learned tokens; see ``SupervisedRun``."""
+class SftRun(SupervisedRun):
+    """A run of stage 1. Items: (token ids, mask), the mask 1 on learned tokens."""
 
     script = "train_sft.py"
     display = displays.SFT
     rate = "sft"
 
-    dataset = SFTDataset
+    def load_records(self, path: str) -> SFTDataset:
+        args = self.args
+        keys = Keys(args.prompt_key, args.answer_key)
+        return SFTDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
 
-    def __init__(self, args, world):
-        super().__init__(args, world)
-        self.scorer = PolicyScorer(self.model, self.dtype)
+    def load_policy(self) -> PreTrainedModel:
+        """--model, or a Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied
+        embeddings. Raises InputError if --hidden_size is not a multiple of 16."""
+        args = self.args
+        if args.model:
+            return super().load_policy()
+        torch.manual_seed(args.seed)
+        hidden_size = args.hidden_size or HIDDEN_SIZE
+        minimind = MiniMindConfig(
+            vocab_size=len(self.tokenizer),
+            hidden_size=hidden_size,
+            num_hidden_layers=args.num_hidden_layers or LAYERS,
+            initializer_range=hidden_size**-0.5,  # keeps activations' size; 0.02 learns slowly at this width
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        config = plain_config(minimind)
+        del config.minimind_version  # it never was one
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
+        args = self.args
+        check_ends(self.data[0], self.tokenizer, policy)
+        moe = "_moe" if is_moe(policy) else ""
+        self.pth_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
+        self.result_path = self.result_file = self.pth_path
+        self.hf_dir = Path(args.hf_dir or self.pth_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
             raise InputError(
                 f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.pth_path}; "
                 "to train that file, move it and name it with --model, else move it or name another --out_dir"
             )
+        return policy
 
-    def new_model(self) -> LlamaForCausalLM:
-        """A Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied embeddings.
-
-        Raises InputError if --hidden_size is not a multiple of 16.
-        """
-        args = self.args
-        tokenizer = self.tokenizer
-        torch.manual_seed(args.seed)
-        hidden_size = args.hidden_size or HIDDEN_SIZE
-        minimind = MiniMindConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            num_hidden_layers=args.num_hidden_layers or LAYERS,
-            initializer_range=hidden_size**-0.5,  # keeps activations' size; 0.02 learns slowly at this width
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        config = plain_config(minimind)
-        del config.minimind_version  # it never was one
-        return LlamaForCausalLM(config).eval()
-
-    def start_from(self, policy):
-        check_ends(self.data[0], self.tokenizer, policy)
-        return {"model": policy}
-
-    @property
-    def pth_path(self):
-        moe = "_moe" if is_moe(self.model) else ""
-        return Path(self.args.out_dir) / f"full_sft_{self.model.config.hidden_size}{moe}.pth"
-
-    result_path = result_file = pth_path
-
-    @property
-    def hf_dir(self):
-        return Path(self.args.hf_dir or self.pth_path.with_suffix(""))
-
-    def loss_counts(self, items):
+    def loss_counts(self, items: Items) -> list[float]:
         """[learned tokens, conversations]. A conversation's first token never counts: nothing predicts it."""
         return [sum(sum(mask[1:]) for _, mask in items), len(items)]
 
-    def nll(self, items):
-        """-> (minus the log-probs of the N learned tokens [N], the balance loss of a mixture of experts)."""
-        logprobs, balance = score_learned(items, self.scorer)
-        return -logprobs, balance
+    @cached_property
+    def scorer(self) -> PolicyScorer:
+        """Computes the log-probs of what is learned."""
+        return PolicyScorer(self.model, self.dtype)
 
-    def loss(self, items, totals):
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         tokens, conversations = totals
-        nll, balance = self.nll(items)
+        logprobs, balance = score_learned(items, self.scorer)
+        nll = -logprobs.sum()
         metrics = Metrics()
-        metrics.add("train/loss", nll.sum(), len(nll))
-        if self.balance.weight:
+        metrics.add(f"{kind}/loss", nll, len(logprobs))
+        if self.balance.weight and kind == "train":
             metrics.add("train/balance_loss", balance, len(items))
-        return nll.sum() / max(tokens, 1) + balance / conversations, metrics
+        return nll / max(tokens, 1) + balance / conversations, metrics
 
-    def measure(self, items):
-        nll, _ = self.nll(items)
-        metrics = Metrics()
-        metrics.add("eval/loss", nll.sum(), len(nll))
-        return metrics
-
-    def summarise(self, means):
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
-    def save_result(self):
+    def save_result(self) -> None:
         with writing(self.pth_path):
             save_policy(self.model, self.tokenizer, self.pth_path)
         with writing(self.hf_dir):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
-    def results(self):
+    def results(self) -> str:
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
         talk = command_line("chat.py", "--model", self.pth_path, *own_code)
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 
-def main(argv=None):
-    supervised.train(SftRun, parse_args(argv), argv)
+def main(argv: list[str] | None = None) -> None:
+    train(SftRun, parse_args(argv), argv)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,12 +24,15 @@ if __name__ == "__main__":
     set_up_threads()  # OpenMP reads the environment when torch is imported
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer import train_reward
 from trainer.compute.batching import take_rows
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
+from trainer.runs.metrics import Metrics
+from trainer.supervised import Items
 
 EXTRA_LAYERS = 2
 PARTING_COEF = 1.0  # of the pair loss where the answers part
@@ -36,13 +40,13 @@ LM_COEF = 1.0  # of the next-token loss
 SCORE_PENALTY = 0.0045  # of squared scores
 
 
-def first_difference(chosen, rejected):
+def first_difference(chosen: list[int], rejected: list[int]) -> int:
     """The first place at which two lists of ids differ; if there is none, the last of the shorter list."""
     shorter = min(len(chosen), len(rejected))
     return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
 
 
-def deepened(policy, extra_layers):
+def deepened(policy: PreTrainedModel, extra_layers: int) -> PreTrainedModel:
     """A copy of a Llama with new layers on top, which compute nothing yet."""
     layers = policy.config.num_hidden_layers
     sizes = policy.config.to_dict() | {"num_hidden_layers": layers + extra_layers}
@@ -60,32 +64,39 @@ class DemoRun(train_reward.RewardRun):
 
     script = "../dataset/demo/make_reward.py"  # from trainer/
 
-    def learning(self, policy):
+    def learning(self, policy: PreTrainedModel) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             deeper = deepened(policy, EXTRA_LAYERS)
-        modules = super().learning(deeper)
-        modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
+        model = super().learning(deeper)
+        self.lm_head = copy.deepcopy(policy.get_output_embeddings())
         if policy.config.tie_word_embeddings:
-            head.weight = modules["model"].get_input_embeddings().weight
-        return modules
+            self.lm_head.weight = model.get_input_embeddings().weight
+        return model
 
-    def places(self, items):
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return super().modules | {"lm_head": self.lm_head}
+
+    def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
         return [max(first_difference(chosen, rejected), 1) for chosen, rejected, _ in items]
 
-    def loss_counts(self, items):
+    def loss_counts(self, items: Items) -> list[float]:
         """[pairs, tokens of the chosen answers from where they differ from the rejected ones]."""
         predicted = [len(item[0]) - start for item, start in zip(items, self.places(items), strict=True)]
         return [len(items), sum(predicted)]
 
-    def loss(self, items, totals):
+    def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[torch.Tensor, Metrics]:
         pairs, language_tokens = totals
-        loss, outputs, metrics = self.score_items(items, "train")
+        loss, outputs, metrics = self.score_items(items, kind)
+        if kind == "eval":
+            return loss, metrics
         total = (loss + SCORE_PENALTY * outputs.scores.square().sum()) / pairs
         rows = [item[0] for item in items] + [item[1] for item in items]
         starts = [sum(map(len, rows[:i])) for i in range(len(rows))]  # their first places among all tokens
         parts = [a + first_difference(*item[:2]) for a, item in zip(starts, items * 2, strict=True)]
-        chosen, rejected = self.head(outputs.states[self.ids(parts)]).chunk(2)
+        head = self.model.get_submodule("score")
+        chosen, rejected = head(outputs.states[self.ids(parts)]).squeeze(-1).chunk(2)
         part_loss = train_reward.pair_loss(chosen, rejected)
         metrics.add("train/parting_loss", part_loss, len(items))
         total = total + PARTING_COEF * part_loss / pairs
@@ -95,22 +106,22 @@ class DemoRun(train_reward.RewardRun):
             total = total + LM_COEF * nll.sum() / language_tokens
         return total, metrics
 
-    def language_nll(self, items, states, starts):
+    def language_nll(self, items: list[tuple], states: Tensor, starts: list[int]) -> Tensor:
         """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
-        places = []
+        places: list[int] = []
         targets = []
         for (chosen, *_), part, first in zip(items, self.places(items), starts, strict=False):
             places += range(first + part - 1, first + len(chosen) - 1)
             targets += chosen[part:]
         with autocast(states.device, self.dtype):
             found = take_rows(states, self.ids(places))
-            return -token_logprobs(self.modules["lm_head"], found, self.ids(targets), 1.0)[0]
+            return -token_logprobs(self.lm_head, found, self.ids(targets), 1.0)[0]
 
-    def ids(self, values):
+    def ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.world.device)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     train_reward.main(argv, DemoRun)
 
 

@@ -134,7 +134,11 @@ def test_get_scores_is_used_in_batches_where_it_agrees(judge, capsys):
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("padding", "differ by"), ("raises", "no batches today"), ("count", "get_scores failed")],
+    [
+        ("padding", "and get_score differ"),
+        ("raises", "no batches today"),
+        ("count", "get_scores failed"),
+    ],
 )
 def test_get_scores_that_does_not_agree_is_not_used(judge, capsys, fault, says):
     model = load(judge(fault=fault))

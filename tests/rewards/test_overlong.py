@@ -24,7 +24,9 @@ def test_it_is_added_to_the_penalty_of_a_missing_eos():
         reasoning=False,
         missing_eos_penalty=2.0,
         length_reward=0.25,
-        overlong=(8, 4, 0.5),
+        max_gen_len=8,
+        overlong_buffer=4,
+        overlong_penalty=0.5,
     )
     parts = reward(request_of(["p"] * 3, ["r"] * 3, finished=[True, True, False], lengths=[3, 7, 8]))
     assert parts["overlong"].tolist() == [0.0, -0.375, -0.5]

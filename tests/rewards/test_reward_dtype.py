@@ -6,15 +6,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import read_jsonl, run_files, save_reward_dir, train, word_tokenizer
-from torch import nn
+from tiny import run_files, save_reward_dir, train, word_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from dataset.chat_template import conversation_ids
 from errors import InputError
 from model.critic import CriticModel
-from model.half_precision import HalfEmbedding, HalfLinear, ScoreHead
 from model.loading import load_policy, load_tokenizer
+from model.weights import HalfEmbedding, HalfLinear, ScoreHead
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import critic_start, load_reward_model
@@ -94,8 +93,6 @@ def test_a_critic_from_a_16_bit_reward_model_is_fp32(tmp_path, share):
     scores = reward(PAIRS)
     critic = CriticModel.from_model(reward.model, share, weight=-2.0)
     assert {p.dtype for p in critic.parameters()} == {torch.float32}
-    assert type(critic.backbone.layers[0].mlp.up_proj) is nn.Linear
-    assert type(critic.backbone.embed_tokens) is nn.Embedding
     assert reward(PAIRS).equal(scores)  # the reward model stays what it was
     assert critic.value_head.bias.item() == 0.5
 
@@ -118,13 +115,11 @@ def test_the_critic_starts_with_weight_and_sign_on_the_demo():
     assert critic_start("actor", {"b": (reward, -0.7)}, policy, tokenizer) is None
 
 
-def test_a_run_says_how_long_judging_took_and_refuses_another_reward_dtype(tmp_path):
+def test_a_run_refuses_another_reward_dtype(tmp_path):
     files = run_files(tmp_path)
     sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0}
     named = files | sizes | {"out_dir": tmp_path / "out", "run_name": "r"}
     train(**named, max_steps=2, reward_dtype="bfloat16")
-    for line in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[-2:]:
-        assert 0 < line["perf/reward_model_seconds"] < line["perf/reward_seconds"]
     with pytest.raises(InputError, match="--reward_dtype was 'bfloat16' and is now 'auto'"):
         train(**named, max_steps=2, resume="auto")
 

@@ -75,7 +75,7 @@ def ask(url, count=3, timeout=10.0):
     responses = [" ".join("a" * n) for n in range(1, count + 1)]
     texts = ["user b </s> assistant "] * count  # the prompts as the policy reads them
     asked = request_of(["b"] * count, responses, ["c"] + [None] * (count - 1), texts=texts)
-    return RewardServer(url, timeout)(asked).tolist()
+    return RewardServer(url, timeout)(asked)
 
 
 def test_what_is_sent_is_what_openrlhf_sends():
@@ -141,7 +141,6 @@ def test_a_refusal_is_not_asked_again(code):
         {"rewards": 3},
         {"rewards": [1.0, 2.0]},
         {"rewards": [1.0, "good", 2.0]},
-        {"rewards": [1.0, True, 2.0]},
         {"rewards": [[1.0], [2.0], [3.0]]},
     ],
 )

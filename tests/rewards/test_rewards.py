@@ -1,6 +1,7 @@
 """Rewards: MiniMind's reasoning reward by hand, reward models of both kinds, the user's reward function."""
 
 import json
+from math import nan
 from types import SimpleNamespace
 
 import pytest
@@ -152,24 +153,18 @@ def test_some_raw_scores_are_replaced_by_hand():
     first and the second had."""
     old = RawScores(
         parts={"model": torch.tensor([1.0, 2, 3, 4])},
-        blocks={"model": torch.tensor([10.0, 20, 3, 4])},
-        has_block=torch.tensor([True, True, False, False]),
+        blocks={"model": torch.tensor([10.0, 20, nan, nan])},
         steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]],
-        judging_seconds=0.5,
     )
     new = RawScores(
         parts={"model": torch.tensor([5.0, 6])},
-        blocks={"model": torch.tensor([5.0, 60])},
-        has_block=torch.tensor([False, True]),
+        blocks={"model": torch.tensor([nan, 60])},
         steps=[[(5, 5.0)], []],
-        judging_seconds=0.25,
     )
     old.replace([1, 3], new)
     assert old.parts["model"].tolist() == [1, 5, 3, 6]
-    assert old.has_block.tolist() == [True, False, False, True]
-    assert old.blocks["model"].tolist() == [10, 5, 3, 60]
+    assert old.blocks["model"].nan_to_num(-1).tolist() == [10, -1, -1, 60]
     assert old.steps == [[(0, 1.0)], [(5, 5.0)], [], []]
-    assert old.judging_seconds == 0.75  # of all calls of the reward models
     no_model = RawScores({"function": torch.tensor([5.0, 6])}, steps=[[], []])
     no_model.replace([1], RawScores({"function": torch.tensor([7.0])}, steps=[[]]))
     assert no_model.parts["function"].tolist() == [5, 7]

@@ -98,7 +98,7 @@ def test_reward_models_and_the_server_are_normalised_and_nothing_else():
 def test_the_raw_score_has_weights_and_no_clip():
     """A judge of weight -0.5 gives 8, which is neither clipped nor normalised: -4; and the rest as it is."""
     more = {"function": lambda *_: [1.0, 1.0], "missing_eos_penalty": 0.25, "reasoning": False}
-    reward = Reward({"model": (lambda c: torch.tensor([8.0, 0.0]), -0.5)}, normalize=True, **more)
+    reward = Reward({"model": (lambda c: torch.tensor([8.0, 0.0][: len(c)]), -0.5)}, normalize=True, **more)
     parts = reward(request_of(["p"] * 2, ["a", "b"], finished=[True, False]))
     assert parts["score_raw"].tolist() == [-3.0, 0.75]
     assert reward.names == list(parts)

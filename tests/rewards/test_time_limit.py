@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.rewards.time_limit import TimeUp, time_limit
+from trainer.rewards.reward_function import TimeUp, time_limit
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
@@ -35,7 +35,7 @@ def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkey
 
     late = {name: after_an_alarm(getattr(signal, name)) for name in ("setitimer", "signal")}
     kinds = {"SIGALRM": signal.SIGALRM, "ITIMER_REAL": signal.ITIMER_REAL}
-    monkeypatch.setattr("trainer.rewards.time_limit.signal", SimpleNamespace(**kinds, **late))
+    monkeypatch.setattr("trainer.rewards.reward_function.signal", SimpleNamespace(**kinds, **late))
     with time_limit(60):
         pass
     assert came == ["setitimer", "signal"]

@@ -27,7 +27,7 @@ from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
 from trainer.generation import engine
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.time_limit import TimeUp, time_limit
+from trainer.rewards.reward_function import TimeUp, time_limit
 
 SIZES = {
     "batch_size": 8,
@@ -67,7 +67,7 @@ FAULTS = {
     "NaN": ("scores[3] = float('nan')", "the score nan for the response"),
     "infinity": ("scores[3] = float('-inf')", "the score -inf for the response"),
     "too large for fp32": ("scores[3] = 1e300", "the score inf for the response"),
-    "text": ("scores[3] = 'good'", r"'good' \(str\) and no number"),
+    "text": ("scores[3] = 'good'", r"score 4 is 'good' \(str\); it must be a number"),
     "None": ("scores[3] = None", "NoneType"),
     "complex numbers": ("scores[3] = 1j", "complex"),
 }
@@ -148,29 +148,12 @@ def test_time_limit():
     with time_limit(0.1):  # and the alarm does not fire later
         pass
     time.sleep(0.2)
-    with pytest.raises(TimeUp), time_limit(0.05):  # a block that catches TimeUp gets it again
-        try:
-            while True:
-                pass
-        except BaseException:
-            time.sleep(0.1)
     with pytest.raises(TimeUp), time_limit(0.05):  # and every second
         with contextlib.suppress(BaseException):
             while True:
                 pass
         while True:
             pass
-
-
-def test_a_time_limit_without_alarms_is_raised_at_the_end(monkeypatch):
-    monkeypatch.delattr(signal, "SIGALRM", raising=False)
-    done = []
-    with pytest.raises(TimeUp), time_limit(0.05):
-        time.sleep(0.1)
-        done.append(True)
-    assert done
-    with time_limit(0), time_limit(9):
-        pass
 
 
 POOL = """import multiprocessing

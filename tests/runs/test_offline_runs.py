@@ -69,7 +69,7 @@ def test_it_works_with(options, files, tmp_path, capsys):
     assert "score" not in text.split("Health")[0]
     said = capsys.readouterr().out
     assert "the scores of" in said and "answers  100, 7 prompts held out" in said  # 50 pairs
-    assert "3 steps of 16 logged answers in minibatches of 8" in said
+    assert "3 steps of 16 logged answers, 1 x cpu" in said
     assert (tmp_path / "r" / "report.html").is_file()
 
 

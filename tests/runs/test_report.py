@@ -1,9 +1,7 @@
 """report.html and its rows: what is kept of a run, what the page says, how a browser shows it."""
 
-import json
 import re
 import shutil
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +12,13 @@ from tiny import flags, read_jsonl, save_policy_dir, save_reward_dir, word_token
 
 from errors import InputError
 from trainer import train_ppo, train_sft
-from trainer.compute.rollout_data import Rollout
-from trainer.runs import displays, report
+from trainer.evaluation import rows_of_step
+from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
 from trainer.runs.health import Finding
 from trainer.runs.plots import draw_panel, draw_svgs
-from trainer.runs.report import Report, changes, read_metrics
-from trainer.runs.samples import rows_of_evaluation, rows_of_step
+from trainer.runs.report import read_metrics, write_report
+from trainer.runs.resume import RunFolder
 
 PICTURES = True  # see pictures.py
 
@@ -38,7 +36,7 @@ HTML = [  # the policy's words, so a real run writes them
 REWARD = """def score(prompts, responses, answers):
     return [len(set(r.split())) - 0.05 * len(r) for r in responses]
 """
-SECTIONS = ["verdict", "curves", "distributions", "answers", "samples", "configuration"]
+SECTIONS = ["verdict", "curves", "answers", "samples", "configuration"]
 
 
 def finding(level, step, name="kl_far"):
@@ -105,15 +103,11 @@ def written(folder, times=1, findings=(), long_text=""):
                 if "prompt" in row
             ]
         write_jsonl(folder / name, rows)
-    config = json.loads((folder / "config.json").read_text())
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
-    known = {"held_out": range(12), "best_metric": "eval/score", "script": "train_ppo.py"}
+    known = {"held_out": range(12), "best_note": lambda: "", "script": "train_ppo.py", "result_path": None}
     known |= {"held_out_pairs": None, "progress": SimpleNamespace(step=6 * times)}
     run = SimpleNamespace(args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, **known)
-    said = []
-    drawn = Report(run, SimpleNamespace(path=folder, config=config), said.append)
-    drawn.write(list(findings), "ended")
-    assert said == []
+    write_report(run, folder, list(findings), "ended", 6)
     return folder / "report.html"
 
 
@@ -151,76 +145,43 @@ class Page(HTMLParser):
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def rollout_of(lengths, logprobs):
-    """A filled rollout of responses with these lengths; old_logprobs - ref_logprobs is as given [B, R]."""
-    count, width = len(lengths), len(logprobs[0])
-    return Rollout(
-        tokens=torch.zeros(count, width + 1, dtype=torch.int64),
-        prompt_len=torch.ones(count, dtype=torch.int64),
-        response_len=torch.tensor(lengths),
-        finished=torch.tensor(lengths) < width,
-        sampler_logprobs=torch.zeros(count, width),
-        old_logprobs=torch.tensor(logprobs),
-        ref_logprobs=torch.zeros(count, width),
+def step_of(scores, lengths):
+    """(run, batch) for ``rows_of_step``."""
+    count = len(scores)
+    rollout = SimpleNamespace(response_len=torch.tensor(lengths), finished=torch.tensor(lengths) < 3)
+    batch = SimpleNamespace(
+        prompts=[SimpleNamespace(prompt=f"p{n}") for n in range(count)],
+        texts=[f"r{n}" for n in range(count)],
+        rollout=rollout,
+        scores={"score": torch.tensor(scores), "model": torch.tensor([0.1] * count)},
     )
+    return SimpleNamespace(world=ALONE), batch
 
 
-def step_of(scores, lengths, logprobs, model, older=0):
-    """(run, batch, rollout) for ``rows_of_step``; the rollout begins with ``older`` replayed rows."""
-    new = rollout_of(lengths, logprobs)
-    filled = rollout_of([1] * older + lengths, [[9.0] * len(logprobs[0])] * older + logprobs)
-    parts = {"score": torch.tensor(scores), "model": torch.tensor(model)}
-    args = SimpleNamespace(offline_data_path="")
-    run = SimpleNamespace(args=args, world=ALONE)
-    prompts = [SimpleNamespace(prompt=f"p{n}") for n in range(len(scores))]
-    texts = [f"r{n}" for n in range(len(scores))]
-    return run, SimpleNamespace(prompts=prompts, texts=texts, rollout=new, scores=parts), filled
-
-
-@pytest.mark.parametrize("older", [0, 3])
-def test_of_a_step_the_first_two_and_those_that_stand_out_are_kept(older):
-    """By hand. KLs: 0.5, 1 + 2, -1 (its second place is padding), 4."""
-    logprobs = [[0.5, 7.0, 7.0], [1.0, 2.0, 7.0], [-1.0, 7.0, 7.0], [1.0, 1.0, 2.0]]
-    model = [-0.2, 1.4, 1.5, 0.1]
-    kept = rows_of_step(*step_of([1.0, 3.0, -2.0, 0.0], [1, 2, 1, 3], logprobs, model, older))
-    rows = {row["kind"]: row for row in kept["samples.jsonl"]}
-    assert [row["response"] for row in kept["samples.jsonl"] if row["kind"] == "first"] == ["r0", "r1"]
-    assert {kind: row["response"] for kind, row in rows.items() if kind != "first"} == {
-        "best": "r1",
-        "worst": "r2",
-        "longest": "r3",
-    }
-    assert [rows[kind]["kl"] for kind in ("best", "worst", "longest")] == [3.0, -1.0, 4.0]
-    assert rows["longest"] == {
+def test_of_a_step_the_first_response_and_those_that_stand_out_are_kept():
+    rows = rows_of_step(*step_of([1.0, 3.0, -2.0, 0.0], [1, 2, 1, 3]))["samples.jsonl"]
+    assert [(row["kind"], row["response"]) for row in rows] == [
+        ("first", "r0"),
+        ("best", "r1"),
+        ("worst", "r2"),
+        ("longest", "r3"),
+    ]
+    assert rows[3] == {
         "prompt": "p3",
         "response": "r3",
         "parts": {"score": 0.0, "model": pytest.approx(0.1)},
         "length": 3,
         "finished": False,
-        "kl": 4.0,
         "kind": "longest",
     }
-    (deciles,) = kept["deciles.jsonl"]  # of four numbers a decile is 0.3 of the way to the next one
-    assert deciles["length"] == [1.0, 1.0, 1.0, 1.0, 1.2, 1.5, 1.8, 2.1, 2.4, 2.7, 3.0]
-    assert deciles["score"][:3] == [-2.0, -1.4, -0.8]
-    assert [deciles["kl"][n] for n in (0, 5, 10)] == [-1.0, 1.75, 4.0]
 
 
 def test_what_stands_out_is_taken_from_all_processes():
-    run, batch, rollout = step_of([1.0, 2.0, 3.0], [1, 2, 3], [[0.0] * 3] * 3, [1.4, 1.4, -1.4])
-    row = {"prompt": "q", "response": "far", "parts": {"score": 9.0, "model": 0.0}, "length": 1, "kl": 5.0}
+    run, batch = step_of([1.0, 2.0, 3.0], [1, 2, 3])
+    row = {"prompt": "q", "response": "far", "parts": {"score": 9.0, "model": 0.0}, "length": 1}
     run.world = SimpleNamespace(gather=lambda mine: [mine, [row]])
-    kept = rows_of_step(run, batch, rollout)
-    found = [(row["kind"], row["response"]) for row in kept["samples.jsonl"]]
-    assert found == [("first", "r0"), ("first", "r1"), ("best", "far"), ("worst", "r0"), ("longest", "r2")]
-    assert kept["deciles.jsonl"][0]["score"][5] == 2.5
-    assert kept["deciles.jsonl"][0]["score"][10] == 9.0
-
-
-def test_the_first_held_out_prompts_are_kept_by_number_over_processes():
-    world = SimpleNamespace(gather=lambda rows: [rows, {0: {"place": 0}, 2: rows[2]}])
-    rows = rows_of_evaluation({2: {"place": 2}}, world)["eval_samples.jsonl"]
-    assert rows == [{"place": 0}, {"place": 2}]
+    found = [(row["kind"], row["response"]) for row in rows_of_step(run, batch)["samples.jsonl"]]
+    assert found == [("first", "r0"), ("best", "far"), ("worst", "r0"), ("longest", "r2")]
 
 
 def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluation(run_folder):
@@ -231,46 +192,19 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
     mean = read_metrics(run_folder)[0]["eval/length_greedy"]
     assert any(row["greedy"]["response"] != row["response"] for row in rows)
     assert 1 <= mean <= 12
-    assert [row["step"] for row in read_jsonl(run_folder / "deciles.jsonl")] == list(range(1, 7))
 
 
 # ---------------------------------------------------------------------------------------------- what is shown
 
 
-def test_changed_words_are_marked():
-
-    def found(before, after):
-        return "".join(
-            f"[{piece}]" if piece and is_new else piece for piece, is_new in changes(after, before)
-        )
-
-    assert found("a b", "a b") == "a b"
-    assert found("a b c", "a x c d") == "a[ x] c[ d]"
-    assert found("a b", "a") == "a"
-    assert found("好的吗", "好了吗") == "好[了]吗"
-
-
-def test_changes_of_texts_that_repeat_themselves_are_found_quickly():
-    start = time.process_time()
-    for before, after in (
-        ("a b " * 500, "b a " * 400),
-        ("word " * 400, "word " * 300 + "end"),
-        ("x" * 2000, "y x"),
-    ):
-        pieces = changes(after, before)
-        assert "".join(piece for piece, _ in pieces) == after.rstrip()
-    assert time.process_time() - start < 5
-
-
 def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
-    row = {"prompt": "p", "finished": True, "kl": None}
+    row = {"prompt": "p", "finished": True}
     rows = [
         {**row, "step": n, "kind": kind, "response": f"r{n % 7}", "parts": {"score": -n}, "length": n}
         for n in range(20)
         for kind in ("best", "worst", "longest")
     ]
-    without_kinds = {"step": 1, "prompt": "", "response": "", "parts": {"score": 1}}  # an old version's
-    write_jsonl(copied / "samples.jsonl", [without_kinds, *rows])
+    write_jsonl(copied / "samples.jsonl", rows)
     text = written(copied).read_text()
     section = text[text.index('id="samples"') : text.index('id="configuration"')]
     shown = [re.findall(r"step (\d+): score", part) for part in section.split("<h3>")[1:]]
@@ -316,108 +250,67 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
         assert words in page.text
     assert text.index("finding-1") < text.index('id="curves"')
     figure = re.search(r"<svg.*?</svg>", text, re.DOTALL)[0]
-    marks = re.findall(r"<text style=\"[^\"]*(--ca|--cb)[^\"]*\"[^>]*>([^<]*)<", figure)
-    assert marks == [("--ca", "1"), ("--cb", "2")]  # of those that begin together only the first
-    assert [figure.count(f"stroke: var(--{level})") for level in ("ca", "cb")] == [1, 1]
+    assert [figure.count(f"stroke: var(--{level})") for level in ("ca", "cb")] == [1, 2]
     assert "No finding" not in page.text
     assert "No finding" in Page(written(copied)).text
 
 
-def test_curves_of_long_runs_are_means_with_a_band_from_least_to_most():
-    records = [{"step": n, "reward/score": float(n % 2)} for n in range(1, 2001)]
-
-    def drawn(records, display=displays.PPO):
-        return draw_svgs(records, display.panels[:1], [])
-
-    (plot,) = drawn(records)
-    assert plot["labels"] == ["training"]
-    assert len(plot["svg"]) < 80_000
-    assert drawn(records, displays.SFT) == []
-    seen = shapes(displays.PPO.panels[0], records)
-    assert len(seen.lines[0][0]) == 500
-    assert seen.lines[0][0][:2] == [2.5, 6.5]
-    assert set(seen.lines[0][1]) == {0.5}
-    ((least, most),) = seen.bands
-    assert (set(least), set(most)) == ({0.0}, {1.0})
-    assert shapes(displays.PPO.panels[0], records[:500]).lines[0][1][:3] == [1.0, 0.0, 1.0]
-
-
-def shapes(panel, rows):
-    """What is drawn of a panel: ``lines`` [(steps, values)], ``bands`` [(lower, upper)], ``markers``."""
-    seen = SimpleNamespace(lines=[], bands=[], markers=[])
-
-    def plot(steps, values, label, marker):
-        seen.lines.append(([float(x) for x in steps], values.tolist()))
-        seen.markers.append(marker)
-        return [SimpleNamespace(get_color=lambda: "red")]
-
-    def fill_between(steps, lower, upper, **how):
-        seen.bands.append((lower.tolist(), upper.tolist()))
-
-    draw_panel(SimpleNamespace(plot=plot, fill_between=fill_between), panel, rows)
-    return seen
-
-
-def test_deciles_are_drawn_as_the_median_with_a_band_for_each_pair():
-    panel = displays.DISTRIBUTIONS[1]
-    rows = [{"step": n, "length": [n + k for k in range(11)]} for n in (1, 2)]
-    seen = shapes(panel, [*rows, {"step": 3}])
-    assert seen.lines == [([1.0, 2.0], [6, 7])]
-    assert seen.bands == [([1 + k, 2 + k], [11 - k, 12 - k]) for k in range(5)]
-    many = [{"step": n, "length": list(range(n % 2, 11 + n % 2))} for n in range(1000)]
-    seen = shapes(panel, many)
-    assert len(seen.lines[0][0]) == 500
-    assert set(seen.lines[0][1]) == {5.5}  # the mean of two steps
+def test_only_panels_that_a_run_has_numbers_for_are_drawn():
+    records = [{"step": n, "reward/score": float(n % 2), "kl/k3": 0.1, "kl/k1": 0.2} for n in range(1, 9)]
+    panels = displays.PPO.panels
+    assert list(draw_svgs(records, panels, [])) == ["score", "KL to the reference (nats a token)"]
+    assert panels[3].curves(records) == {"kl/k1": "k1", "kl/k3": "k3"}
+    assert draw_svgs(records, displays.SFT.panels, []) == {}
 
 
 def test_evaluations_have_markers_and_so_has_a_single_step():
     panel = displays.Panel("", {"eval/score": "", "reward/score": ""}, "")
-    rows = [{"step": n, "eval/score": 1.0, "reward/score": 1.0} for n in (1, 2)]
-    assert shapes(panel, rows).markers == ["o", None]
-    assert shapes(panel, rows[:1]).markers == ["o", "o"]
-
-
-def test_only_distributions_that_a_run_has_are_drawn():
-    rows = [{"step": 1, "length": list(range(11))}, {"step": 2}]
-    (plot,) = draw_svgs(rows, displays.DISTRIBUTIONS, [])
-    assert plot["panel"].title == "length (tokens)"
+    rows = [{"step": n, "eval/score": 1.0, "reward/score": 2.0} for n in (1, 2)]
+    seen = []
+    axis = SimpleNamespace(plot=lambda *given, **how: seen.append((*given, how["marker"])))
+    draw_panel(axis, panel, rows)
+    draw_panel(axis, panel, rows[:1])
+    assert seen[:2] == [([1, 2], [1.0, 1.0], "o"), ([1, 2], [2.0, 2.0], None)]
+    assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
 
 
 # ----------------------------------------------------------------------------------- when it is written
 
 
 def test_it_is_written_as_the_run_goes_and_at_the_end(files, tmp_path, monkeypatch):
-    states, write = [], Report.write
+    states = []
 
-    def noted(self, findings, state):
-        states.append((self.run.progress.step, state))
-        return write(self, findings, state)
+    def noted(run, folder, findings, state, saved_step):
+        states.append((run.progress.step, state, saved_step))
+        return write_report(run, folder, findings, state, saved_step)
 
-    monkeypatch.setattr(Report, "write", noted)
-    monkeypatch.setattr(report, "SHARE", 0)
+    monkeypatch.setattr(run_logger, "write_report", noted)
+    monkeypatch.setattr(run_logger, "SHARE", 0)
     train_ppo.main(flags(**{**files, "max_steps": 2}, out_dir=tmp_path))
-    assert states == [(0, "running"), (1, "running"), (2, "running"), (2, "ended")]
+    assert states == [(0, "running", 0), (1, "running", 0), (2, "running", 0), (2, "ended", 2)]
 
 
-def test_writing_it_takes_at_most_a_hundredth_of_the_time(copied, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now))
-    drawn = Report(SimpleNamespace(), SimpleNamespace(path=copied), lambda line: None)
-    now = 99.0
-    assert not drawn.is_due()
-    now = 100.0
-    assert drawn.is_due()  # the first one is assumed to take a second
+def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    now, written = 0.0, []
 
-    def write(*given):
+    def write(*given, **more):
         nonlocal now
+        written.append(now)
         now += 3.0
+        return ""
 
-    drawn._write = write
-    drawn.write([], "running")
-    now = 402.0
-    assert not drawn.is_due()
-    now = 403.0
-    assert drawn.is_due()
+    monkeypatch.setattr(run_logger, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(run_logger, "write_report", write)
+    args = SimpleNamespace(log_interval=9, use_wandb=False, tracker=[])
+    run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=0), total_steps=9)
+    run.result_file = tmp_path / "ppo_actor_32.pth"
+    folder = RunFolder(tmp_path, "r", "")
+    folder.config = {"run_id": ""}
+    logger = run_logger.RunLogger(folder, run)
+    for step, now in enumerate((99.0, 100.0, 402.0, 403.0), 1):  # noqa: B007 (the clock reads it)
+        logger.log(step, {}, {})
+    logger.finish()
+    assert written == [100.0, 403.0]  # the first one is assumed to take a second
 
 
 def test_a_stopped_run_has_a_report_that_says_so(files, tmp_path, monkeypatch):
@@ -436,7 +329,7 @@ def test_a_stopped_run_has_a_report_that_says_so(files, tmp_path, monkeypatch):
 def test_a_report_that_cannot_be_written_ends_the_run_in_one_line(copied):
     (copied / "report.html").unlink()
     (copied / "report.html").mkdir()
-    with pytest.raises(InputError, match=r"report\.html: cannot be written"):
+    with pytest.raises(InputError, match="copy: cannot be written"):
         written(copied)
 
 
@@ -521,7 +414,6 @@ def test_a_browser_shows_html_in_texts_as_text_and_runs_none_of_it(browser, copi
     assert "The <b>policy</b> is far from its start." in page.locator(".finding").inner_text()
     assert page.locator("#curves svg").count() >= 10
     assert page.locator("#curves svg text").first.is_visible()
-    assert page.locator("#answers mark").count() > 1
 
 
 def test_light_and_dark_differ_and_the_plots_follow(browser, copied):

@@ -73,12 +73,6 @@ def test_there_is_no_critic(whole):
     assert state["advantage_scale"]["batches"] > 0
 
 
-def test_a_run_says_whose_kl_its_target_follows(files, tmp_path):
-    given = {**RUN, **ONE, "out_dir": tmp_path, "kl_in": "loss"}
-    assert "--kl_target" not in built(files, **given).about()
-    assert "answers that --filter_groups keeps" in built(files, **given, kl_target=0.5).about()
-
-
 def test_two_processes_equal_one(files, whole, tmp_path):
     run_in_two_processes(argv_of(files, tmp_path, **TWO))
     same_weights(whole, tmp_path / "r", 4)
@@ -185,9 +179,10 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         fresh = run.collector.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
-        assert not model or fresh.has_block.equal(batch.raw.has_block)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()
-        assert all(x.equal(batch.raw.blocks[name]) for name, x in fresh.blocks.items())
+        assert all(
+            x.allclose(batch.raw.blocks[name], 0, 0, equal_nan=True) for name, x in fresh.blocks.items()
+        )
     again = rows_of_equal_groups(batches[0].scores["score"], 4)
     assert 0 < len(again) < 32
     assert batches[1].again == len(again)

@@ -10,12 +10,11 @@ from tiny import ROOT, flags, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
-from trainer.runs import base, displays, plots, summary
+from trainer.runs import base, displays, plots, report
 from trainer.runs.base import command_line
-from trainer.runs.report import DRAWN
+from trainer.runs.displays import as_line
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
-from trainer.runs.summary import verdict
 
 PICTURES = True  # see pictures.py
 
@@ -23,14 +22,13 @@ DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "device": "cpu"}
 
 
-def markdown(table):
-    """The lines of a table as they are in summary.md."""
-    return summary.filled("table.md.jinja2", table=table)
-
-
-def tables_of(records, display=displays.PPO):
-    """The tables of the evaluations and of the steps."""
-    return map(markdown, summary.tables(SimpleNamespace(display=display), records))
+def verdict(records, display, batch_size, held_out):
+    """The verdict on a run that has ended, in sentences."""
+    run = SimpleNamespace(display=display, world=SimpleNamespace(size=1))
+    run.args = SimpleNamespace(batch_size=batch_size)
+    run.held_out = range(held_out)
+    run.held_out_pairs = None
+    return report.in_words(run, records, "ended")
 
 
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
@@ -59,18 +57,23 @@ def test_the_line_of_a_step():
     metrics = dict.fromkeys(("reward/score", "kl/k1", "rollout/length", "rollout/finished"), 0.5)
     metrics |= dict.fromkeys(("policy/entropy", "value/explained_variance", "perf/samples_per_second"), 0.25)
     line = "score 0.500 | kl 0.5000 | len 0.5 | ended 0.50 | entropy 0.250 | ev 0.25 | 0.2 samples/s"
-    assert displays.PPO.step_line(metrics) == line
+    assert as_line(displays.PPO.line, metrics) == line
     stage = {"train/loss": 1, "train/learning_rate": 1e-3, "train/grad_norm": 2, "train/accuracy": 0.5}
-    assert displays.SFT.step_line(stage) == "loss 1.0000 | lr 1.0e-03 | norm 2.00"
-    assert displays.PAIRS.step_line(stage) == "loss 1.0000 | accuracy 0.500 | norm 2.00"
+    assert as_line(displays.SFT.line, stage) == "loss 1.0000 | lr 1.0e-03 | norm 2.00"
+    assert as_line(displays.PAIRS.line, stage) == "loss 1.0000 | accuracy 0.500 | norm 2.00"
 
 
-def test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash():
+def test_a_number_that_cannot_be_is_shown():
     nan = float("nan")
-    assert displays.PPO.step_line({"value/explained_variance": nan}) == "ev -"
-    assert displays.PPO.step_line({"value/explained_variance": 0.314}) == "ev 0.31"
-    assert displays.PPO.step_line({"reward/score": nan}) == "score nan"
-    assert displays.SFT.step_line({"train/loss": nan}) == "loss nan"
+    assert as_line(displays.PPO.line, {"value/explained_variance": nan}) == "ev nan"
+    assert as_line(displays.SFT.line, {"train/loss": nan}) == "loss nan"
+
+
+def test_the_line_of_an_evaluation():
+    metrics = {"eval/score": 2.0, "eval/accuracy": 0.5, "eval/accuracy_greedy": 0.75, "eval/finished": 1.0}
+    line = as_line(displays.PPO.evaluation, metrics)
+    assert line == "accuracy 0.500 | greedy 0.750 | score 2.000"
+    assert as_line(displays.SFT.evaluation, {"train/loss": 1.0}) == ""
 
 
 # ------------------------------------------------------------------------------------------------ the verdict
@@ -79,7 +82,7 @@ def test_a_number_that_cannot_be_is_shown_and_one_that_has_no_value_is_a_dash():
 def test_the_verdict_tells_a_rise_from_chance():
     """By hand: s = sqrt(pi) / 2 * 0.2 = 0.1772 (0.1901 with the jump of 0.5 in the middle)."""
     (text, nothing_held_out) = verdict(records_of(0.5), displays.PPO, 8, 0)
-    assert text == "The score rose from 1.000 to 1.500 in training (first 4 steps and last 4 steps of 40)."
+    assert text == "The score rose from 1.000 to 1.500 in training (first and last tenth of 40 steps)."
     assert "--eval_data_path" in nothing_held_out
     assert "fell from 1.000 to 0.500" in verdict(records_of(-0.5), displays.PPO, 8, 0)[0]
     assert "The run made it worse." in verdict(records_of(-0.5), displays.PPO, 8, 0)[0]
@@ -107,16 +110,9 @@ def test_an_accuracy_of_0_is_said_in_words():
     assert text in verdict(records, displays.PPO, 8, 32)
 
 
-def test_a_run_that_got_worse_names_its_best_evaluation():
-    records = records_of(0.0, -1.26, -1.98)
-    records[20] |= {"eval/score": -1.0}
-    text, best = verdict(records, displays.PPO, 8, 32)
+def test_a_run_that_got_worse_is_said_to():
+    (text,) = verdict(records_of(0.0, -1.26, -1.98), displays.PPO, 8, 32)
     assert text == "The score fell from -1.260 to -1.980 on 32 held-out prompts. The run made it worse."
-    assert best == "The best evaluation by eval/score was at step 20: -1.000; the last one has -1.980."
-    records[0]["eval/accuracy"], records[-1]["eval/accuracy"] = 0.75, 0.5
-    words = verdict(records, displays.PPO, 8, 32, "eval/accuracy")
-    assert words[1] == "The best evaluation by eval/accuracy was at step 0: 0.750; the last one has 0.500."
-    assert len(verdict(records[20:], displays.PPO, 8, 32, "eval/accuracy")) == 1  # the last one is the best
 
 
 def test_a_judge_that_falls_while_the_score_rises_is_said():
@@ -124,7 +120,7 @@ def test_a_judge_that_falls_while_the_score_rises_is_said():
     records[0]["eval/judge"], records[-1]["eval/judge"] = 0.5, -1.5
     text = "The judge, which is never rewarded: 0.500 before, -1.500 after."
     assert text in verdict(records, displays.PPO, 8, 32)
-    assert displays.PPO.evaluation_line(records[-1]) == "judge -1.500 | score 2.000"
+    assert as_line(displays.PPO.evaluation, records[-1]) == "judge -1.500 | score 2.000"
 
 
 def test_the_verdict_of_losses_and_of_accuracies():
@@ -204,8 +200,7 @@ def test_normalised_scores_are_not_compared_but_the_raw_ones():
     words = verdict(records, displays.PPO, 8, 32)
     assert words[0] == "The raw score rose from 5.000 to 6.000 on 32 held-out prompts."
     assert any("--normalize_reward" in text for text in words)
-    _, steps = tables_of(records)
-    assert "| reward/score_raw | 5 | 5 |" in steps
+    assert ["reward/score_raw", "5", "5"] in report.table(displays.PPO, records)
 
 
 def test_the_verdict_on_the_demo():
@@ -216,23 +211,25 @@ def test_the_verdict_on_the_demo():
 # ------------------------------------------------------------------------------------- tables, curves, lines
 
 
-def test_the_tables_have_first_and_last_and_nothing_in_bold():
+def test_the_table_has_first_and_last():
+    """Of steps the means of a tenth of them, of evaluations the first and the last one."""
     records = [
         {"step": n, "reward/score": float(n), "reward/format": 0.5, "kl/k1": 0.001 * n} for n in range(1, 21)
     ]
     records[11]["reward/score"] = 99.0
-    _, table = tables_of(records)
-    assert "| training | first 2 steps | last 2 steps |" in table
-    assert "| reward/score | 1.5 | 19.5 |" in table
-    assert "| reward/format | 0.5 | 0.5 |" in table
-    assert "| kl/k1 | 0.0015 | 0.0195 |" in table
-    _, loss = tables_of([{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}], displays.SFT)
-    assert "| train/loss | 2 | 1 |" in loss
-    before, after = ({"step": s, "eval/score": x, "eval/score_greedy": -x} for s, x in ((0, 1.0), (9, 2.0)))
-    evaluated, _ = tables_of([before, after])
-    assert evaluated.splitlines()[2:] == ["| eval/score | 1 | 2 |", "| eval/score_greedy | -1 | -2 |"]
-    assert "*" not in table + loss + evaluated
-    assert next(tables_of([before])).splitlines()[2:] == []
+    for n, record in enumerate(records):
+        record |= {"eval/score": 1.0 + n, "eval/score_greedy": -1.0}
+    assert report.table(displays.PPO, records) == [
+        ["", "first", "last"],
+        ["eval/score", "1", "20"],
+        ["eval/score_greedy", "-1", "-1"],
+        ["reward/score", "1.5", "19.5"],
+        ["reward/format", "0.5", "0.5"],
+        ["kl/k1", "0.0015", "0.0195"],
+    ]
+    losses = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}]
+    assert report.table(displays.SFT, losses)[1:] == [["train/loss", "2", "1"]]
+    assert report.table(displays.PPO, records[:1])[1:] == []  # nothing to compare
 
 
 def drawn(records, display, tmp_path, monkeypatch):
@@ -249,7 +246,7 @@ def drawn(records, display, tmp_path, monkeypatch):
         "set_title",
         lambda axis, text, **k: (titles.append((text, labels[:])), labels.clear(), title(axis, text, **k))[2],
     )
-    plots.draw_png(records, display.panels[:DRAWN], tmp_path / "curves.png")
+    plots.draw_png(records, display.panels[: report.DRAWN], tmp_path / "curves.png")
     monkeypatch.undo()
     return dict(titles)
 
@@ -267,6 +264,7 @@ def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_pat
 def logger_of(total_steps, tmp_path, log_interval=0, display=displays.PPO):
     """A RunLogger of a run of so many steps."""
     folder = RunFolder(tmp_path, f"r{total_steps}_{log_interval}", "")
+    folder.config = {"run_id": ""}
     args = SimpleNamespace(log_interval=log_interval, use_wandb=False, tracker=[])
     progress = SimpleNamespace(step=0)
     run = SimpleNamespace(display=display, args=args, progress=progress, total_steps=total_steps)
@@ -274,11 +272,11 @@ def logger_of(total_steps, tmp_path, log_interval=0, display=displays.PPO):
     return RunLogger(folder, run)
 
 
-def test_short_runs_print_every_step_and_long_ones_at_least_twenty(tmp_path, capsys):
-    for total, given, printed in ((4, 0, 4), (46, 0, 23), (300, 0, 60), (46, 20, 3), (46, 1, 46)):
+def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, capsys):
+    for total, given, printed in ((4, 0, 4), (46, 0, 46), (300, 0, 100), (46, 20, 3), (46, 1, 46)):
         logger = logger_of(total, tmp_path, given)
         for step in range(1, total + 1):
-            logger.log(step, {"reward/score": 1.0})
+            logger.log(step, {"reward/score": 1.0}, {})
         logger.finish()
         assert capsys.readouterr().out.count("step ") == printed, (total, given)
 
@@ -291,7 +289,7 @@ def test_help_says_what_the_default_log_interval_does():
 def test_findings_are_printed_at_any_step_and_once(tmp_path, capsys):
     logger = logger_of(100, tmp_path, log_interval=50)
     for step in (1, 2, 3):
-        logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)})
+        logger.log(step, {"reward/score": 1.0, "kl/k1": 4.0 * (step > 1)}, {})
     logger.finish()
     assert capsys.readouterr().out.count("health: wrong, since step 2: the policy is far from its start") == 1
 
@@ -311,24 +309,23 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     train_ppo.main(argv_of(files, out, max_steps=4, run_name="r", **more))
     said = capsys.readouterr().out
     for line in (
-        "format         0 or 0.5 (--reasoning)",
-        "marks          0 to 1 (--reasoning)",
-        "model          weight 1, normalised and clipped to ±3 (--normalize_reward): "
-        + files["reward_model"],
-        f"function       weight 1, as it is: {files['reward_fn']}",
+        f"model          --reward_model {files['reward_model']}",
+        "format         --reasoning 1",
+        "marks          --reasoning 1",
+        f"function       --reward_fn {files['reward_fn']}",
         "repetition     --repetition_penalty 0.25",
         "length_reward  --length_reward 0.5",
-        "missing_eos    --missing_eos_penalty 1",
+        "missing_eos    --missing_eos_penalty 1.0",
         "warm-up  at first only the critic trains: --critic_warmup_steps 2",
     ):
         assert f"{line}\n" in said
-    assert "run      4 steps of 8 responses in minibatches of 4, " in said
+    assert "run      4 steps of 8 responses, 1 x cpu in torch." in said
     named = {line.split()[0] for line in said[said.index("the sum of:") :].splitlines()[1:8]}
     metrics = read_jsonl(out / "r" / "metrics.jsonl")
     parts = displays.metric_names(displays.PARTS, metrics)
     assert named == {name.removeprefix("reward/") for name in parts}
-    marked = [line.split(" | ")[0] for line in said.splitlines() if "| only the critic trains |" in line]
-    assert marked == ["step 1/4", "step 2/4"]
+    actor = ["clip" in line for line in said.splitlines() if line.startswith("step ")]
+    assert actor == [False, False, True, True]  # it does not train in the first steps
     summary = (out / "r" / "summary.md").read_text()
     assert summary in said
     for name in (*parts, "reward/score_raw", "rollout/length", "rollout/finished", "kl/k1"):

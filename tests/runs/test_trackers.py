@@ -199,14 +199,12 @@ def test_a_resumed_run_has_every_step_once(resumed, name):
     assert [step for step, _ in texts["summary"]] == [5]
 
 
-def test_the_run_keeps_its_id_and_says_how_to_look(resumed):
+def test_the_run_keeps_its_id(resumed):
     run_id = json.loads((resumed.path / "config.json").read_text())["run_id"]
     (swanlab,) = (resumed.path / "swanlog").glob("run-*")
     (wandb,) = (resumed.path / "wandb").glob("offline-run-*")
     assert swanlab.name.endswith(run_id)
     assert wandb.name.endswith(run_id)
-    assert f"tracker  tensorboard: tensorboard --logdir {resumed.path / 'tensorboard'}\n" in resumed.said
-    assert f"tracker  wandb: wandb sync {wandb}\n" in resumed.said
 
 
 BREAK = """
@@ -257,7 +255,7 @@ def test_the_stages_before_have_trackers_too(tmp_path, script):
     assert "held" in texts["summary"][0][1]
 
 
-# ------------------------------------------------------------------------------------- findings and flags
+# ------------------------------------------------------------------------------------- texts and flags
 
 
 def logger_of(folder, step, *names):
@@ -270,7 +268,7 @@ def logger_of(folder, step, *names):
     return run_logger.RunLogger(folder, run)
 
 
-def test_findings_and_html_go_to_all_and_a_new_tracker_gets_the_steps_before(tmp_path):
+def test_html_goes_to_all_and_a_new_tracker_gets_the_steps_before(tmp_path):
     text = "<script>alert(1)</script>\n# **x** \u2028 \x85"  # the last two end lines for str.splitlines
     row = {"prompt": "<b>?", "response": text, "parts": {"score": 1.0}}
     for step, names in ((0, ["tensorboard"]), (1, ALL), (2, ALL)):  # the last one has nothing left to do
@@ -281,15 +279,11 @@ def test_findings_and_html_go_to_all_and_a_new_tracker_gets_the_steps_before(tmp
         for name in names:
             texts = check_all_steps(name, tmp_path / "r")
             if step == 2:  # of the steps before they have the numbers
-                assert texts.keys() <= {"config"}
+                assert texts == {}
                 continue
-            ((at, finding),) = texts["findings"]  # once, at its step
-            assert at == 2
-            assert "kl/k1 5.00 nats per token" in finding
             escaped = "&lt;script&gt;alert(1)&lt;/script&gt;" if name == "wandb" else "    <script>alert(1)"
             shown = [at for at, text in texts["samples"] if escaped in text]
             assert shown == list(range(step + 1, 3)), name
-    assert "tracker: ['swanlab', 'tensorboard', 'wandb']" in in_tensorboard(tmp_path / "r")[1]["config"][0][1]
 
 
 def test_the_flags_name_each_tracker_once():
@@ -298,7 +292,7 @@ def test_the_flags_name_each_tracker_once():
 
     assert wanted() == wanted("--tracker") == wanted("--tracker", "none") == []
     assert wanted("--use_wandb") == wanted("--use_wandb", "--tracker", "swanlab") == ["swanlab"]
-    assert wanted("--tracker", "wandb", "tensorboard", "wandb") == ["wandb", "tensorboard"]
+    assert wanted("--tracker", "wandb", "tensorboard", "wandb") == ["tensorboard", "wandb"]
     assert wanted("--use_wandb", "--tracker", "none") == ["swanlab"]
     with pytest.raises(InputError, match="argument --tracker: invalid choice: 'mlflow'"):
         train_ppo.parse_args(["--tracker", "mlflow"])

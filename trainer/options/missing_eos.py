@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from dataset.data_order import global_batch
-from dataset.lm_dataset import RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from trainer.collect import Collector, Seconds
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.reward import Reward, RunningStats

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import next_batch
 from dataset.formats import Keys
-from dataset.logged_answers import LoggedAnswer, LoggedAnswers, LoggedPairs
+from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
 from trainer.collect import Batch, Seconds
@@ -39,10 +39,10 @@ def load_logged(
         path,
         tokenizer,
         args.max_seq_len,
-        args.max_gen_len,
-        eos_ids(tokenizer, actor),
         args.system_prompt,
         Keys(args.prompt_key, args.answer_key),
+        max_response=args.max_gen_len,
+        eos=eos_ids(tokenizer, actor),
     )
 
 
@@ -112,7 +112,7 @@ def evaluate_pairs(
     metrics = Metrics()
     with world.all_or_none():
         for places in batches_of(len(pairs), PAIRS, world):
-            found = pairs.__getitems__(places or [0])
+            found = [pairs[place] for place in places or [0]]
             rollout = logged_rollout([answer for pair in found for answer in pair], world.device)
             actor, ref = actor_and_reference(rollout, scorers, host, temperature)
             if not places:  # only other processes have pairs left; sharded models need all processes

@@ -50,7 +50,7 @@ class Ptx:
         mine = slice(self.world.rank, None, self.world.size)
         with self.world.all_or_none():
             chosen = {n: global_batch(len(self.data), self.seed, n, self.size)[mine] for n in steps}
-            self.items = {n: self.data.__getitems__(places) for n, places in chosen.items()}
+            self.items = {n: [self.data[place] for place in places] for n, places in chosen.items()}
         counts = [sum(sum(mask[1:]) for _, mask in self.items[n]) for n in steps]
         totals = (max(sum(theirs), 1) for theirs in zip(*self.world.gather(counts), strict=True))
         self.learned = dict(zip(steps, totals, strict=True))

@@ -18,7 +18,7 @@ Where to add a reward of one's own:
   (``--reward_url``, see reward_server.py);
 - as a new part: write the rule in rules.py, put its scores [B] into ``parts`` in ``Reward.raw_scores``, add
   its flag to ``flag_parser`` in train_ppo.py, and pass the flag on in ``load_reward`` below. What a
-  reward needs to know of a response is a field of ``Request``.
+  reward needs to know of a response is a field of ``Request`` (reward_function.py).
 
 The judge is an evaluation reward that never trains (--eval_reward_model, --eval_reward_fn). A policy can
 raise the reward that it is trained on without getting better (reward hacking). Where the records have
@@ -28,45 +28,49 @@ answers, the accuracy shows it. Where they have none, a second reward can: one t
 import json
 import math
 import re
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from dataset.lm_dataset import Prompt
+from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from trainer.rewards import rules
-from trainer.rewards.reward_function import call_reward_function, load_reward_function
-from trainer.rewards.reward_models import load_reward_models
+from trainer.rewards.reward_function import (
+    NOTHING,
+    Request,
+    RewardFunction,
+    Steps,
+    call_reward_function,
+    load_reward_function,
+)
+from trainer.rewards.reward_models import RewardModel, load_reward_models
 from trainer.rewards.reward_server import RewardServer
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
 
 
-@dataclass
-class Request:
-    """B responses, and what rewards may know of them."""
+class Processes(Protocol):
+    """What is needed of ``World`` (runs/distributed.py) here."""
 
-    prompts: list[Prompt]
-    responses: list[str]
-    finished: list[bool]  # False for a response that was cut at --max_gen_len
-    lengths: list[int]  # in tokens
+    def gather(self, item: Any) -> list[Any]:
+        """This object of each process."""
 
 
 @dataclass
 class RawScores:
     """The scores of B responses, part by part, not yet normalised, clipped or multiplied by weights."""
 
-    parts: dict = field(default_factory=dict)  # {name of the part: scores [B]}
-    blocks: dict = field(default_factory=dict)  # {reward model: scores [B] of the answer blocks alone}
-    has_block: torch.Tensor | None = None  # [B] bool; where it is False, ``blocks`` has the whole's score
-    # Of each response its (character offset or None, score), where the user's function gave steps. The part
-    # "function" is their sum. [] without a function.
-    steps: list = field(default_factory=list)
-    judging_seconds: float = 0.0  # how long the reward models took for them
+    parts: dict[str, Tensor] = field(default_factory=dict)  # {name of the part: scores [B]}
+    # {reward model: scores [B] of the answer blocks alone}, NaN where a response has no block
+    blocks: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[Steps] = field(default_factory=list)  # of the function's scores; [] without a function
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
         """The responses of ``rows`` get what ``new`` says of them."""
@@ -74,10 +78,8 @@ class RawScores:
             self.parts[name][rows] = scores
         for name, scores in new.blocks.items():
             self.blocks[name][rows] = scores
-            self.has_block[rows] = new.has_block
-        for row, pairs in zip(rows, new.steps, strict=False):
-            self.steps[row] = pairs
-        self.judging_seconds += new.judging_seconds
+        for row, steps in zip(rows, new.steps, strict=False):
+            self.steps[row] = steps
 
 
 @dataclass
@@ -94,12 +96,12 @@ class RunningStats:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> "RunningStats":
+    def of(cls, x: Tensor) -> "RunningStats":
         """The statistics of a tensor's numbers, which must be finite."""
         x = x.double()
         return cls(x.numel(), x.mean().item(), (x - x.mean()).square().sum().item())
 
-    def __add__(self, other):
+    def __add__(self, other: "RunningStats") -> "RunningStats":
         count = self.count + other.count
         gap = other.mean - self.mean
         share = other.count / max(count, 1)
@@ -111,7 +113,7 @@ class RunningStats:
         """The population's standard deviation."""
         return math.sqrt(self.squares / self.count)
 
-    def scale(self, x: torch.Tensor) -> torch.Tensor:
+    def scale(self, x: Tensor) -> Tensor:
         """(x - mean) / std for a tensor x -> fp32 of the same shape."""
         return ((x.double() - self.mean) / max(self.std, SMALLEST_STD)).float()
 
@@ -122,12 +124,10 @@ class Reward:
 
     A call is ``raw_scores`` followed by ``combine``. Training calls the two separately: ``raw_scores`` may
     fail in one process, while ``combine`` exchanges statistics between all of them (``--normalize_reward``).
-    ``running``: {part: ``RunningStats``} of the raw scores of all whole responses so far. Checkpoints keep it
-    (``state_dict``).
     """
 
-    models: dict = field(default_factory=dict)  # {name of the part: (reward model, weight)}
-    function: Callable | None = None  # the user's
+    models: dict[str, tuple[RewardModel, float]] = field(default_factory=dict)  # {part: (model, weight)}
+    function: RewardFunction | None = None  # the user's
     server: RewardServer | None = None
     reasoning: bool = True
     normalize: bool = False
@@ -135,154 +135,146 @@ class Reward:
     repetition_penalty: float = 0.0
     length_reward: float = 0.0
     timeout: float = 0.0  # seconds that the function may take, 0 for no limit
-    overlong: tuple | None = None  # (--max_gen_len, --overlong_buffer, --overlong_penalty)
+    max_gen_len: int = 0
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
     thinking_reward: float = 0.0
     whole: bool = False  # thoughts are judged too, as always with reasoning
-    running: dict = field(default_factory=dict)
-
-    @property
-    def normalized(self):
-        """The parts that are normalised: the user chooses the scale of every other part."""
-        return {*self.models, "server"} if self.normalize else set()
+    running: dict[str, RunningStats] = field(default_factory=dict)  # of the normalised parts' raw scores
 
     @property
     def names(self) -> list[str]:
         """The names of all scores that ``combine`` returns."""
-        given = {
-            "format": self.reasoning,
-            "marks": self.reasoning,
-            "thinking": self.thinking_reward,
-            **dict.fromkeys(self.models, True),
-            "function": self.function,
-            "server": self.server,
-            "repetition": self.repetition_penalty,
-            "length_reward": self.length_reward,
-            "missing_eos": self.missing_eos_penalty != 0,
-            "overlong": self.overlong,
-        }
-        parts = [name for name, there in given.items() if there]
-        raw = [f"{name}_raw" for name in parts if name in self.normalized]
-        return [*parts, *(["score"] if parts else []), *raw, *(["score_raw"] if raw else [])]
+        return list(self(NOTHING))
 
-    def __call__(self, request: Request) -> dict[str, torch.Tensor]:
+    def __call__(self, request: Request) -> dict[str, Tensor]:
         return self.combine(self.raw_scores(request))
 
     def raw_scores(self, request: Request) -> RawScores:
         """Score B responses. Raises InputError if a reward fails: it raises an exception, takes too long, or
         gives a score that is NaN or infinite."""
-        responses = request.responses
+        texts = request.responses
+        said = texts if self.whole or self.reasoning else [rules.after_thinking(text) for text in texts]
         raw = RawScores()
-        parts = raw.parts
-        said = responses if self.whole or self.reasoning else list(map(rules.after_thinking, responses))
-
-        def each(rule, texts, *settings):
-            return torch.tensor([rule(text, *settings) for text in texts])
-
+        parts: dict[str, Tensor | list[float]] = {}
         if self.reasoning:
-            parts["format"] = each(rules.format_reward, responses)
-            parts["marks"] = each(rules.mark_reward, responses)
+            parts["format"] = [rules.format_reward(text) for text in texts]
+            parts["marks"] = [rules.mark_reward(text) for text in texts]
         if self.thinking_reward:
-            points = each(rules.thinking_reward, responses, self.thinking_reward)
-            closed = each(rules.has_closed_thought, [prompt.text for prompt in request.prompts])
-            parts["thinking"] = points.masked_fill(closed, 0.0)
+            parts["thinking"] = [
+                rules.thinking_reward(prompt.text, text, self.thinking_reward)
+                for prompt, text in zip(request.prompts, texts, strict=True)
+            ]
         if self.models:
-            self._score_with_models(request.prompts, said, raw)
+            parts |= self._ask_models(request, said, raw)
         if self.function:
             scores, raw.steps = call_reward_function(self.function, request, self.timeout)
-            parts["function"] = finite("--reward_fn", scores, responses)
+            parts["function"] = finite("--reward_fn", scores, texts)
         if self.server:
-            parts["server"] = finite("--reward_url", self.server(request), responses)
+            parts["server"] = finite("--reward_url", self.server(request), texts)
         if self.repetition_penalty:
-            parts["repetition"] = -each(rules.repetition_penalty, said, self.repetition_penalty)
+            parts["repetition"] = [-rules.repetition_penalty(text, self.repetition_penalty) for text in said]
         if self.length_reward:
-            parts["length_reward"] = each(rules.length_reward, responses, self.length_reward)
-        if self.missing_eos_penalty:
-            parts["missing_eos"] = -self.missing_eos_penalty * (~torch.tensor(request.finished)).float()
-        if self.overlong:
-            parts["overlong"] = -each(rules.overlong_penalty, request.lengths, *self.overlong)
+            parts["length_reward"] = [rules.length_reward(text, self.length_reward) for text in texts]
+        if self.missing_eos_penalty != 0:
+            penalty = self.missing_eos_penalty or 0.0
+            parts["missing_eos"] = [-penalty * (not ended) for ended in request.finished]
+        if self.overlong_buffer and self.overlong_penalty:
+            parts["overlong"] = [
+                -rules.overlong_penalty(n, self.max_gen_len, self.overlong_buffer, self.overlong_penalty)
+                for n in request.lengths
+            ]
+        raw.parts = {name: torch.as_tensor(scores, dtype=torch.float32) for name, scores in parts.items()}
         return raw
 
-    def _score_with_models(self, prompts, responses, raw):
+    def _ask_models(self, request, said, raw):
         """Score every whole response, and every answer block alone, in one call of each reward model."""
-        start = time.perf_counter()
-        answers = [rules.answer_text(r) if self.reasoning else None for r in responses]
-        raw.has_block = torch.tensor([answer is not None for answer in answers])
-        asked = [prompt.prompt for prompt in prompts]
-        pairs = list(zip([*asked, *asked], [*responses, *answers], strict=True))
-        pairs = [pair for pair in pairs if pair[1] is not None]
-        found = {name: model(pairs) for name, (model, _) in self.models.items()}
+        asked = [(prompt.prompt, text) for prompt, text in zip(request.prompts, said, strict=True)]
+        count = len(asked)
+        rows = []  # of the responses with an answer block
+        for row, (prompt, text) in enumerate(asked[:]):
+            block = rules.answer_text(text) if self.reasoning else None
+            if block is not None:
+                rows.append(row)
+                asked.append((prompt, block))
+        found = {name: model(asked) for name, (model, _) in self.models.items()}
         for name, scores in found.items():  # all have scored: sharded ones need all processes
-            finite("--reward_model", scores, [text for _, text in pairs])
-            raw.parts[name] = scores[: len(asked)]
-            raw.blocks[name] = raw.parts[name].masked_scatter(raw.has_block, scores[len(asked) :])
-        raw.judging_seconds = time.perf_counter() - start
+            finite("--reward_model", scores, [text for _, text in asked])
+            raw.blocks[name] = torch.full((count,), math.nan)
+            raw.blocks[name][rows] = scores[count:]
+        return {name: scores[:count] for name, scores in found.items()}
 
-    def combine(self, raw: RawScores, world=None) -> dict[str, torch.Tensor]:
-        """``RawScores`` -> {part: [B], "score": [B]}; "score" is the sum of the parts; {} without any.
+    def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
+        """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
+        also "<part>_raw" of each normalised part, and "score_raw": the sum with raw scores times weights.
 
-        With ``--normalize_reward`` the result also has "<part>_raw" of each normalised part, and "score_raw":
-        the sum with raw scores times their weights in the place of normalised and clipped ones. Its scale
-        stays the same in all steps. Training gives a ``world``: the running
-        statistics first take in the raw scores of all its processes, so all processes must call this.
-        Evaluation gives none: the statistics then stay as they are.
+        world: of training: the running statistics first take in the raw scores of all its processes, so all
+        must call this. Evaluation gives none: the statistics then stay as they are.
         """
         if not raw.parts:
             return {}
-        raws = {name: scores for name, scores in raw.parts.items() if name in self.normalized}
-        if world and self.normalize:
+        limited = [*self.models, "server"] if self.normalize else []
+        raws = {name: raw.parts[name] for name in limited if name in raw.parts}
+        if world and raws:
             for theirs in world.gather({name: RunningStats.of(x) for name, x in raws.items()}):
                 for name, new in theirs.items():
                     self.running[name] = self.running.get(name, RunningStats()) + new
-        parts = {}
-        for name, scores in raw.parts.items():
-            if name in self.models:
-                whole = self._clipped(name, scores)
-                block = self._clipped(name, raw.blocks[name])
-                mixed = torch.where(raw.has_block, 0.4 * whole + 0.6 * block, whole)
-                parts[name] = self._weight(name) * mixed
-            else:
-                parts[name] = self._clipped(name, scores) if name in raws else scores
+        parts = raw.parts | {name: self._clipped(name, x) for name, x in raws.items()}
+        for name, (_, weight) in self.models.items():
+            whole = self._clipped(name, raw.parts[name])
+            block = self._clipped(name, raw.blocks[name])
+            parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
         scores = parts | {"score": total(parts)}
         if raws:
             scores |= {f"{name}_raw": x for name, x in raws.items()}
-            scores["score_raw"] = total(parts | {name: self._weight(name) * x for name, x in raws.items()})
+            scores["score_raw"] = total(self._weighted(raw.parts))
         return scores
 
-    def _clipped(self, name, scores):
+    def _clipped(self, name: str, scores: Tensor) -> Tensor:
         """Scores clipped to ±3, normalised before if their part is."""
         if name in self.running:
             scores = self.running[name].scale(scores)
         return scores.clamp(-SCORE_LIMIT, SCORE_LIMIT)
 
-    def _weight(self, part):
-        return self.models[part][1] if part in self.models else 1.0
+    def _weighted(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Raw scores, those of reward models times their weights."""
+        return parts | {name: weight * parts[name] for name, (_, weight) in self.models.items()}
 
-    def at_limit(self, raw: RawScores) -> torch.Tensor:
+    def at_limit(self, raw: RawScores) -> Tensor:
         """[B], True where the score of a whole response by a reward model is at the limit of the clip or
         beyond it (``--normalize_reward``: the normalised score). raw: ``RawScores`` that were combined."""
         clipped = [self._clipped(name, raw.parts[name]) for name in self.models]
         return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
 
-    def metrics(self, raw: RawScores) -> dict[str, float]:
-        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far, and how many seconds
-        the reward models took for a batch."""
-        found = {}
+    def metrics(self) -> dict[str, float]:
+        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far."""
+        found: dict[str, float] = {}
         for part, stats in self.running.items():
             found |= {f"reward/{part}_mean": stats.mean, f"reward/{part}_std": stats.std}
-        return found | ({"perf/reward_model_seconds": raw.judging_seconds} if self.models else {})
+        return found
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""
         running = {part: asdict(stats) for part, stats in self.running.items()}
         return {"missing_eos_penalty": self.missing_eos_penalty, **running}
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned. A penalty that is given stays."""
-        running = dict(state)
-        kept = running.pop("missing_eos_penalty", 1.0)  # what it was before it was chosen
-        self.running = {part: RunningStats(**stats) for part, stats in running.items()}
         if self.missing_eos_penalty is None:
-            self.missing_eos_penalty = kept
+            self.missing_eos_penalty = state["missing_eos_penalty"]
+        parts = [part for part in state if part != "missing_eos_penalty"]
+        self.running = {part: RunningStats(**state[part]) for part in parts}
+
+
+@contextmanager
+def named_as_evaluation() -> Iterator[None]:
+    """In this block or function, errors on --reward_fn and --reward_model name --eval_reward_fn and
+    --eval_reward_model: the code that raises them is the same."""
+    try:
+        yield
+    except InputError as error:
+        error.args = (re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error)),)
+        raise
 
 
 @dataclass(eq=False)
@@ -293,40 +285,38 @@ class Judge(Reward):
 
     reasoning: bool = False
 
-    @property
-    def names(self):
-        parts = [*self.models, *(["function"] if self.function else [])]
-        more = [f"judge_{part}" for part in parts] if len(parts) > 1 else []
-        return ["judge", *more] if parts else []
+    @named_as_evaluation()
+    def raw_scores(self, request: Request) -> RawScores:
+        return super().raw_scores(request)
 
-    def raw_scores(self, request):
-        with named_as_evaluation():
-            return super().raw_scores(request)
-
-    def combine(self, raw, world=None):
+    def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
-        parts = {f"judge_{name}": self._weight(name) * scores for name, scores in raw.parts.items()}
-        if not parts:
+        if not raw.parts:
             return {}
+        parts = {f"judge_{name}": scores for name, scores in self._weighted(raw.parts).items()}
         return {"judge": total(parts)} | (parts if len(parts) > 1 else {})
 
 
-def total(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def total(parts: dict[str, Tensor]) -> Tensor:
     """{part: [B]} -> their sum [B]"""
     return torch.stack(list(parts.values())).sum(0)
 
 
-def finite(flag: str, scores: torch.Tensor, responses: list[str]) -> torch.Tensor:
-    """Return the scores [B]. Raises InputError if one is NaN or infinite: it would spoil the whole batch."""
-    for score, response in zip(scores.tolist(), responses, strict=True):
+def finite(flag: str, scores: Tensor | list[float], texts: list[str]) -> Tensor:
+    """Scores [B] of these texts -> the same in fp32. Raises InputError if one is NaN or infinite: it would
+    spoil the whole batch."""
+    scores = torch.as_tensor(scores, dtype=torch.float32)
+    for score, text in zip(scores.tolist(), texts, strict=True):
         if not math.isfinite(score):
-            shown = json.dumps(response, ensure_ascii=False)[:80]
+            shown = json.dumps(text, ensure_ascii=False)[:80]
             raise InputError(f"{flag}: the score {score} for the response {shown}; scores must be finite")
     return scores
 
 
-def load_reward(args, device, dtype, *datasets) -> Reward:
-    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for, or None."""
+def load_reward(
+    args: Namespace, device: torch.device, dtype: torch.dtype, *datasets: RecordDataset | None
+) -> Reward:
+    """Flags -> the ``Reward`` of the run. datasets: those whose records a function may ask for."""
     function = load_reward_function(args.reward_fn, *datasets)  # before the models, which take long
     return Reward(
         models=load_reward_models(args.reward_model, args, device, dtype),
@@ -338,32 +328,33 @@ def load_reward(args, device, dtype, *datasets) -> Reward:
         repetition_penalty=args.repetition_penalty,
         length_reward=args.length_reward,
         timeout=args.reward_timeout,
-        overlong=(args.max_gen_len, args.overlong_buffer, args.overlong_penalty)
-        if args.overlong_buffer and args.overlong_penalty
-        else None,
+        max_gen_len=args.max_gen_len,
+        overlong_buffer=args.overlong_buffer,
+        overlong_penalty=args.overlong_penalty,
         thinking_reward=args.thinking_reward,
     )
 
 
-def load_judge(args, device, dtype, held_out) -> Judge:
-    """Flags -> the ``Judge`` of the run. held_out: the dataset whose records its function may ask for, or
-    None. Raises InputError as ``load_reward`` does, with the names of these flags."""
-    with named_as_evaluation():
-        function = load_reward_function(args.eval_reward_fn, held_out)
-        return Judge(
-            models=load_reward_models(args.eval_reward_model, args, device, dtype),
-            function=function,
-            timeout=args.reward_timeout,
-            whole=bool(args.reasoning),
-        )
+@named_as_evaluation()
+def load_judge(
+    args: Namespace, device: torch.device, dtype: torch.dtype, held_out: RecordDataset | None
+) -> Judge:
+    """Flags -> the ``Judge`` of the run. held_out: the records that its function may ask for. Raises
+    InputError as ``load_reward`` does, with the names of these flags."""
+    function = load_reward_function(args.eval_reward_fn, held_out)
+    return Judge(
+        models=load_reward_models(args.eval_reward_model, args, device, dtype),
+        function=function,
+        timeout=args.reward_timeout,
+        whole=bool(args.reasoning),
+    )
 
 
-@contextmanager
-def named_as_evaluation():
-    """In this block, errors on --reward_fn and --reward_model name --eval_reward_fn and
-    --eval_reward_model: the code that raises them is the same."""
-    try:
-        yield
-    except InputError as error:
-        error.args = (re.sub(r"--reward_(fn|model)\b", r"--eval_reward_\1", str(error)),)
-        raise
+def scoring_models(*rewards: Reward) -> list[RewardModel]:
+    """The reward models of these rewards."""
+    return [model for reward in rewards for model, _ in reward.models.values()]
+
+
+def modules_of(*rewards: Reward) -> list[PreTrainedModel]:
+    """The frozen modules of the reward models of these rewards."""
+    return [model.model for model in scoring_models(*rewards)]

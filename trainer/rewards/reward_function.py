@@ -1,69 +1,73 @@
 """A reward of your own: ``--reward_fn file.py:function`` scores responses with a Python function.
 
-Nothing in this program has to be changed for it. The function gets a batch and returns a number for each
-response:
-
     def score(prompts, responses, answers):     # B prompts (text or messages), texts, answers (text or None)
         return [...]                            # B finite numbers, or lists of steps
 
-These three are passed by position, so they may have other names. What the function asks for beyond them is
-passed by name, one value for each response:
-
-    def score(prompts, responses, answers, records):      # the records of the data file, as dicts
-    def score(prompts, responses, answers, tests):        # the field "tests" of each record, None without it
-    def score(prompts, responses, answers, **columns):    # every field that a record of the batch has
-
-A parameter with a default keeps it where no record of the batch has the field. One without a default must be
-a field of the file: a run checks that before it samples anything (``check_columns``).
-
-A number is the score of the whole response. Instead of one, a list of pairs (character offset, score) may be
-returned for a response: each score is the reward of the step that ends with this character, and the
-response's score is their sum. trainer/collect.py finds the tokens. The score is the part "function" of
-the response's (reward.py), neither clipped nor normalised.
-
-The function may take ``--reward_timeout`` seconds (time_limit.py). If it fails, the run saves and ends with
-one line. An example: gsm8k.py. For a reward in another language or on another machine see reward_server.py;
-for a new rule inside this program see reward.py.
+What else it may ask for, what it may return, and examples: docs/rewards.md. Its scores are the part
+"function" of the reward (reward.py), neither clipped nor normalised. ``Request.by_name`` says what it gets
+by name besides the fields of the records. It may take ``--reward_timeout`` seconds.
 """
 
 import copy
-import importlib.util
 import inspect
 import operator
+import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter
+from itertools import chain
 from pathlib import Path
-
-import torch
+from types import ModuleType
 
 from dataset.formats import keys_found
+from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
 from progress_bar import phase
-from trainer.rewards.time_limit import TimeUp, time_limit
 
-RECORDS = "records"  # the parameter that gets whole records
+RewardFunction = Callable[..., object]  # the user's: what it returns is checked
+Steps = list[tuple[int | None, float]]  # (character offset, None for the end; score) of a response
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
 
 
-def load_reward_function(spec: str, *datasets):
+@dataclass
+class Request:
+    """B responses, and what rewards may know of them."""
+
+    prompts: list[Prompt]
+    responses: list[str]
+    finished: list[bool]  # False for a response that was cut at --max_gen_len
+    lengths: list[int]  # in tokens
+
+    def by_name(self) -> dict[str, object]:
+        """What a reward function gets if it has a parameter of this name, besides the fields of records."""
+        return {"records": [prompt.record for prompt in self.prompts]}
+
+
+NOTHING = Request([], [], [], [])
+
+
+def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFunction | None:
     """``path.py:function`` -> the function, None for "". Raises InputError if it does not exist, if importing
     it fails, if it cannot be called with prompts, responses and answers, or if it asks for what the records
-    of one of the datasets (or None) do not have."""
+    of one of the datasets do not have."""
     if not spec:
         return None
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        what = "names no function" if Path(spec).is_file() else "no such file"
-        raise InputError(f"--reward_fn {spec}: {what}; write it as path.py:function")
+        raise InputError(
+            f"--reward_fn {spec}: no such file, or no function named; write it as path.py:function"
+        )
     # The prefix keeps a file called json.py from replacing Python's own module json.
-    module_spec = importlib.util.spec_from_file_location(f"reward_fn_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look up their module there
+    module = ModuleType(f"reward_fn_{Path(path).stem}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
     try:
-        module_spec.loader.exec_module(module)
+        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         raise InputError(f"--reward_fn {path}: importing it failed: {repr(error)[:200]}") from error
     function = getattr(module, name, None)
@@ -75,7 +79,7 @@ def load_reward_function(spec: str, *datasets):
     return function
 
 
-def wanted(function) -> dict:
+def wanted(function: RewardFunction) -> dict[str, Parameter]:
     """What a reward function asks for beyond its first three parameters -> {name: its parameter}. Raises
     InputError unless the first three can be prompts, responses and answers."""
     signature = inspect.signature(function)
@@ -93,48 +97,57 @@ def wanted(function) -> dict:
     return {name: p for name, p in more.items() if p.kind != p.VAR_POSITIONAL}
 
 
-def must_have(p):
+def must_have(p: Parameter) -> bool:
     """Whether a parameter has no default, and is not **columns, which takes every field."""
     return p.default is p.empty and p.kind != p.VAR_KEYWORD
 
 
-def check_columns(function, columns, path):
+def check_columns(function: RewardFunction, columns: Iterable[str], path: str) -> None:
     """Raise InputError if the function asks for a field that no record of the data file has. columns: the
     keys of the file's records; path: the file."""
+    known = {*columns, *NOTHING.by_name()}
     for name, p in wanted(function).items():
-        if must_have(p) and name != RECORDS and name not in columns:
+        if must_have(p) and name not in known:
             raise InputError(
                 f"--reward_fn: its parameter {name!r} is no key of the records of {path}; "
                 f"{keys_found(dict.fromkeys(columns))}: rename it, or give it a default"
             )
 
 
-def fields(function, records) -> dict:
-    """What the function asks for beyond prompts, responses and answers, of B records -> {name: list of B}."""
+def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
+    """What the function asks for beyond prompts, responses and answers -> {name: its value}, of fields of
+    the records a list of B."""
     asked = wanted(function)
-    found = dict.fromkeys(name for record in records for name in record)
+    records = [prompt.record for prompt in request.prompts]
+    found = dict.fromkeys(chain.from_iterable(records))
     names = [name for name, p in asked.items() if name in found or must_have(p)]
     if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
-        taken = asked.keys() | inspect.signature(function).parameters
+        taken = inspect.signature(function).parameters
         names += [name for name in found if name not in taken]
     values = {name: [record.get(name) for record in records] for name in names}
-    return values | ({RECORDS: records} if RECORDS in asked else {})
+    return values | {name: value for name, value in request.by_name().items() if name in asked}
 
 
-def call_reward_function(function, request, seconds: float):
-    """Call the user's function on a ``Request`` -> scores [B], fp32, and for each response the rewards of its
-    steps, a list of (character offset or None, score), empty without steps. seconds: time limit, 0 for none.
+def call_reward_function(
+    function: RewardFunction, request: Request, seconds: float
+) -> tuple[list[float], list[Steps]]:
+    """Call the user's function -> the scores of B responses, and the steps of each, [] where it returned a
+    number. It is not asked about no responses. seconds: time limit, 0 for none.
 
     Raises InputError if the function raises an exception (the message names file and line), takes longer, or
     returns anything else than B numbers or lists of steps.
     """
-    prompts = request.prompts
-    batch = [p.prompt for p in prompts], request.responses, [p.answer for p in prompts]
+    if not request.responses:
+        return [], []
+    prompts = [prompt.prompt for prompt in request.prompts]
+    answers = [prompt.answer for prompt in request.prompts]
+    # A copy, so that the function may change its arguments.
+    asked = copy.deepcopy((prompts, request.responses, answers, arguments(function, request)))
+    prompts, responses, answers, more = asked
     try:
-        # Copies, so that the function may change its arguments.
-        batch, more = copy.deepcopy((batch, fields(function, [p.record for p in prompts])))
         with phase("reward function"), time_limit(seconds):
-            scores, steps = as_scores(function(*batch, **more), request.responses)
+            returned = function(prompts, responses, answers, **more)
+            return as_scores(returned, request.responses)
     except TimeUp:
         raise InputError(
             f"--reward_fn: no answer after {seconds:g} s; speed it up or raise --reward_timeout"
@@ -148,66 +161,78 @@ def call_reward_function(function, request, seconds: float):
         raise InputError(
             f"--reward_fn: {reason}{places[0] if places else ' when it was called'}; correct the function"
         ) from error
-    return torch.tensor(scores, dtype=torch.float32), steps
 
 
 # ---------------------------------------------------------------- what it returned
 
 
-def as_scores(returned, responses):
-    """-> (a float for each response: its number, or the sum of its steps; a list of (offset or None, float)
-    for each response, empty where a number was returned). responses: the texts that were scored.
-
-    Raises InputError that says what is wrong with what was returned.
-    """
-    count = len(responses)
-    scores = (
-        list(returned)
-        if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | dict | set)
-        else []
-    )
-    if len(scores) != count:
-        what = f"{len(scores)} scores for {count} responses" if scores else _shown(returned)
+def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list[Steps]]:
+    """-> a number for each of these responses, the sum of its steps where it has any; and the steps of each.
+    Raises InputError that says what is wrong with what was returned."""
+    given = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | dict) else []
+    if len(given) != len(responses):
         raise InputError(
-            f"--reward_fn: returned {what}; return a list of {count} numbers, one for each response"
+            f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "
+            "return a list of one number for each response"
         )
-    found = []
-    steps = []
-    for i, (score, response) in enumerate(zip(scores, responses, strict=True)):
-        place = f"score {i + 1}"
-        stepwise = isinstance(score, list | tuple)
-        steps.append(_steps(score, place, len(response)) if stepwise else [])
-        found.append(sum((x for _, x in steps[-1]), 0.0) if stepwise else _number(score, place))
-    return found, steps
-
-
-def _steps(pairs, place, length):
-    """The pairs that were returned for a response of ``length`` characters -> [(offset or None, float), …]"""
-    steps = []
-    for number, pair in enumerate(pairs):
-        here = f"{place}, entry {number + 1}"
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
+    scores: list[float] = []
+    steps: list[Steps] = []
+    for number, (score, response) in enumerate(zip(given, responses, strict=True), 1):
+        try:
+            if isinstance(score, list | tuple):
+                steps.append([as_step(pair, len(response)) for pair in score])
+                scores.append(sum(points for _, points in steps[-1]))
+            else:
+                steps.append([])
+                scores.append(float(score))
+        except (TypeError, ValueError, OverflowError):
             raise InputError(
-                f"--reward_fn: {here} is {_shown(pair)}; a list must hold pairs (character offset, score)"
-            )
-        offset, score = pair
-        if offset is not None and not (hasattr(offset, "__index__") and 0 <= offset <= length):
-            raise InputError(
-                f"--reward_fn: {here}: the offset {_shown(offset)} is no whole number from 0 to "
-                f"{length}, the number of characters; count them from 0, or give None for the end"
-            )
-        if offset is not None:
-            offset = operator.index(offset)
-        steps.append((offset, _number(score, f"{here}: its score")))
-    return steps
+                f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
+                f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
+            ) from None
+    return scores, steps
 
 
-def _number(score, place):
-    try:
-        return float(score)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"--reward_fn: {place} is {_shown(score)} and no number; correct it") from None
+def as_step(pair: tuple, length: int) -> tuple[int | None, float]:
+    """A pair that was returned for a response of ``length`` characters, with its numbers as Python's. Raises
+    TypeError, ValueError or OverflowError for what is no such pair."""
+    offset, score = pair
+    if offset is not None and not 0 <= operator.index(offset) <= length:
+        raise ValueError
+    return offset if offset is None else operator.index(offset), float(score)
 
 
-def _shown(value):
+def _shown(value: object) -> str:
     return f"{' '.join(repr(value).split())[:60]} ({type(value).__name__})"
+
+
+# ---------------------------------------------------------------- how long it may take
+
+
+class TimeUp(BaseException):
+    """The time is up. Not an Exception, so that ``except Exception`` in the user's code does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeUp in this block after ``seconds``, and again every second after that; 0 means no limit.
+
+    It uses SIGALRM, so it works in the main thread only, and not on Windows, which has none.
+    """
+    if not seconds or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    on = [True]
+
+    def end(number, frame):
+        if on:
+            raise TimeUp
+
+    old = signal.signal(signal.SIGALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # a very short time is up before the next line
+        yield
+    finally:
+        on.clear()  # first, and in one instruction: the time may be up in each of the following lines
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)

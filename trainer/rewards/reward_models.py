@@ -9,20 +9,30 @@ score head is made fp32.
 """
 
 import sys
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dataset.chat_template import conversation_ids
-from dataset.turns import to_messages
+from dataset.formats import to_messages
 from errors import InputError
-from model.half_precision import keep_in_half, make_score_heads
 from model.loading import (
     as_input_error,
     check_tokenizer,
+    embeddings,
     fill_buffers,
     is_from_outside,
     load_config,
@@ -30,62 +40,69 @@ from model.loading import (
     load_tokenizer,
     quiet,
 )
-from progress_bar import phase
+from model.weights import keep_in_half, make_score_heads
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import pack_sequences, packed_states
+from trainer.compute.packing import Layout, pack_sequences, packed_states
 from trainer.compute.precision import autocast, check_finite, check_range
 from trainer.compute.rollout_data import length_mask
 
 # Conversations that a model's get_score and get_scores both score, to be compared
 TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
 CHECKED = [(prompt, "d e f g " * count) for prompt in ("a b c", TURNS) for count in (1, 3, 9)]
-TOLERANCE = 1e-3  # of a score between -1 and 1
-TOLERANCE_16 = 2e-2  # the same of a model in 16 bits
+TOLERANCE = 2e-2  # by which they may differ, also in 16 bits
+
+Conversations = list[tuple[list | str, str]]  # pairs of a prompt, messages or text, and a response
 
 
-class ClassifierRewardModel:
-    """A reward model that is an ``AutoModelForSequenceClassification`` with one label.
+class RewardModel(ABC):
+    """A frozen model that scores conversations, with its tokenizer. dtype: of mixed precision, which code
+    from outside does not have."""
 
-    Its linear layers and embeddings are kept in the dtype ``weights`` and compute as all models do, under
-    autocast in ``dtype``; the score head computes in fp32. Code from outside runs without autocast. Raises
-    InputError if its weights are incomplete, it has more than one label, its tokenizer does not fit, or a
-    weight is too large for fp16.
-    """
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.dtype = torch.float32 if is_from_outside(model) else dtype
+        self.root: nn.Module = model  # what is sharded, with --shard 1
+        self.prepare()
 
-    def __init__(self, path, device, trust_remote_code, dtype, weights):
-        self.tokenizer = load_tokenizer(path, trust_remote_code)
-        auto_class = AutoModelForSequenceClassification
-        self.model = load_pretrained(auto_class, path, trust_remote_code, weights)
-        outside = is_from_outside(self.model)
-        self.dtype = torch.float32 if outside else dtype  # of mixed precision
-        if not outside:
-            keep_in_half(self.model)
-            fill_buffers(self.model, torch.float32)
-        make_ready(self.model, device, outside and weights == "auto")
+    @abstractmethod
+    def prepare(self) -> None:
+        """Check the model, and choose how it computes. Raises InputError."""
+
+    @abstractmethod
+    def __call__(self, conversations: Conversations) -> Tensor:
+        """N pairs (prompt, response) -> scores [N], fp32 on the CPU."""
+
+
+class ClassifierRewardModel(RewardModel):
+    """An ``AutoModelForSequenceClassification`` with one label. Its layers compute under autocast in
+    ``dtype``, its score head in fp32. Raises InputError if it has more than one label, its tokenizer does not
+    fit, or a weight is too large for fp16."""
+
+    def prepare(self) -> None:
+        model = self.model
+        config = model.config
         # Several labels, or ids without an embedding, mean that this is the wrong model.
-        if self.model.config.num_labels != 1:
-            raise InputError(f"it has {self.model.config.num_labels} labels, a reward model has one")
-        check_tokenizer(self.tokenizer, self.model)
-        check_range(self.model, dtype, "")
-        self.pad_id = self.model.config.pad_token_id
+        if config.num_labels != 1:
+            raise InputError(f"it has {config.num_labels} labels, a reward model has one")
+        check_tokenizer(self.tokenizer, model)
+        check_range(model, self.dtype, "")
+        self.pad_id = config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
-        head = getattr(self.model, "score", None)
-        backbone = self.model.base_model
-        plain = isinstance(head, torch.nn.Linear) and backbone is not self.model
+        backbone = model.base_model
+        plain = isinstance(getattr(model, "score", None), nn.Linear) and backbone is not model
         self.packs = plain and pack_sequences(backbone)
-        self.root = backbone if self.packs else self.model  # what is sharded, with --shard 1
-        self.max_length = getattr(self.model.config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
+        if self.packs:
+            self.root = backbone
+        self.max_length = getattr(config, "max_position_embeddings", 1 << 30)  # ALiBi: no limit
         # What train_reward.py has put there, as a linear head without a bias cannot hold it.
-        self.offset = float(getattr(self.model.config, "reward_offset", 0.0))
+        self.offset = float(getattr(config, "reward_offset", 0.0))
 
     @torch.no_grad()
-    def __call__(self, conversations):
-        """N pairs (prompt, response) -> scores [N], fp32 on the CPU.
-
-        Conversations of similar length share a micro-batch. One that is longer than the model's limit loses
-        its beginning, because the score is read at the end. A sharded one needs all processes.
-        """
+    def __call__(self, conversations: Conversations) -> Tensor:
+        """N pairs -> scores [N], fp32 on the CPU. A conversation that is longer than the model's limit loses
+        its beginning, because the score is read at the end. A sharded model needs all processes."""
         in_step = getattr(self.root, "in_step", None)
         together = in_step.world.all_or_none if in_step else nullcontext
         with together():
@@ -95,41 +112,45 @@ class ClassifierRewardModel:
         def score_some(rows):
             scores[rows] = self._score([ids[row] for row in rows]).cpu()
 
-        def score_nothing():
-            self._score([[0]])
-
-        budget = tokens_per_pass(self.model.device)
-        each_micro_batch([len(x) for x in ids], budget, score_some, "reward model", self.root, score_nothing)
-        with together():
-            if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
-                check_finite(scores, self.dtype, "the --reward_model")
+        each_micro_batch(
+            lengths=[len(x) for x in ids],
+            # A model that looks for pad tokens and knows none gets conversations without any.
+            token_budget=tokens_per_pass(self.model.device) if self.packs or self.pad_id is not None else 1,
+            work=score_some,
+            name="reward model",
+            model=self.root,
+            dummy=lambda: self._score([[0]]),
+        )
+        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+            check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):
         """Lists of ids -> their scores, fp32 on the device."""
+        if self.packs:
+            return score_packed(self.model, ids, self.dtype)[0]
         tokens, lengths = pad_right(ids, self.model.device)
-        with autocast(self.model.device, self.dtype):
-            if not self.packs:
-                return self._padded_scores(tokens, lengths).float()
-            states = packed_states(self.model.base_model, tokens, map(len, ids)).last_hidden_state
-            return self.model.score(states[score_places(tokens, lengths, self.pad_id)]).squeeze(-1).float()
-
-    def _padded_scores(self, tokens, lengths):
-        """Scores [B] by the model's own forward, where it cannot be packed or has a head of its own.
-
-        The model finds the last token by looking for its pad token. If it has none, pad with an id that is
-        not the last one of any sequence in the batch.
-        """
-        pad = self.pad_id
-        if pad is None:
-            last = set(tokens[torch.arange(len(tokens)), lengths - 1].tolist())
-            pad = self.model.config.pad_token_id = next(i for i in range(len(last) + 1) if i not in last)
         real = length_mask(lengths, tokens.shape[1])
-        output = self.model(tokens.masked_fill(~real, pad), attention_mask=real.long())
-        return output.logits.squeeze(-1)
+        tokens = tokens.masked_fill(~real, self.pad_id or 0)
+        with autocast(tokens.device, self.dtype):
+            # The model finds the last token by looking for its pad token.
+            return self.model(tokens, attention_mask=real.long()).logits.squeeze(-1).float()
 
 
-def score_places(tokens, lengths, pad_id):
+def score_packed(
+    classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype, **extra: bool
+) -> tuple[Tensor, Any, Layout]:
+    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision,
+    the backbone's output, the ``Layout`` of its states). dtype: of autocast; extra: of a ``BalanceLoss``."""
+    tokens, lengths = pad_right(conversations, classifier.device)
+    layout = Layout(map(len, conversations), device=tokens.device)
+    with autocast(tokens.device, dtype):
+        output = packed_states(classifier.base_model, tokens, layout, **extra)
+    states = output.last_hidden_state[score_places(tokens, lengths, classifier.config.pad_token_id)]
+    return classifier.get_submodule("score")(states).squeeze(-1), output, layout
+
+
+def score_places(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
     """The places [B] among the packed tokens of [B, T] at which a classifier reads its scores.
 
     They are at each sequence's last token that is not the pad token, as in transformers. Models whose pad
@@ -142,110 +163,99 @@ def score_places(tokens, lengths, pad_id):
     return lengths.cumsum(0) - lengths + last
 
 
-class RemoteRewardModel:
-    """A reward model whose own code has ``get_score(tokenizer, messages)``.
+class RemoteRewardModel(RewardModel):
+    """A reward model whose own code has ``get_score(tokenizer, messages)``. If it also has
+    ``get_scores(tokenizer, conversations)`` and both agree on some conversations, ``batched`` is True:
+    conversations are scored in batches."""
 
-    If the code also has ``get_scores(tokenizer, conversations)`` and both agree on some conversations,
-    ``batched`` is True: conversations are scored in batches.
-    """
-
-    def __init__(self, path, device, weights):
-        self.tokenizer = load_tokenizer(path, trust_remote_code=True)
-        # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
-        self.model = load_pretrained(AutoModel, path, True, weights, use_cache=False)
-        make_ready(self.model, device, weights == "auto")
+    def prepare(self) -> None:
         if not hasattr(self.model, "get_score"):
-            raise InputError("its code has no get_score(tokenizer, messages)")
+            raise InputError(
+                "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
+            )
         self.batched = hasattr(self.model, "get_scores") and self._agrees()
 
+    def __call__(self, conversations: Conversations) -> Tensor:
+        """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
+        return self._scores(conversations, self.batched)
+
     @torch.no_grad()
-    def __call__(self, conversations):
-        """N pairs (prompt, response) -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        return self._in_batches(conversations) if self.batched else self._one_by_one(conversations)
+    def _scores(self, conversations, batched):
+        chats = [
+            [*to_messages(asked), {"role": "assistant", "content": said}] for asked, said in conversations
+        ]
+        scores = torch.empty(len(chats))
+        name = "get_scores" if batched else "get_score"
+        lengths = [1] * len(chats)
+        budget = 1  # one at a time
+        if batched:
+            lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
+            budget = tokens_per_pass(self.model.device)
 
-    def _one_by_one(self, conversations):
-        scores = []
-        bar = phase("reward model", len(conversations), "sequences")
-        with as_input_error("--reward_model: its get_score failed"), bar as counted:
-            for pair in conversations:
-                scores.append(float(self.model.get_score(self.tokenizer, as_chat(*pair))))
-                counted.done += 1
-        return torch.tensor(scores, dtype=torch.float32)
-
-    def _in_batches(self, conversations):
-        """Similar lengths share a batch, which is halved where memory runs out."""
-        scores = torch.empty(len(conversations))
-        lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
-
-        def fill(rows):
-            found = self.model.get_scores(self.tokenizer, [as_chat(*conversations[row]) for row in rows])
+        def score_some(rows):
+            some = [chats[row] for row in rows] if batched else chats[rows[0]]
+            found = getattr(self.model, name)(self.tokenizer, some)
             scores[rows] = torch.as_tensor(found).float().cpu().reshape(len(rows))  # some return one as 0-d
 
-        with as_input_error("--reward_model: its get_scores failed"):
-            each_micro_batch(lengths, tokens_per_pass(self.model.device), fill, "reward model")
+        with as_input_error(f"--reward_model: its {name} failed"):
+            each_micro_batch(lengths, budget, score_some, "reward model")
         return scores
 
-    @torch.no_grad()
-    def _agrees(self):
+    def _agrees(self) -> bool:
         """Whether get_scores does the same as get_score; says so where it does not."""
-        expected = self._one_by_one(CHECKED)
+        expected = self._scores(CHECKED, batched=False)
+        difference = "its get_scores and get_score differ"
         try:
-            gap = (self._in_batches(CHECKED) - expected).abs()
+            if torch.allclose(self._scores(CHECKED, batched=True), expected, TOLERANCE, TOLERANCE):
+                return True
         except InputError as error:
             difference = str(error).removeprefix("--reward_model: ")
-        else:
-            tolerance = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
-            if (gap <= tolerance * expected.abs().clamp_min(1)).all():
-                return True
-            difference = f"its get_scores and get_score differ by {gap.max():.2g}"
         tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
         return False
 
 
-def as_chat(prompt, response):
-    """A prompt (text or messages) and the response to it -> messages."""
-    return [*to_messages(prompt), {"role": "assistant", "content": response}]
-
-
-def make_ready(model, device, widen):
-    """Make a loaded model ready to score: on its device, its score head in fp32.
-
-    widen: whether fp16 becomes fp32 on a CPU: the numbers are the same, and CPUs compute in fp16 slowly or
-    not at all.
-    """
-    if widen and device.type == "cpu" and model.dtype == torch.float16:
-        model.float()
-        fill_buffers(model)
-    model.to(device).eval().requires_grad_(False)
-    make_score_heads(model)
-
-
-def load_reward_model(path, device, trust_remote_code=False, dtype=torch.float32, weights="auto"):
+def load_reward_model(
+    path: str,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    weights: torch.dtype | str = "auto",
+) -> RewardModel:
     """A directory or hub name -> reward model: call it with N pairs (prompt, response) for scores [N].
 
-    dtype: of mixed precision. weights: the dtype of its weights, "auto" for that of the checkpoint. Raises
-    InputError if it cannot be loaded or is not a reward model.
+    dtype: of mixed precision. weights: in which linear layers and embeddings are kept, "auto" for that of the
+    checkpoint. Raises InputError if it cannot be loaded or is not a reward model.
     """
     where = "cannot be loaded" if Path(path).exists() else "no such folder here, and not loaded from the hub"
     with quiet(), as_input_error(f"--reward_model {path}: {where}"):
         config = load_config(path, trust_remote_code)
-        architectures = config.architectures or []
-        if any(name.endswith("ForSequenceClassification") for name in architectures):
-            if weights == "auto" and (device.type, dtype) == ("cpu", torch.float32):
-                # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
-                weights = "auto" if is_from_outside(config) else torch.float32
-            return ClassifierRewardModel(path, device, trust_remote_code, dtype, weights)
-        if "AutoModel" in config.to_dict().get("auto_map", {}):
-            if not trust_remote_code:
-                raise InputError("it brings its own code; add --trust_remote_code to run it")
-            return RemoteRewardModel(path, device, weights)
-        raise InputError(
-            f"{', '.join(architectures) or 'it'} is not a reward model; give a sequence classifier with one "
-            "label, or a model whose code has get_score"
-        )
+        outside = is_from_outside(config)
+        classifies = "ForSequenceClassification" in str(config.architectures)
+        if weights == "auto" and device.type == "cpu" and dtype == torch.float32 and not outside:
+            # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
+            weights = torch.float32
+        tokenizer = load_tokenizer(path, trust_remote_code)
+        auto_class = AutoModelForSequenceClassification if classifies else AutoModel
+        # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
+        model = load_pretrained(auto_class, path, trust_remote_code, weights, use_cache=False)
+        if not outside:
+            keep_in_half(model)
+            fill_buffers(model, torch.float32)
+        elif weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
+            model.float()  # the same numbers: CPUs compute in fp16 slowly or not at all
+            fill_buffers(model)
+        model.to(device).eval().requires_grad_(False)
+        make_score_heads(model)
+        kind = ClassifierRewardModel if classifies else RemoteRewardModel
+        return kind(model, tokenizer, dtype)
 
 
-def critic_start(critic_init, models, policy, tokenizer):
+def critic_start(
+    critic_init: str,
+    models: Mapping[str, tuple[RewardModel, float]],
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[PreTrainedModel, float] | None:
     """(the classifier that the critic starts from, its weight), or None if the critic starts from the actor.
 
     critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
@@ -268,32 +278,29 @@ def critic_start(critic_init, models, policy, tokenizer):
     return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else None
 
 
-def embeddings(model):
-    """The number of ids that a model can read."""
-    return model.get_input_embeddings().weight.shape[0]
-
-
-def parse_spec(text):
+def parse_spec(text: str) -> tuple[str, float]:
     """``PATH`` or ``PATH=WEIGHT`` -> (path or hub name, weight). InputError unless 0 < |weight| < 1e6."""
     path, equals, weight = text.rpartition("=")
     if not equals or Path(text).exists():
         return text, 1.0
     try:
-        weight = float(weight)
+        number = float(weight)
     except ValueError:
         return text, 1.0  # a path that contains a = and does not exist: loading it raises InputError
-    if not 0 < abs(weight) < 1e6:
+    if not 0 < abs(number) < 1e6:
         raise InputError(f"--reward_model {text}: the weight must be a number other than 0")
-    return path, weight
+    return path, number
 
 
-def load_reward_models(specs: list[str], args, device, dtype) -> dict:
+def load_reward_models(
+    specs: list[str], args: Namespace, device: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[RewardModel, float]]:
     """["PATH" or "PATH=WEIGHT", …] -> {name of the part: (model, weight)}.
 
     A single model is the part "model"; several are named after their folders, "model_<folder>". args: the
     flags, for --trust_remote_code and --reward_dtype; dtype: of mixed precision.
     """
-    loaded = {}
+    loaded: dict[str, tuple[RewardModel, float]] = {}
     weights = "auto" if args.reward_dtype == "auto" else getattr(torch, args.reward_dtype)
     for spec in specs:
         path, weight = parse_spec(spec)
@@ -303,13 +310,3 @@ def load_reward_models(specs: list[str], args, device, dtype) -> dict:
         model = load_reward_model(path, device, args.trust_remote_code, dtype, weights)
         loaded[name] = model, weight
     return loaded
-
-
-def scoring_models(*rewards):
-    """The reward models of these rewards (``Reward``, ``Judge``), as a list."""
-    return [model for reward in rewards for model, _ in reward.models.values()]
-
-
-def modules_of(*rewards):
-    """The frozen modules of the reward models of these rewards, as a list."""
-    return [model.model for model in scoring_models(*rewards)]

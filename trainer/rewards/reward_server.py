@@ -10,55 +10,57 @@ and "messages" (prompts as they stand in the data), for servers that need the tw
 import json
 import sys
 import time
+import urllib.request
 from http.client import HTTPException
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-import torch
 from tqdm import tqdm
 
 from errors import InputError
 from progress_bar import phase
+from trainer.rewards.reward_function import Request
 
 BATCH = 64  # responses in one request
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
 
 
 class RewardServer:
-    """Call it with a ``Request`` (reward.py) of B responses -> scores [B].
+    """Call it with a ``Request`` of B responses -> B scores. timeout: ``--reward_timeout``, the seconds
+    without a byte of the reply, 0 for no limit. What may pass is asked again after 1, 2, 4 and 8 seconds.
 
-    timeout: ``--reward_timeout``, the seconds without a byte of the reply, 0 for no limit. If the server
-    cannot be reached, takes too long or has an error of its own (5xx), the request is repeated after 1, 2, 4
-    and 8 seconds. Raises InputError after the last try; at once if the server refuses the request (4xx,
-    except 408 and 429); and for a reply that does not have one number per response. The run then saves a
-    checkpoint and ends with that line (trainer/loop.py); it can be resumed, also with another URL.
+    Raises InputError after the last try; at once if the server refuses the request; and for a reply that does
+    not have one number per response. The run then saves and ends; it can be resumed, also with another URL.
     """
 
     def __init__(self, url: str, timeout: float):
         self.url = url
         self.timeout = timeout
 
-    def __call__(self, request) -> torch.Tensor:
-        scores = []
-        with phase("reward server", len(request.responses), "responses") as bar:
-            for first in range(0, len(request.responses), BATCH):
-                part = slice(first, first + BATCH)
+    def __call__(self, request: Request) -> list[float]:
+        count = len(request.responses)
+        scores: list[float] = []
+        with phase("reward server", count, "responses") as bar:
+            while len(scores) < count:
+                part = slice(len(scores), len(scores) + BATCH)
                 scores += self._ask(request.prompts[part], request.responses[part])
                 bar.done = len(scores)
-        return torch.tensor(scores, dtype=torch.float32)
+        return scores
 
     def _ask(self, prompts, responses):
+        texts = [prompt.text for prompt in prompts]
         asked = {
-            "query": [prompt.text + response for prompt, response in zip(prompts, responses, strict=True)],
-            "prompts": [prompt.text for prompt in prompts],
+            "query": [text + response for text, response in zip(texts, responses, strict=True)],
+            "prompts": texts,
             "labels": [prompt.answer for prompt in prompts],
             "responses": responses,
             "messages": [prompt.prompt for prompt in prompts],
         }
         reply = self._post_until_it_works(json.dumps(asked).encode())
-        scores = reply.get("rewards") if isinstance(reply, dict) else None
-        kinds = [type(score) for score in scores] if isinstance(scores, list) else []
-        if len(kinds) != len(responses) or not {int, float}.issuperset(kinds):
+        try:
+            scores = [float(score) for score in reply["rewards"]]
+        except (KeyError, TypeError, ValueError):
+            scores = []
+        if len(scores) != len(responses):
             raise InputError(
                 f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                 f'{{"rewards": [a number for each of {len(responses)} responses]}}'
@@ -66,10 +68,10 @@ class RewardServer:
         return scores
 
     def _post_until_it_works(self, data):
-        request = Request(self.url, data, {"Content-Type": "application/json"}, method="POST")
+        request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
         for pause in (*PAUSES, None):
             try:
-                with urlopen(request, timeout=self.timeout or None) as reply:
+                with urllib.request.urlopen(request, timeout=self.timeout or None) as reply:
                     return json.loads(reply.read())
             except HTTPError as error:
                 reason = f"{error.code} {error.reason}"

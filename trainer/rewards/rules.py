@@ -4,6 +4,7 @@ how close it came to --max_gen_len.
 Sources: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025 for the format,
 of August 2026 for thinking; DAPO, Yu et al. 2025 (arXiv:2503.14476), eq. 13, for the last one. ``Reward`` in
 reward.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
+``exact_answer`` is an example of one: ``--reward_fn trainer/rewards/rules.py:exact_answer``.
 """
 
 import re
@@ -18,12 +19,12 @@ LENGTHS = (20, 800)  # the least and the most characters of a response that is r
 THOUGHTS = (20, 300)  # the same of a thought
 
 
-def format_reward(response):
+def format_reward(response: str) -> float:
     """0.5 for exactly one think block and one answer block, with one or two newlines between them, else 0."""
-    return 0.5 * bool(mark_reward(response) == 1.0 and FORMAT.fullmatch(response))
+    return 0.5 if mark_reward(response) == 1.0 and FORMAT.fullmatch(response) else 0.0
 
 
-def mark_reward(response):
+def mark_reward(response: str) -> float:
     """0.25 for each of the four tags that occurs exactly once: partial credit on the way to the format."""
     return 0.25 * sum(response.count(tag) == 1 for tag in TAGS)
 
@@ -35,29 +36,25 @@ def after_thinking(response: str) -> str:
     return said.strip() if tag else response
 
 
-def has_closed_thought(prompt: str) -> bool:
-    """Whether the prompt, as the policy reads it, ends with a thought that the chat template has closed."""
-    return prompt.rstrip().endswith(TAGS[1])
-
-
-def thinking_reward(response: str, size: float) -> float:
+def thinking_reward(prompt: str, response: str, size: float) -> float:
     """``size`` times MiniMind's points for a response with ``</think>``: 1 for a thought of 20 to 300
-    characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it."""
+    characters, else -0.5; and 0.25 if there is one such tag, else -0.25. 0 for a response without it, and
+    where the prompt, as the policy reads it, ends with a thought that the chat template has closed."""
     thought, tag, _ = response.partition(TAGS[1])
-    if not tag:
+    if not tag or prompt.rstrip().endswith(TAGS[1]):
         return 0.0
     thought = thought.strip().removeprefix(TAGS[0]).strip()  # the tag is in the prompt or here
     of_length = 1.0 if THOUGHTS[0] <= len(thought) <= THOUGHTS[1] else -0.5
     return size * (of_length + (0.25 if response.count(TAGS[1]) == 1 else -0.25))
 
 
-def answer_text(response):
+def answer_text(response: str) -> str | None:
     """The text of the first answer block without surrounding spaces, or None if there is no block."""
     match = ANSWER.search(response)
     return match.group(1).strip() if match else None
 
 
-def repetition_penalty(response, largest):
+def repetition_penalty(response: str, largest: float) -> float:
     """0 if all trigrams of the response differ, ``largest`` if half of them or more repeat an earlier one.
 
     In between it grows linearly with the share of repeated trigrams. MiniMind's ``largest`` is 0.5.
@@ -68,12 +65,12 @@ def repetition_penalty(response, largest):
     return largest * min(1.0, 2 * repeated)
 
 
-def length_reward(response, size):
+def length_reward(response: str, size: float) -> float:
     """``size`` for a response of 20 to 800 characters, else minus ``size``. MiniMind's ``size`` is 0.5."""
     return size if LENGTHS[0] <= len(response.strip()) <= LENGTHS[1] else -size
 
 
-def overlong_penalty(length, longest, buffer, largest):
+def overlong_penalty(length: int, longest: int, buffer: int, largest: float) -> float:
     """What a response of ``length`` tokens loses: 0 up to longest - buffer tokens, ``largest`` at ``longest``
     (--max_gen_len), and in between it grows in a straight line."""
     return largest * min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
@@ -90,3 +87,9 @@ def is_correct(response: str, answer: str, reasoning: bool) -> bool:
     if said is None or number is None:
         return said == answer.strip()
     return (as_number(said) if reasoning else final_number(said)) == number
+
+
+def exact_answer(prompts: list, responses: list[str], answers: list[str]) -> list[float]:
+    """B responses and GSM8K's answers -> 1.0 where the final number is that of the answer, else 0.0."""
+    pairs = zip(responses, answers, strict=True)
+    return [float(is_correct(response, answer, reasoning=False)) for response, answer in pairs]

@@ -22,7 +22,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned, trained
-from model.shards import local_part, whole
+from model.weights import local_part, whole
 from trainer.runs.base import Progress, Run
 from trainer.runs.optimizer_step import zero_moments
 

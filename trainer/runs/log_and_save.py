@@ -8,10 +8,11 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
@@ -36,7 +37,7 @@ Logger = RunLogger | NullLogger
 
 
 def log_step(
-    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Mapping[str, list]
+    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
@@ -71,8 +72,6 @@ def end_if_broken(run: Run, logger: Logger) -> None:
     finding = getattr(run.args, "strict_health", 0) and run.world.from_main(logger.broken)
     if finding:
         save(run, logger)
-        if isinstance(logger, RunLogger):
-            logger.ended_by = finding
         error = InputError(
             f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
             "its line above and docs/health.md say what to try"
@@ -146,10 +145,10 @@ def run_to_the_end(run: Run, logger: Logger, train: Callable[[Run, Logger], None
     try:
         with sleep_when_busy(run.world.device), collected_between_steps():
             train(run, logger)
-        logger.summary(run)
+        logger.summary()
     except (InputError, SystemExit):
         with StopRequest():  # torchrun ends the other processes of a run when one has died
-            logger.stopped(run)
+            logger.stopped()
         raise
     finally:
         logger.finish()

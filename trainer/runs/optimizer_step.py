@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from model.shards import local_part, sharded_and_whole, whole
+from model.weights import local_part, sharded_and_whole, whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Learner, Run

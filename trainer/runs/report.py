@@ -1,93 +1,140 @@
-"""report.html: a whole run on one page, which needs no network and runs no script; and curves.png.
+"""What came of a run of any script: summary.md in words, curves.png, and report.html, all of it on one page.
 
-What came of it and what is wrong, the curves, the distributions, the same held-out prompts' answers at every
-evaluation, responses that stand out, the configuration. The page is report.html.jinja2; this file has what it
-shows. Texts of models and data are escaped by Jinja2, and the page forbids itself to load or to run anything.
-
-It is written as the run goes, when ``SHARE`` times as long as the last writing took has gone by, and always
-when the run ends or is stopped.
+The texts are in Jinja2's templates beside this file, which has what they show. The page needs no network and
+runs no script: it forbids itself to load anything, and texts of models and data are escaped. All three are
+written again and again as the run goes. docs/metrics.md says how the verdict tells a change from chance.
 """
 
 import json
-import re
+import math
 import time
 from contextlib import suppress
-from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
+from statistics import fmean
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from atomic_files import write_whole, writing
-from errors import InputError, first_line
-from trainer.runs.displays import DISTRIBUTIONS, Records
-from trainer.runs.samples import prompt_text
-from trainer.runs.summary import filled, in_words, tables
+from trainer.runs.base import Run
+from trainer.runs.displays import Display, Records, Row, logged, metric_names
+from trainer.runs.health import Finding, as_markdown, least_difference, spread_of_steps
 
-SHARE = 100  # so writing it takes at most 1 % of a run
 DRAWN = 6  # panels of curves.png; report.html has all
-# A word with the space before it; a Chinese character is a word.
-WORDS = re.compile(r"\s*(?:[^\W\u2e80-\u9fff\uac00-\ud7af]+|\S)")
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=select_autoescape(["html.jinja2"]),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
 
 
-class Report:
-    """The report of a run. Only the main process has one. say(line): prints a line."""
+def filled(template: str, **content: object) -> str:
+    """A template of this folder, with what it shows."""
+    return TEMPLATES.get_template(template).render(content)
 
-    def __init__(self, run, folder, say):
-        self.run = run
-        self.folder = folder
-        self.say = say
-        self._due = time.perf_counter() + SHARE  # as if writing it took a second
 
-    def is_due(self) -> bool:
-        """Whether writing it now keeps to its share of the run's time."""
-        return time.perf_counter() >= self._due
+def write_report(run: Run, folder: Path, findings: list[Finding], state: str, saved_step: int) -> str:
+    """Write summary.md, report.html and curves.png -> the text of the first.
 
-    def write(self, findings: list, state: str) -> None:
-        """Write report.html, and curves.png if the run has ended. findings: list of ``Finding``; state: see
-        ``in_words``. Raises InputError if the disk cannot be written. If they cannot be made, a line says so:
-        a fault in them must not end a run."""
-        start = time.perf_counter()
-        try:
-            self._write(findings, state)
-        except InputError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
-        end = time.perf_counter()
-        self._due = end + SHARE * (end - start)
+    state: "running", "ended" or "stopped"; saved_step: which step the saved weights have. Raises InputError
+    if the disk cannot be written.
+    """
+    from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
-    def _write(self, findings, state):
-        from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
+    records = read_metrics(folder)
+    panels = run.display.panels
+    shown = {"run": run, "state": state, "words": in_words(run, records, state), "findings": findings}
+    shown["table"] = table(run.display, records)
+    text = filled("summary.md.jinja2", **shown, health=as_markdown(findings), saved_step=saved_step)
+    with writing(folder):
+        write_whole(folder / "summary.md", text)
+    page = filled(
+        "report.html.jinja2",
+        **shown,
+        folder=folder,
+        config=json.loads((folder / "config.json").read_bytes()),
+        written=time.strftime("%Y-%m-%d %H:%M %Z"),
+        records=records,
+        svgs=draw_svgs(records, panels, findings),
+        answers=read_rows(folder / "eval_samples.jsonl"),
+        samples=read_rows(folder / "samples.jsonl"),
+    )
+    with writing(folder):
+        write_whole(folder / "report.html", page.encode(errors="replace"))  # JSON may hold half a character
+        draw_png(records, panels[:DRAWN], folder / "curves.png")
+    return text
 
-        run = self.run
-        folder = self.folder.path
-        records = read_metrics(folder)
-        numbered = list(enumerate(findings, 1))
-        page = filled(
-            "report.html.jinja2",
-            run=run,
-            folder=self.folder,
-            state=state,
-            written=time.strftime("%Y-%m-%d %H:%M %Z"),
-            words=in_words(run, records, state),
-            findings=numbered,
-            tables=tables(run, records),
-            plots=draw_svgs(records, run.display.panels, numbered),
-            fans=draw_svgs(read_rows(folder / "deciles.jsonl"), DISTRIBUTIONS, numbered),
-            answers=read_rows(folder / "eval_samples.jsonl"),
-            samples=read_rows(folder / "samples.jsonl"),
-            prompt_text=prompt_text,
-            changes=changes,
+
+def in_words(run: Run, records: Records, state: str) -> list[str]:
+    """Did the run help? -> sentences: the evaluations compared, or without two of them the training steps.
+
+    records: all lines of metrics.jsonl; state: see ``write_report``.
+    """
+    display = run.display
+    held_out = len(run.held_out_pairs or run.held_out or ())
+    # With --normalize_reward only the raw score of one step can be compared with that of another.
+    short = "score_raw" if values_of(records, "reward/score_raw") else display.best
+    steps = values_of(records, f"{display.group}/{short}")
+    spread = spread_of_steps(steps)
+    change = ends(records, f"eval/{short}")
+    if change:
+        where = f"on {held_out} held-out {display.tested}"
+        spreads = values_of(records, f"eval/{short}_std")
+        if not spreads and short != "accuracy":  # which is a share of the records
+            spreads = [spread * math.sqrt(run.args.batch_size * run.world.size)]
+        least = least_difference(
+            count=held_out or 1,
+            changes=values_of(records, f"eval/{short}_change_std"),
+            spreads=spreads,
+            shares=change,
         )
-        path = folder / "report.html"
-        with writing(path):
-            write_whole(path, page.encode(errors="replace"))  # JSON may hold half a character
-        if state != "running":
-            path = folder / "curves.png"
-            with writing(path):
-                draw_png(records, run.display.panels[:DRAWN], path)
+    else:
+        where = f"in training (first and last tenth of {len(steps)} steps)"
+        change = ends(records, f"{display.group}/{short}")
+        least = least_difference(max(1, len(steps) // 10), spreads=[spread])
+    text = filled(
+        "verdict.jinja2",
+        run=run,
+        state=state,
+        held_out=held_out,
+        short=short,
+        change=change,
+        least=least,
+        where=where,
+        ends=partial(ends, records),
+    )
+    return list(filter(None, text.splitlines()))
 
 
-def read_rows(path: Path) -> list[dict]:
+def table(display: Display, records: Records) -> list[list[str]]:
+    """The rows of a table, its titles first: where the metrics of a run began and where they ended."""
+    rows = [["", "first", "last"]]
+    evaluated = sorted(name for name in logged(records) if name.startswith("eval/"))
+    for pattern in (*evaluated, *display.followed):
+        for name in metric_names(pattern, records):
+            change = ends(records, name)
+            if change:
+                rows.append([name, f"{change[0]:.4g}", f"{change[1]:.4g}"])
+    return rows
+
+
+def ends(records: Records, name: str) -> tuple[float, float] | None:
+    """The first and the last value of a metric of evaluations; of one of steps the means of the first tenth
+    and of the last tenth of them. None without two values."""
+    values = values_of(records, name)
+    count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
+    return (fmean(values[:count]), fmean(values[-count:])) if len(values) > 1 else None
+
+
+def values_of(records: Records, name: str) -> list[float]:
+    """The values of a metric, where it was logged."""
+    return [r[name] for r in records if name in r]
+
+
+def read_rows(path: Path) -> list[Row]:
     """The rows of a JSONL file of the run folder; none if there is no such file. Half a line, of a run that
     was killed, is left out."""
     rows = []
@@ -101,12 +148,3 @@ def read_metrics(folder: Path) -> Records:
     """The run's metrics.jsonl, without the numbers that were not finite."""
     rows = read_rows(folder / "metrics.jsonl")
     return [{name: x for name, x in row.items() if x is not None} for row in rows]
-
-
-def changes(after: str, before: str) -> list[tuple[str, bool]]:
-    """Two texts -> the pieces of ``after``, each with whether it is new."""
-    now = WORDS.findall(after)
-    pieces = []
-    for kind, _, _, start, end in SequenceMatcher(None, WORDS.findall(before), now).get_opcodes():
-        pieces.append(("".join(now[start:end]), kind != "equal"))
-    return pieces

@@ -58,7 +58,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> RunLogger | NullLo
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
             logger = RunLogger(folder, run)
-    logger.introduce(run, about)
+    logger.introduce(about)
     return logger
 
 

@@ -9,24 +9,31 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import median_high
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
-from atomic_files import last_written, sync, write_whole, writing
+from atomic_files import sync, write_whole, writing
+from errors import InputError, first_line
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
+from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
-from trainer.runs.displays import only_critic
-from trainer.runs.health import Health, as_markdown, one_line
-from trainer.runs.health_rules import WRONG
-from trainer.runs.report import Report, read_metrics, read_rows
-from trainer.runs.samples import sample_text
-from trainer.runs.summary import filled, in_words, tables, values_of
+from trainer.runs.displays import Row, Rows, as_line
+from trainer.runs.health import WRONG, Finding, Health, one_line
+from trainer.runs.report import read_metrics, read_rows, write_report
 from trainer.runs.trackers import Trackers
+
+if TYPE_CHECKING:
+    from trainer.runs.resume import RunFolder  # which makes the logger
+
+LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
+SHARE = 100  # so writing report.html takes at most 1 % of a run
 
 
 class NullLogger:
@@ -34,7 +41,7 @@ class NullLogger:
 
     broken = None
 
-    def log(self, *given):
+    def log(self, *given: object) -> None:
         """Do nothing."""
 
     say = introduce = keep_choice = summary = stopped = finish = log
@@ -47,74 +54,64 @@ class RunLogger:
     write raise InputError if the disk cannot be written.
     """
 
-    def __init__(self, folder, run):
+    def __init__(self, folder: "RunFolder", run: Run) -> None:
         first_step = run.progress.step
+        self.run = run
         self.folder = folder
-        self.display = run.display
-        self.total_steps = run.total_steps
-        shortest = max(1, self.total_steps // 20)  # so that a run prints 20 lines or more, if it has 20 steps
-        self.log_interval = run.args.log_interval or min(self.display.log_interval, shortest)
+        self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
         self.saved_step = first_step
         self.saving_seconds = 0.0
-        self.result_time = last_written(run.result_file)  # or when this run has written it
-        self._files = [folder.path / name for name in ("metrics.jsonl", *self.display.samples)]
+        self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             with writing(path):
                 cut_lines(path, first_step)
-        self.health = Health(folder.config)
-        self.broken = None  # the first finding of level "wrong" that has begun in this process
-        self.ended_by = None  # the finding by which --strict_health 1 has ended the run
+        records = read_metrics(folder.path)  # of a resumed run
+        self.health = Health(folder.config, records)
+        self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
-            total=self.total_steps, initial=first_step, desc=self.display.title, unit="step", disable=None
+            total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
-        self._trackers = Trackers(run.args, folder, self.say)
-        for record in read_metrics(folder.path):  # of a resumed run
-            self.health.add(record)
-            self._trackers.log(record.pop("step"), record, fresh=True)
-        self._report = Report(run, folder, self.say)
+        self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
+        for record in records:
+            self._trackers.log(int(record.pop("step")), record, fresh=True)
         self._start = time.perf_counter()
+        self._report_due = self._start + SHARE  # as if writing it took a second
 
-    def log(self, step: int, metrics: dict, rows=()) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         """Log one step's metrics {name: mean} and {file: rows}: to files, trackers and progress bar.
 
-        Every --log_interval steps a line is printed, and every fourth time a sample; both at the last step.
-        Findings (health.py) are printed at any step.
+        Every --log_interval steps and at the last one a line is printed, and every fourth time a sample.
+        Evaluations and findings (health.py) are printed at any step.
         """
         # JSON has no NaN, so a number that is not finite (the loss of a skipped step) becomes null.
         numbers = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        rows = {"metrics.jsonl": [numbers], **dict(rows)}
-        for name, records in rows.items():
+        for name, records in {"metrics.jsonl": [numbers], **rows}.items():
             path = self.folder.path / name
             with writing(path), open(path, "a", encoding="utf-8") as file:
                 file.write(as_lines({"step": step, **record} for record in records))
-        line = self.display.step_line(metrics)
+        line = as_line(self.run.display.line, metrics)
         self._bar.set_postfix_str(line, refresh=False)
         self._bar.update(step - self._bar.n)
-        values = dict(metrics)  # and texts: what the trackers get
-        samples = [sample_text(step, row) for row in rows.get("samples.jsonl", ())]
-        last = step == self.total_steps
-        if step and (last or step % self.log_interval == 0):
-            mark = "only the critic trains | " if only_critic(metrics) else ""
-            self.say(f"step {step}/{self.total_steps} | {mark}{line}")
+        values: dict[str, float | str] = dict(metrics)  # what the trackers get
+        total = self.run.total_steps
+        if step and (step == total or step % self.log_interval == 0):
+            self.say(f"step {step}/{total} | {line}")
+            samples = [sample_text(step, row) for row in rows.get("samples.jsonl", ())]
             if samples:
                 values["samples"] = "\n\n".join(samples)
-                if last or step % (4 * self.log_interval) == 0:
+                if step % (4 * self.log_interval) == 0:
                     self.say(samples[0])
         begun = self.health.add({"step": step, **metrics})
         for finding in begun:
             self.say(f"health: {one_line(finding)}")
             if finding.level == WRONG and not self.broken:
                 self.broken = finding
-        if begun:
-            values["findings"] = "\n".join(map(one_line, begun))
-        if metrics.get("perf/out_of_memory"):
-            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
-        held_out = self.display.evaluation_line(metrics)
+        held_out = as_line(self.run.display.evaluation, metrics)
         if held_out:
             self.say(f"  held out at step {step}: {held_out}")
         self._trackers.log(step, values)
-        if self._report.is_due():
-            self._report.write(self.health.sorted, "running")
+        if time.perf_counter() >= self._report_due:
+            self._report("running")
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -124,26 +121,22 @@ class RunLogger:
         except BrokenPipeError:  # the reader has ended (| head); the run continues without output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def introduce(self, run, about: str) -> None:
+    def introduce(self, about: str) -> None:
         """Print the folder's notes, what the run is made of (``about``), its size and where it starts."""
+        run = self.run
         world = run.world
-        lines = list(self.folder.notes)
+        for note in self.folder.notes:
+            self.say(note)
         if world.device.type == "cpu" and kernels_of("cpu") is None:
-            lines.append(
+            self.say(
                 "note: no C compiler (CC, or cc) compiles trainer/compute/cpu: all works, but slower; get gcc"
             )
-        size = getattr(run.args, "mini_batch_size", 0) * world.size
-        minibatches = f" in minibatches of {size}" if size else ""
-        dtype = str(run.dtype).removeprefix("torch.")
-        lines += [
-            about,
-            f"run      {run.total_steps} steps of {run.args.batch_size * world.size} "
-            f"{self.display.unit}{minibatches}, {world.size} x {world.device.type} in {dtype}, "
-            f"in {self.folder.path}",
-        ]
+        self.say(
+            f"{about}\nrun      {run.total_steps} steps of {run.args.batch_size * world.size} "
+            f"{run.display.unit}, {world.size} x {world.device.type} in {run.dtype}, in {self.folder.path}"
+        )
         if self.folder.checkpoint:
-            lines.append(f"resumed  after step {run.progress.step}")
-        self.say("\n".join(lines))
+            self.say(f"resumed  after step {run.progress.step}")
 
     def keep_choice(self, name: str, value: float) -> None:
         """Write what the run has chosen for a flag into config.json, where health.py reads it."""
@@ -156,66 +149,53 @@ class RunLogger:
             with writing(path):
                 sync(path)
 
-    def stopped(self, run) -> None:
+    def stopped(self) -> None:
         """Say where a run that stopped before its end can be seen, and the command that resumes it.
 
         A run that has learned nothing leaves no folder, unless there was one or it holds an evaluation."""
         self._bar.close()
-        step = run.progress.step
         saved = list_checkpoints(self.folder.path)
-        lines = [f"saved: {saved[-1]}"] if saved else []
-        state = "stopped"
-        how = "to go on"
-        if self.ended_by:
-            state = f"ended by --strict_health 1: {self.ended_by.name}"
-            how = "to go on all the same"
-            lines.append(f"start a new run with the remedy: {self.ended_by.remedy}")
-        if saved and step < self.total_steps:
-            lines.append(f"{how}: {self.folder.config['resume_command']}")
-        if not step and self.folder.remove_if_unused():
-            lines.append(
-                f"nothing was learned, so {self.folder.path} was removed: start again without --resume"
-            )
-        if lines:  # first: torchrun may end this process while it plots
-            self.say("\n".join(lines))
-        if step:
+        if saved:
+            self.say(f"saved: {saved[-1]}\nto go on: {self.folder.config['resume_command']}")
+        if self.run.progress.step:
             with contextlib.suppress(ValueError):  # a full disk: the error that ended the run says so
-                self._conclude(run, state)
+                self._conclude("stopped")
+        elif self.folder.remove_if_unused():
+            self.say(f"nothing was learned, so {self.folder.path} was removed: start again without --resume")
 
-    def summary(self, run) -> None:
+    def summary(self) -> None:
         """Write summary.md, report.html and curves.png; print the summary, files, time, memory."""
         self._bar.close()
-        records = self._conclude(run, "ended")
-        seconds = time.perf_counter() - self._start
-        rates = values_of(records, "perf/samples_per_second")
-        memory = f"{peak_memory() / 2**30:.1f} GiB of memory"
-        if torch.cuda.is_available():
-            memory += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory"
+        self._conclude("ended")
+        memory = torch.cuda.max_memory_allocated() or peak_memory()
         self.say(
-            f"{seconds:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
-            f"{median_high(rates or [0]):.1f} samples/s, at most {memory}\n{run.results()}"
+            f"{time.perf_counter() - self._start:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
+            f"at most {memory / 2**30:.1f} GiB of memory\n{self.run.results()}"
         )
 
-    def _conclude(self, run, state):
-        """Write summary.md, report.html and curves.png, print the first -> the lines of metrics.jsonl. state:
-        see ``in_words``."""
-        folder = self.folder.path
-        records = read_metrics(folder)
-        findings = self.health.sorted
-        text = filled(
-            "summary.md.jinja2",
-            run=run,
-            words=in_words(run, records, state),
-            findings=as_markdown(findings),
-            tables=tables(run, records),
-            saved_step=self.saved_step,
-        )
-        with writing(folder):
-            write_whole(folder / "summary.md", text)
-        self._trackers.log(run.progress.step, {"summary": text})
-        self._report.write(findings, state)
-        self.say(f"\n{text}\nreport   {folder / 'report.html'}, summary.md and curves.png")
-        return records
+    def _conclude(self, state: str) -> None:
+        """Write summary.md, report.html and curves.png for the last time, print the first."""
+        text = self._report(state)
+        self._trackers.log(self.run.progress.step, {"summary": text})
+        self.say(f"\n{text}\nreport   {self.folder.path / 'report.html'}, summary.md and curves.png")
+
+    def _report(self, state: str) -> str:
+        """Write them -> the text of summary.md. If that fails, a line says so: a fault in it must not end a
+        run."""
+        start = time.perf_counter()
+        text = ""
+        try:
+            text = write_report(
+                self.run, self.folder.path, self.health.sorted, state=state, saved_step=self.saved_step
+            )
+        except InputError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self.say(f"note: report.html cannot be made ({reason}); report it on the project's issue page")
+        end = time.perf_counter()
+        self._report_due = end + SHARE * (end - start)
+        return text
 
     def finish(self) -> None:
         """Close all that is open, and unlock the folder."""
@@ -224,7 +204,15 @@ class RunLogger:
         self.folder.close()
 
 
-def as_lines(rows) -> str:
+def sample_text(step: int, row: Row) -> str:
+    """A row of samples.jsonl as text: a header with the parts of the score, then prompt and response."""
+    parts = "  ".join(f"{name} {value:+.2f}" for name, value in row["parts"].items())
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+    body = textwrap.indent(f"{prompt}\n{row['response']}", "    ")
+    return f"  sample at step {step}: {parts}\n{body}"
+
+
+def as_lines(rows: Iterable[Row]) -> str:
     """Rows as JSONL."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -234,5 +222,4 @@ def cut_lines(path: Path, last_step: int) -> None:
 
     So a resumed run does not repeat a step, and an incomplete last line is removed.
     """
-    kept = [row for row in read_rows(path) if row["step"] <= last_step] if last_step else ()
-    write_whole(path, as_lines(kept))
+    write_whole(path, as_lines(row for row in read_rows(path) if row["step"] <= last_step and last_step))

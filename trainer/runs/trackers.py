@@ -1,24 +1,10 @@
 """Trackers: programs that show a run's metrics and texts, besides the files in its folder.
 
 ``--tracker`` names them: SwanLab, TensorBoard, Weights & Biases, or several. Each works without network and
-without an account: it then writes into the run folder. To add one, write a class here with
-
-    __init__(args, folder)     start it; folder: the ``RunFolder`` (its ``path`` and ``config``)
-    fresh                      True if it has nothing of this run yet
-    about                      a command that shows or uploads what it has, "" if it says so itself
-    log(step, values)          take {name: number or text} of one step
-    finish()                   end it, also when a run stops early
-
-and add it to ``TRACKERS`` under the name of the Python package that it needs. ``RunLogger`` (run_logger.py)
-has them as one ``Trackers``, in the main process only.
-
-A resumed run keeps its id (``run_id`` in config.json). What a tracker wrote into the run folder is removed,
-and the metrics are written again from the run's own file, up to the step from which the run goes on. So no
-step is there twice, and a tracker that is new has all steps, but online: there SwanLab and Weights & Biases
-go on with the same run, from the checkpoint on.
-
-A tracker that cannot start ends the run in one line, before anything is learned. One that fails later gets
-nothing more, which one line says, and the run goes on: its own files have everything.
+without an account: it then writes into the run folder. docs/trackers.md says how to look at it, and what
+happens when a run is resumed. To add one, write a function here that starts it, and add it to ``TRACKERS``
+under the name of the Python package that it needs. One that cannot start ends the run in one line, before
+anything is learned; one that fails later gets nothing more, which one line says.
 """
 
 import html
@@ -26,98 +12,88 @@ import importlib.util
 import os
 import shutil
 import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from errors import InputError, first_line
-from trainer.runs.base import quoted
+
+Values = Mapping[str, float | str]  # metrics and texts
 
 
-class OwnFormat:
-    """A tracker that takes numbers and texts alike, in its own format. ``_run``: its run."""
+@dataclass
+class Tracker:
+    """One of them. Written for those that take numbers and texts alike."""
 
-    def log(self, step, values):
-        shown = {name: self._text(x) if isinstance(x, str) else x for name, x in values.items()}
-        self._run.log(shown, step=step)
+    run: Any  # as the package has it
+    text: Callable[[str], Any]  # a text -> the package's form of it
+    fresh: bool = True  # it has nothing of this run yet
 
-    def finish(self):
-        self._run.finish()
+    def log(self, step: int, values: Values) -> None:
+        """Take the values of one step."""
+        self.run.log({name: self.text(x) if isinstance(x, str) else x for name, x in values.items()}, step)
 
-
-class SwanLab(OwnFormat):
-    """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in."""
-
-    about = ""
-
-    def __init__(self, args, folder):
-        import swanlab  # here, because importing it takes a second or more; the same below
-
-        self._text = swanlab.Text
-        self.fresh = not swanlab.Settings().api_key
-        path = folder.path / "swanlog"
-        if self.fresh:
-            shutil.rmtree(path, ignore_errors=True)
-        mode = "offline" if self.fresh else "online"
-        self._run = swanlab.init(**named(args, folder), log_dir=str(path), mode=mode)
+    def finish(self) -> None:
+        """End it, also when a run stops early."""
+        self.run.finish()
 
 
-class TensorBoard:
-    """TensorBoard's event files, in ``tensorboard/`` of the run folder. It needs no TensorFlow."""
+class TensorBoard(Tracker):
+    """TensorBoard's event files. It needs no TensorFlow."""
 
-    fresh = True
-
-    def __init__(self, args, folder):
-        from torch.utils.tensorboard import SummaryWriter
-
-        path = folder.path / "tensorboard"
-        shutil.rmtree(path, ignore_errors=True)
-        self.about = quoted(["tensorboard", "--logdir", path])
-        self._writer = SummaryWriter(str(path))
-        self.log(0, {"config": "\n".join(f"{name}: {value}" for name, value in vars(args).items())})
-
-    def log(self, step, values):
+    def log(self, step: int, values: Values) -> None:
         for name, x in values.items():
             if isinstance(x, str):
-                x = textwrap.indent(x, "    ")  # Markdown's form of text as it is
-                self._writer.add_text(name, x, step)
+                self.run.add_text(name, self.text(x), step)
             else:
-                self._writer.add_scalar(name, x, step)
-        self._writer.flush()  # else it would be two minutes behind
+                self.run.add_scalar(name, x, step)
+        self.run.flush()  # else it would be two minutes behind
 
-    def finish(self):
-        self._writer.close()
+    def finish(self) -> None:
+        self.run.close()
 
 
-class WandB(OwnFormat):
+def start_swanlab(folder: Path, known: dict[str, Any]) -> Tracker:
+    """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in. known: what it and
+    Weights & Biases call a run, its flags among it."""
+    import swanlab  # here, because importing it takes a second or more; the same below
+
+    path = str(folder / "swanlog")
+    fresh = not swanlab.Settings().api_key
+    if fresh:
+        shutil.rmtree(path, ignore_errors=True)
+    run = swanlab.init(**known, log_dir=path, mode="offline" if fresh else "online")
+    return Tracker(run, swanlab.Text, fresh)
+
+
+def start_tensorboard(folder: Path, known: dict[str, Any]) -> Tracker:
+    """TensorBoard, in ``tensorboard/`` of the run folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    path = str(folder / "tensorboard")
+    shutil.rmtree(path, ignore_errors=True)
+    writer = SummaryWriter(path)
+    return TensorBoard(writer, lambda text: textwrap.indent(text, "    "))  # as it is, in Markdown
+
+
+def start_wandb(folder: Path, known: dict[str, Any]) -> Tracker:
     """Weights & Biases, in ``wandb/`` of the run folder; online too if the user is logged in and WANDB_MODE
     does not say otherwise."""
+    import wandb
 
-    def __init__(self, args, folder):
-        import wandb
-
-        self._text = lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        self.fresh = mode != "online"
-        if self.fresh:
-            for path in (folder.path / "wandb").glob(f"offline-run-*-{folder.config['run_id']}"):
-                shutil.rmtree(path)
-        settings = wandb.Settings(console="off", silent=self.fresh)  # the output is the run's own
-        self._run = wandb.init(**named(args, folder), dir=str(folder.path), mode=mode, settings=settings)
-        self.about = quoted(["wandb", "sync", Path(self._run.dir).parent]) if self.fresh else ""
+    known["mode"] = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+    fresh = known["mode"] != "online"
+    if fresh:
+        shutil.rmtree(folder / "wandb", ignore_errors=True)
+    settings = wandb.Settings(console="off")  # the output is the run's own
+    run = wandb.init(**known, dir=str(folder), settings=settings)
+    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"), fresh)
 
 
-def named(args, folder) -> dict:
-    """What SwanLab and Weights & Biases call a run, and its flags."""
-    return {
-        "project": args.wandb_project,
-        "name": folder.path.name,
-        "id": folder.config["run_id"],
-        "resume": "allow",
-        "config": vars(args),
-    }
-
-
-TRACKERS = {"swanlab": SwanLab, "tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS = {"swanlab": start_swanlab, "tensorboard": start_tensorboard, "wandb": start_wandb}
 
 
 class Trackers:
@@ -125,22 +101,27 @@ class Trackers:
 
     Raises InputError if one of them cannot start."""
 
-    def __init__(self, args, folder, say):
+    def __init__(self, args: Namespace, folder: Path, run_id: str, say: Callable[[str], None]) -> None:
         self._say = say
-        self._live = {}
+        self._live: dict[str, Tracker] = {}
         for name in wanted(args):
+            known = {
+                "project": args.wandb_project,
+                "name": folder.name,
+                "id": run_id,
+                "resume": "allow",
+                "config": vars(args),
+            }
             try:
-                tracker = self._live[name] = TRACKERS[name](args, folder)
+                self._live[name] = TRACKERS[name](folder, known)
             except Exception as error:  # anything that the package raises
                 raise InputError(
                     f"--tracker {name}: cannot start ({first_line(error)[:200]}); mend that, or leave it out"
                 ) from error
-            if tracker.about:
-                say(f"tracker  {name}: {tracker.about}")
 
-    def log(self, step, values, fresh=False):
-        """Give all of them the values {name: number or text} of a step; fresh: those only that have nothing
-        of the run yet. One that fails is left out from then on."""
+    def log(self, step: int, values: Values, fresh: bool = False) -> None:
+        """Give all of them the values of a step; fresh: those only that have nothing of the run yet. One that
+        fails is left out from then on."""
         for name, tracker in list(self._live.items()):
             if fresh and not tracker.fresh:
                 continue
@@ -153,13 +134,14 @@ class Trackers:
                     "the run goes on, its own files have everything"
                 )
 
-    def finish(self):
+    def finish(self) -> None:
+        """End all of them."""
         for tracker in self._live.values():
             with suppress(Exception):  # as above
                 tracker.finish()
 
 
-def add_flags(add):
+def add_flags(add: Callable[..., None]) -> None:
     """Declare the flags of trackers, as in trainer/flags.py."""
     choices = ["none", *TRACKERS]
     add("--tracker", [], "also log there; several work", nargs="*", choices=choices, may_change=True)
@@ -167,11 +149,10 @@ def add_flags(add):
     add("--wandb_project", "small-lm-ppo", "project in SwanLab and wandb", may_change=True)
 
 
-def wanted(args) -> list[str]:
-    """The names of the trackers that the flags ask for, each once. InputError if a package is missing."""
-    names = dict.fromkeys([*args.tracker, *(["swanlab"] if args.use_wandb else [])])
-    names.pop("none", None)
+def wanted(args: Namespace) -> list[str]:
+    """The names of the trackers that the flags ask for. InputError if a package is missing."""
+    names = {*args.tracker, *(["swanlab"] if args.use_wandb else [])} - {"none"}
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"--tracker {name}: needs {name}; pip install {name}")
-    return list(names)
+    return sorted(names)
