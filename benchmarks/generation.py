@@ -18,8 +18,8 @@ import torch
 from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy, show, spread, vocabulary_of
 from update import weights_per_token
 
-from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, set_precision
+from trainer.compute.scoring import pack_sequences
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling import noise_keys

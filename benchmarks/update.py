@@ -14,14 +14,12 @@ import torch
 from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
 
 from trainer import ppo
-from trainer.compute.attention import Packing
-from trainer.compute.batching import micro_batches, tokens_per_pass
+from trainer.compute.batching import Layout, micro_batches, tokens_per_pass
 from trainer.compute.cpu import kernels
 from trainer.compute.memory import keep_freed_memory
-from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import autocast, set_precision
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import PolicyScorer
+from trainer.compute.scoring import PolicyScorer, pack_sequences
 
 REPETITIONS = 3
 FLOATS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
@@ -96,9 +94,10 @@ def padding_waste(rollout):
     lengths, outside, inside = rollout.lengths.tolist(), 0, 0
     compiled = rollout.tokens.is_cpu and kernels.library() is not None
     for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
-        packing = Packing([lengths[i] for i in index], rollout.tokens.device)
+        packing = Layout([lengths[i] for i in index])
         outside += sum(lengths[i] for i in index)
-        inside += sum(packing.lengths if compiled else packing.sizes)
+        padded = sum(count * longest for count, longest in packing.groups)
+        inside += sum(packing.lengths) if compiled else padded
     return tuple(round(1 - sum(lengths) / computed, 3) for computed in (outside, inside))
 
 

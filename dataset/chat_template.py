@@ -184,7 +184,7 @@ def learned_pieces(
         if full.startswith(after) and after.startswith(before) and len(before) > done:
             pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)
-    if done < len(full):
+    if not pieces or done < len(full):
         raise InputError("this chat template cannot be split into prompt and answer for training")
     return pieces
 

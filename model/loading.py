@@ -307,7 +307,7 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[
 
 
 def check_ends(
-    item: tuple[Iterable[int], Iterable[bool]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+    item: tuple[Iterable[int], Iterable[int]], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
     """Raise InputError if a demonstration, (token ids, mask), teaches the model to end answers with a token
     at which PPO does not stop."""

@@ -9,7 +9,7 @@ from tiny import WORDS, flags, run_files, word_tokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.compute.scoring import load_balance_loss
 from trainer.inputs import load_inputs

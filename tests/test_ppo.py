@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer import ppo
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import length_mask
 from trainer.compute.scoring import load_balance_loss
 from trainer.runs.base import Learner

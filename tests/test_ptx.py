@@ -8,7 +8,7 @@ from tiny import WORDS, flags, read_jsonl, run_files, train, write_jsonl
 from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
-from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import LossScale
 from trainer.memory_plan import Case, Sizes, memory_plan
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,10 +39,9 @@ from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
-from trainer import supervised, train_ppo, train_reward, train_sft
-from trainer.compute import loss_scale
+from trainer import train_ppo, train_reward, train_sft
+from trainer.compute import precision
 from trainer.compute.batching import pad_right
-from trainer.compute.loss_scale import LossScale
 from trainer.compute.scoring import score_learned
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
@@ -587,8 +585,8 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(supervised, "LossScale", partial(LossScale, interval=2))
-    monkeypatch.setattr(loss_scale, "FIRST", 2.0**10)  # doubled twice, it still is no overflow
+    monkeypatch.setattr(precision, "INTERVAL", 2)
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**10)  # doubled twice, it still is no overflow
     script, losses = SCRIPTS[kind], {}
     for dtype in ("float32", "float16"):
         script.main(argv_of(files, kind, tmp_path / dtype, dtype=dtype))

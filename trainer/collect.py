@@ -116,7 +116,7 @@ class Collector:
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
         with self.host.on_device(*modules_of(reward)):
-            lengths = rollout.on_host()[1]
+            lengths = rollout.layout.response_len
             return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
 
     def collect(

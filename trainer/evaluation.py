@@ -138,7 +138,9 @@ def rows_of_step(run: "PpoRun", batch: Batch) -> Rows:
     """What is kept of a step's responses, of all processes, which must all call it: the first one and those
     that stand out."""
     answers = answer_rows(batch.texts, batch.rollout, batch.scores)
-    mine = [{"prompt": prompt.prompt} | row for prompt, row in zip(batch.prompts, answers, strict=True)]
+    mine: list[Row] = [
+        {"prompt": prompt.prompt} | row for prompt, row in zip(batch.prompts, answers, strict=True)
+    ]
     rows = [row for theirs in run.world.gather(mine) for row in theirs]
     by_score = sorted(rows, key=lambda row: row["parts"]["score"])
     longest = max(rows, key=lambda row: row["length"])

@@ -247,7 +247,7 @@ for _row in _rows(_CALLED):
     if _value:
         VALUES[_theirs] = _value[0]
 
-NOT_HERE = {}  # their flag -> what to do instead
+NOT_HERE: dict[str, str] = {}  # their flag -> what to do instead
 for _row in _rows(_NOT_HERE):
     _names, _, _reason = _row.partition(": ")
     NOT_HERE |= dict.fromkeys(_names.split(), _reason)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from atomic_files import writing
 from dataset.data_order import local_positions
-from dataset.lm_dataset import RLAIFDataset
+from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
 from model.loading import is_moe
@@ -27,9 +27,8 @@ from model.weights import sharded_and_whole
 from trainer import ppo
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.collect import Collector
-from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
-from trainer.compute.precision import check_range, keep_exact, round_frozen, set_precision
+from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
@@ -67,6 +66,7 @@ class PpoRun(Run):
     script = "train_ppo.py"
     display = displays.PPO
     held_out: RLAIFDataset | None
+    held_out_pairs: LoggedPairs | None
     about = describe_run
     facts = start_facts
     fingerprints = fingerprints  # before frozen weights are rounded
@@ -87,7 +87,6 @@ class PpoRun(Run):
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
         keep_freed_memory(sharded)
-        check_range(self.actor, self.dtype, f"--model {args.model}: ")
         # The reward, and that of evaluations, which never trains.
         self.reward, self.judge = self._load_rewards(args)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
@@ -202,7 +201,7 @@ class PpoRun(Run):
         args = self.args
         scorer_of = partial(PolicyScorer, dtype=self.dtype, early_ends=self.endings.early)
         actor = scorer_of(self.actor, learn_entropy=args.entropy_coef > 0)
-        self.scorers: dict[str, PolicyScorer | ValueScorer] = {
+        self.scorers = {
             "actor": actor,
             "old_actor": actor if self.old_actor is self.actor else scorer_of(self.old_actor),
             "reference": scorer_of(self.ref),
@@ -224,7 +223,7 @@ class PpoRun(Run):
 
         self.learners = {}
         if self.critic:
-            self.scorers["critic"] = ValueScorer(self.critic, self.dtype)
+            self.value_scorer = ValueScorer(self.critic, self.dtype)
             self.learners["critic"] = learner(self.critic, args.critic_learning_rate)
         self.learners["actor"] = learner(self.actor, args.learning_rate)
         self.learners["actor"].first_batch = args.critic_warmup_steps  # before it only the critic trains
@@ -417,13 +416,14 @@ def shard_models(run: PpoRun, in_step: InStep) -> None:
     """``--shard 1``: shard actor, critic, old actor, reference and reward models (compute/sharding.py), which
     are whole in main memory, and make the optimizers of what each process keeps. The sampler is not sharded:
     before a rollout every process gathers a whole copy of the old actor, in the dtype of sampling."""
-    for scorer in dict.fromkeys(run.scorers.values()):  # the old actor's may be the actor's
+    scorers = [*run.scorers.values(), *([run.value_scorer] if run.critic else [])]
+    for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
         shard(scorer, in_step, run.dtype)
         scorer.in_step = in_step
     if shares_reward_models(run.args):
         for model in scoring_models(run.reward, run.judge):
             shard(model.root, in_step, run.dtype, model.model)
-            model.root.in_step = in_step
+            model.root.in_step = in_step  # type: ignore[assignment]  # ``each_micro_batch`` asks for it
     for learner in run.learners.values():
         learner.optimizer = ppo_optimizer(learner.model, learner.peak, run.args)
 

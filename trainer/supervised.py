@@ -27,9 +27,8 @@ from errors import InputError
 from model.loading import load_policy, most_positions
 from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
-from trainer.compute.loss_scale import LossScale
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
-from trainer.compute.precision import check_range, set_precision
+from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
@@ -93,7 +92,6 @@ class SupervisedRun(Run):
             )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
-        check_range(self.model, self.dtype, f"--model {args.model}: ")
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
         self.balance = BalanceLoss(self.model)
@@ -235,7 +233,7 @@ def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple
     sums = Metrics()
     world = run.world
     with world.all_or_none():
-        items = share_of(run.held_out, world)
+        items = [run.held_out[i] for i in share_of(range(len(run.held_out)), world)]
         lengths = [run.tokens(item) for item in items]
 
         def measure(rows):

@@ -289,7 +289,7 @@ def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
             scorer = run.scorers["old_actor"]
             rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature)
     if run.critic:
-        rollout.values = score_values(rollout, run.scorers["critic"])
+        rollout.values = score_values(rollout, run.value_scorer)
     rollout.importance_weights = ppo.importance_weights(
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )
@@ -353,7 +353,7 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
     """
     args = run.args
     metrics = Metrics()
-    values, balance = run.scorers["critic"](*mb.sequences)
+    values, balance = run.value_scorer(*mb.sequences)
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )

@@ -28,7 +28,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer import train_reward
-from trainer.compute.batching import take_rows
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
 from trainer.runs.metrics import Metrics
@@ -114,7 +113,7 @@ class DemoRun(train_reward.RewardRun):
             places += range(first + part - 1, first + len(chosen) - 1)
             targets += chosen[part:]
         with autocast(states.device, self.dtype):
-            found = take_rows(states, self.ids(places))
+            found = states.index_select(0, self.ids(places))
             return -token_logprobs(self.lm_head, found, self.ids(targets), 1.0)[0]
 
     def ids(self, values: list[int]) -> Tensor:

@@ -24,8 +24,8 @@ from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
 from model.weights import is_sharded, local_part, whole
-from trainer.compute.batching import pad_right
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout, pad_right
+from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
 from trainer.generation.sampler_copy import SamplerCopy
@@ -221,7 +221,8 @@ def out_of_memory(in_step, kind):
         if kind == "train":
             in_step.train(lengths, 9, work)
         else:
-            in_step.score(lengths, 9, work, lambda: work([0]), "scoring")
+            scorer.in_step = in_step
+            each_micro_batch(lengths, 9, work, model=scorer, dummy=lambda: work([0]))
     except SystemExit as error:
         return str(error.code)
 

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_llama
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout
 from trainer.compute.scoring import BalanceLoss, load_balance_loss
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 12, "use_moe": True, "eos_token_id": 0}

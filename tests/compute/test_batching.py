@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.compute.batching import micro_batches, pad_right, pass_size
-from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import LossScale
 from trainer.compute.rollout_data import Rollout
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit

@@ -9,9 +9,10 @@ import torch
 from tiny import PYTHON, ROOT, finish, start_script, tiny_llama
 
 from trainer.compute import attention, fused_layers, logprobs
+from trainer.compute.batching import Layout
 from trainer.compute.cpu import kernels
 from trainer.compute.kernels import kernels_for
-from trainer.compute.packing import pack_sequences
+from trainer.compute.scoring import pack_sequences
 from trainer.generation import sampling
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -61,7 +62,7 @@ def test_norms(dtype, width, monkeypatch):
     def add_norm(x, delta, weight):
         module = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return fused_layers.add_norm(x, delta, module)
+            return fused_layers._add_norm(x, delta, module)
 
     assert_close(*both_ways(norm, (x, weight), monkeypatch), TOLERANCE[dtype] * 2)
     assert_close(*both_ways(add_norm, (x, delta, weight), monkeypatch), TOLERANCE[dtype] * 2)
@@ -84,7 +85,7 @@ def test_rotation(dtype, half, monkeypatch):
     cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
 
     def turn(x):
-        return fused_layers.rotate(x, cos, sin)
+        return fused_layers._rotate(x, cos, sin)
 
     x = draw(2, 5, 3, 2 * half, dtype=dtype)
     assert_close(*both_ways(turn, (x,), monkeypatch), TOLERANCE[dtype] * 2)
@@ -120,7 +121,7 @@ def test_gates_at_the_ends_of_what_fp32_holds():
 def test_attention(dtype, window, heads, groups, dim):
     """Packed sequences, compared with attention in fp64 over each sequence on its own."""
     lengths = [37, 16, 5, 1, 64]
-    packing = attention.Packing(lengths, "cpu")
+    packing = Layout(lengths)
     inputs = [
         draw(1, sum(lengths), n, dim, dtype=dtype, seed=i) for i, n in enumerate((heads, groups, groups))
     ]
@@ -132,10 +133,10 @@ def test_attention(dtype, window, heads, groups, dim):
         return attention.rotated_attention(query, key, value, *turns, packing, window, 0.4)
 
     def plain(query, key, value):
-        query, key = (fused_layers.rotate(x, *(c.double() for c in turns)) for x in (query, key))
+        query, key = (fused_layers._rotate(x, *(c.double() for c in turns)) for x in (query, key))
         out = []
         for start, end in pairwise(packing.starts.tolist()):
-            mask = attention.causal_mask(end - start, window, torch.float64, query.device)
+            mask = attention._causal_mask(end - start, window, torch.float64, query.device)
             own = (x[:, start:end].transpose(1, 2) for x in (query, key, value))
             out.append(attention.matmul_attention(*own, mask, 0.4).transpose(1, 2))
         return torch.cat([x.transpose(1, 2) for x in out], 1)
@@ -156,7 +157,9 @@ def test_log_probs(dtype, size, monkeypatch):
     targets = torch.randint(size, (11,), generator=torch.Generator().manual_seed(0))
 
     def logs(states, weight, bias):
-        return logprobs._TokenLogprobs.apply(states, weight, bias, targets, 0.7, dtype, None, False)[0]
+        module = SimpleNamespace(weight=weight, bias=bias)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            return logprobs.token_logprobs(module, states, targets, 0.7)[0]
 
     inputs = draw(11, 8), head, draw(size, seed=4)
     assert_close(*both_ways(logs, inputs, monkeypatch), TOLERANCE[dtype] * 4)
@@ -227,9 +230,9 @@ def test_decoding(dtype, heads, groups, dim, window, normed):
                 for x, w in zip((q, k), norms, strict=True)
             )
         turn = [c[None, : last + 1, None] for c in (cos, sin)]
-        q, k = (fused_layers.rotate(x[None].transpose(1, 2), *turn) for x in (q, k))
+        q, k = (fused_layers._rotate(x[None].transpose(1, 2), *turn) for x in (q, k))
         q, k = (x[0].transpose(0, 1) for x in (q, k))
-        mask = attention.causal_mask(last + 1, window, torch.float64, q.device)
+        mask = attention._causal_mask(last + 1, window, torch.float64, q.device)
         expected = attention.matmul_attention(q[None], k[None], v[None], mask, 0.3)[0, -1]
         assert (out[row].double() - expected).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
 

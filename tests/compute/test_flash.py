@@ -15,9 +15,8 @@ from tiny import tiny_llama
 from torch.nn.attention import varlen
 
 from trainer.compute import attention
-from trainer.compute.attention import Packing
-from trainer.compute.packing import pack_sequences, packed_states
-from trainer.compute.scoring import prepare_training
+from trainer.compute.batching import Layout
+from trainer.compute.scoring import pack_sequences, packed_states, prepare_training
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 7, 1, 12, 3]
@@ -68,7 +67,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_values_and_gradients_are_those_of_the_groups(heads, window, kernel, here, monkeypatch):
     """In fp64, which no real kernel takes, so that a wrong place cannot hide behind rounding."""
-    packing, results = Packing(LENGTHS, CPU), []
+    packing, results = Layout(LENGTHS), []
     shapes = [(1, n, sum(LENGTHS), 8) for n in (heads[0], heads[1], heads[1])]
     rows = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     module, calls = torch.nn.Module(), []
@@ -104,7 +103,7 @@ def test_a_model_in_bf16_computes_the_same_with_it(make, here, monkeypatch):
         net = copy.deepcopy(model).base_model
         assert pack_sequences(net)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            states.append(packed_states(net, tokens, lengths).last_hidden_state)
+            states.append(packed_states(net, tokens, Layout(lengths)).last_hidden_state)
         states[-1].float().sin().sum().backward()
     exact, groups, packed = (x.float() for x in states)
     assert 0 < (packed - exact).abs().max() < 2 * (groups - exact).abs().max()
@@ -124,24 +123,24 @@ def _sees_the_future(*args, window_size=(-1, 0), **more):
 )
 def test_a_kernel_that_does_not_work_is_named_once_and_never_used(kernel, reason, here, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    packing, rows = Packing(LENGTHS, CPU), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
+    packing, rows = Layout(LENGTHS), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
     with pytest.warns(UserWarning, match=f"no flash attention of packed rows, .*{reason}"):
-        assert attention.flash_attention(*rows, packing, None, None) is None
+        assert attention._flash_attention(*rows, packing, None, None) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert attention.flash_attention(*rows, packing, None, None) is None
+        assert attention._flash_attention(*rows, packing, None, None) is None
 
 
 def test_memory_that_runs_out_in_the_trial_says_nothing_about_the_kernel(here, monkeypatch):
     def full(*args, scale=None, **more):
         raise torch.OutOfMemoryError("out of memory")
 
-    packing, rows = Packing(LENGTHS, CPU), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
+    packing, rows = Layout(LENGTHS), [torch.randn(sum(LENGTHS), 2, 8).bfloat16() for _ in range(3)]
     monkeypatch.setattr(varlen, "varlen_attn", full)
     with pytest.raises(torch.OutOfMemoryError):
-        attention.flash_attention(*rows, packing, None, None)
+        attention._flash_attention(*rows, packing, None, None)
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
-    assert attention.flash_attention(*rows, packing, None, None) is not None
+    assert attention._flash_attention(*rows, packing, None, None) is not None
 
 
 def test_the_trial_may_be_in_the_first_forward_of_gradient_checkpointing(here, monkeypatch):
@@ -155,36 +154,39 @@ def test_the_trial_may_be_in_the_first_forward_of_gradient_checkpointing(here, m
         prepare_training(model, checkpointing)
         attention._flash_works.cache_clear()
         with torch.autocast("cpu", torch.bfloat16):
-            packed_states(model, tokens, lengths).last_hidden_state.float().sin().sum().backward()
+            packed_states(model, tokens, Layout(lengths)).last_hidden_state.float().sin().sum().backward()
         assert attention._flash_works.cache_info().currsize == 1
         gradients.append([p.grad for p in model.parameters()])
     assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
 def test_on_a_cpu_and_in_fp32_it_is_not_tried(monkeypatch):
-    packing = Packing(LENGTHS, CPU)
+    packing = Layout(LENGTHS)
     monkeypatch.setattr(varlen, "varlen_attn", None)
     rows = [torch.randn(sum(LENGTHS), 2, 8) for _ in range(3)]
-    assert attention.flash_attention(*(x.bfloat16() for x in rows), packing, None, None) is None
+    assert attention._flash_attention(*(x.bfloat16() for x in rows), packing, None, None) is None
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
-    assert attention.flash_attention(*rows, packing, None, None) is None
+    assert attention._flash_attention(*rows, packing, None, None) is None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "window", "repeated"),
+    ("dtype", "on_cpu", "window", "repeated"),
     [
-        (torch.float32, (9, 0), None, True),
-        (torch.float16, (7, 5), None, True),
-        (torch.bfloat16, (8, 0), None, False),
-        (torch.bfloat16, (8, 0), 3, True),  # a mask
+        (torch.float32, False, None, True),
+        (torch.bfloat16, False, 3, True),  # a mask
+        (torch.float32, True, None, False),
+        (torch.float32, True, 3, True),
     ],
 )
 def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
-    dtype, capability, window, repeated, monkeypatch
+    dtype, on_cpu, window, repeated, monkeypatch
 ):
-    """``fused_attention`` as a GPU runs it, but on a CPU. The result is that of products."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    """torch's fused attention as a GPU runs it, but on a CPU, and a CPU's. The result is that of products."""
+    query, key, value = (torch.randn(2, n, 6, 8).to(dtype) for n in (4, 2, 2))
+    mask = attention._causal_mask(6, window, dtype, CPU)
+    wanted = attention.matmul_attention(query, key, value, mask, 0.3)
+    monkeypatch.setattr(attention, "SDPA_LENGTH", 0)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
     seen, real = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(query, key, value, mask, **more):
@@ -192,9 +194,6 @@ def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
         return real(query, key, value, mask, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    query, key, value = (torch.randn(2, n, 6, 8).to(dtype) for n in (4, 2, 2))
-    mask = attention.causal_mask(6, window, dtype, CPU)
-    out = attention.fused_attention(query, key, value, mask if window else None, 0.3)
-    wanted = attention.matmul_attention(query, key, value, mask, 0.3)
+    out = attention._causal_attention(query, key, value, window, 0.3)
     assert seen == [(repeated, not repeated)]
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)

@@ -9,16 +9,17 @@ import transformers as T
 from tiny import tiny_llama
 
 from trainer.compute import fused_layers
+from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import (
     FAMILIES,
+    _layer_forward,
     attention_forward,
     fuse_layers,
     is_fused,
-    layer_forward,
     mlp_forward,
 )
-from trainer.compute.packing import pack_sequences, packed_states
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
+from trainer.compute.scoring import pack_sequences, packed_states
 from trainer.generation.engine import ROW_MULTIPLE, Sampler
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -45,7 +46,7 @@ def states_and_gradients(net, dtype=torch.float32, lengths=(40, 39, 31, 17, 2)):
     tokens = torch.randint(32, (len(lengths), 40), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor(lengths)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        states = packed_states(net, tokens, lengths).last_hidden_state
+        states = packed_states(net, tokens, Layout(lengths)).last_hidden_state
     states.float().sin().sum().backward()
     return [states, *(p.grad for p in net.parameters())]
 
@@ -56,7 +57,7 @@ def test_values_and_gradients_are_those_of_transformers(name):
     plain, fused = copy.deepcopy(model).base_model, copy.deepcopy(model).base_model
     assert pack_sequences(fused)
     layer = fused.layers[0]
-    assert is_fused(layer, layer_forward)
+    assert is_fused(layer, _layer_forward)
     assert is_fused(layer.self_attn, attention_forward)
     assert is_fused(layer.mlp, mlp_forward)
     assert "forward" in vars(layer.input_layernorm)
@@ -167,7 +168,7 @@ def test_other_families_stay_what_they_are(config):
 
 
 def states_of(net):
-    return packed_states(net, torch.arange(18).view(2, 9), [9, 7]).last_hidden_state
+    return packed_states(net, torch.arange(18).view(2, 9), Layout([9, 7])).last_hidden_state
 
 
 def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
@@ -199,9 +200,9 @@ def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_le
 def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
     """Adapters learn in a frozen model, through the gradients of its layers."""
     net = build(KNOWN["llama"]).base_model.requires_grad_(False)
-    add_norm = fused_layers.add_norm
+    add_norm = fused_layers._add_norm
     monkeypatch.setattr(
-        fused_layers, "add_norm", lambda *args: tuple(x * 2 - x.detach() for x in add_norm(*args))
+        fused_layers, "_add_norm", lambda *args: tuple(x * 2 - x.detach() for x in add_norm(*args))
     )
     with pytest.warns(UserWarning, match="not fused"):
         fuse_layers(net, lambda: states_of(net))
@@ -211,15 +212,18 @@ def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
 def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
     """The layers below the last one keep nothing for its backward: of a large frozen model that would be as
     much as its weights."""
-    net = build(KNOWN["llama"]).base_model
-    wanted = {name: i % 2 == 0 for i, (name, _) in enumerate(net.named_parameters())}
-    for name, p in net.named_parameters():
-        p.requires_grad = wanted[name]
+    net = build(KNOWN["llama"]).base_model.requires_grad_(False)
     seen = []
     hook = net.layers[0].register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
     fuse_layers(net, lambda: states_of(net))
     hook.remove()
     assert len(net.layers) > 1 and seen and not any(seen)
+    assert not any(p.requires_grad for p in net.parameters())
+    net = build(KNOWN["llama"]).base_model
+    wanted = {name: i % 2 == 0 for i, (name, _) in enumerate(net.named_parameters())}
+    for name, p in net.named_parameters():
+        p.requires_grad = wanted[name]
+    fuse_layers(net, lambda: states_of(net))
     assert {name: p.requires_grad for name, p in net.named_parameters()} == wanted
 
     def fails():
@@ -238,7 +242,7 @@ def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
     )
     tokens, lengths = torch.randint(20, (3, 50)), torch.tensor([50, 30, 7])
     with torch.autocast("cpu", torch.bfloat16):
-        states = packed_states(model.base_model, tokens, lengths).last_hidden_state
+        states = packed_states(model.base_model, tokens, Layout(lengths)).last_hidden_state
     assert len(states) == 87
     assert seen == [2 * PRODUCT_ROW_MULTIPLE]
     hook.remove()

@@ -1,5 +1,5 @@
 """Memory of the host: how much is free, in containers and for several processes; who keeps what tensors have
-freed, and what gives it back to the system; how much of a GPU that is shared out is free."""
+freed, and what gives it back to the system; how much of a GPU is free."""
 
 import subprocess
 import sys
@@ -62,18 +62,11 @@ def test_the_smaller_of_machine_and_container_is_shared_by_processes(monkeypatch
     assert free(CPU) == 2_000_000
 
 
-def test_a_gpu_of_which_torch_may_use_a_part(monkeypatch):
+def test_the_memory_of_a_gpu(monkeypatch):
     facts = {"mem_get_info": (60, 100), "memory_allocated": 10, "memory_reserved": 25}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    fraction = [1.0]
-    monkeypatch.setattr(
-        torch.cuda, "get_per_process_memory_fraction", lambda device: fraction[0], raising=False
-    )
-    gpu = torch.device("cuda", 0)
-    assert free(gpu) == 60 + 15  # what torch holds and does not use is free for it
-    fraction[0] = 0.5
-    assert free(gpu) == 50 - 10
+    assert free(torch.device("cuda", 0)) == 60 + 15  # what torch holds and does not use is free for it
 
 
 FREED = """

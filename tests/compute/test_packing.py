@@ -9,8 +9,8 @@ from tiny import tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
 from trainer.compute import attention
-from trainer.compute.attention import Packing
-from trainer.compute.packing import pack_sequences, packed_states
+from trainer.compute.batching import Layout
+from trainer.compute.scoring import pack_sequences, packed_states
 
 LENGTHS = [13, 12, 12, 9, 5, 5, 1]
 
@@ -39,7 +39,7 @@ def test_states_and_gradients_are_those_of_padded_sequences(make, kernel, monkey
     for packed in (False, True):
         net = copy.deepcopy(model).base_model
         assert not packed or pack_sequences(net)
-        states = packed_states(net, tokens, lengths).last_hidden_state
+        states = packed_states(net, tokens, Layout(lengths)).last_hidden_state
         states.square().sin().sum().backward()
         results.append([states, *(p.grad for p in net.parameters())])
     assert results[0][0].shape == (sum(LENGTHS), 32)
@@ -51,10 +51,10 @@ def test_one_sequence_does_not_see_another():
     tokens, lengths = padded_batch()
     net = tiny_llama(20, layers=2, spread=2.0).base_model
     pack_sequences(net)
-    before = packed_states(net, tokens, lengths).last_hidden_state
+    before = packed_states(net, tokens, Layout(lengths)).last_hidden_state
     tokens[0] += 1
     tokens[0] %= 20
-    after = packed_states(net, tokens, lengths).last_hidden_state
+    after = packed_states(net, tokens, Layout(lengths)).last_hidden_state
     assert before[13:].equal(after[13:])
     assert not before[:13].equal(after[:13])
 
@@ -64,14 +64,19 @@ def test_padding_wastes_little():
     rng = random.Random(0)
     for _ in range(20):
         lengths = sorted((rng.randint(1, 300) for _ in range(rng.randint(1, 60))), reverse=True)
-        packing = Packing(lengths, torch.device("cpu"))
-        assert [length for group in packing.groups for length in group] == lengths
-        assert sum(lengths) <= sum(packing.sizes) <= 1.1 * sum(lengths)
+        packing = Layout(lengths)
+        longest, padded = [], 0
+        for count, most in packing.groups:
+            assert max(lengths[len(longest) : len(longest) + count]) == most
+            longest += [most] * count
+            padded += count * most
+        assert len(longest) == len(lengths)
+        assert sum(lengths) <= padded <= 1.1 * sum(lengths)
 
 
 def test_sequences_of_one_length_need_no_padding():
-    packing = Packing([8] * 5, torch.device("cpu"))
-    assert packing.groups == [[8] * 5]
+    packing = Layout([8] * 5)
+    assert packing.groups == [(5, 8)]
 
 
 def test_the_model_computes_real_tokens_only():
@@ -82,15 +87,15 @@ def test_the_model_computes_real_tokens_only():
     net.layers[0].mlp.register_forward_hook(
         lambda module, args, output: seen.append(output.shape[:-1].numel())
     )
-    packed_states(net, tokens, lengths)
+    packed_states(net, tokens, Layout(lengths))
     assert seen == [sum(LENGTHS)]
 
 
 def test_masks_that_sampling_made_can_be_trained_with():
     """Masks are cached, and tensors made in inference mode cannot take part in a backward pass."""
-    attention._MASKS.clear()
+    attention._causal_mask.cache_clear()
     with torch.inference_mode():
-        mask = attention.causal_mask(5, 2, torch.float32, torch.device("cpu"))
+        mask = attention._causal_mask(5, 2, torch.float32, torch.device("cpu"))
     assert not mask.is_inference()
     assert mask[0, 0].isfinite().int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -99,5 +104,5 @@ def test_masks_that_sampling_made_can_be_trained_with():
         [0, 0, 1, 1, 0],
         [0, 0, 0, 1, 1],
     ]
-    smaller = attention.causal_mask(3, 2, torch.float32, torch.device("cpu"))
+    smaller = attention._causal_mask(3, 2, torch.float32, torch.device("cpu"))
     assert smaller.equal(mask[:, :, :3, :3])

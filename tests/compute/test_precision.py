@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny import run_files, same_run, tiny_llama, train
 
 from model.weights import ScoreHead, sum_of_products
-from trainer.compute import packing
+from trainer.compute import scoring
 from trainer.compute.precision import exact_products, repeatable, set_precision
 from trainer.generation.sampling import running_sum
 
@@ -57,7 +57,7 @@ def test_models_are_compared_without_tf32():
     for module in (model.layers[0].mlp, model.layers[1].self_attn):
         module.register_forward_hook(lambda *args: seen.append(torch.get_float32_matmul_precision()))
     with torch.autocast("cpu", torch.bfloat16):
-        assert packing.pack_sequences(model)
+        assert scoring.pack_sequences(model)
     assert set(seen) == {"highest"}
     assert len(seen) == 2 * 4  # padded and packed, then packed with transformers' layers and with ours
     assert torch.get_float32_matmul_precision() == "high"
@@ -66,11 +66,11 @@ def test_models_are_compared_without_tf32():
 def test_what_is_not_packed_or_not_fused_is_said(monkeypatch):
     model = tiny_llama(20, layers=1).base_model
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="LlamaModel: computed with padding"):
-        patch.setattr(packing, "difference", lambda *args: "they differ")
-        assert not packing.pack_sequences(model)
+        patch.setattr(scoring, "difference", lambda *args: "they differ")
+        assert not scoring.pack_sequences(model)
     model.layers[0].mlp.act_fn = torch.nn.GELU()  # not the gate that ours computes
     with pytest.warns(UserWarning, match=r"^LlamaModel: not fused, which is slower: its results differ$"):
-        assert packing.pack_sequences(model)
+        assert scoring.pack_sequences(model)
     assert "forward" not in vars(model.layers[0].mlp)
 
 

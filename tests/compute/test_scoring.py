@@ -7,8 +7,8 @@ import torch
 from tiny import tiny_llama
 
 from model.critic import CriticModel
-from trainer.compute.packing import Layout, pack_sequences
-from trainer.compute.scoring import PolicyScorer, ValueScorer
+from trainer.compute.batching import Layout
+from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
 PROMPTS, RESPONSES = [2, 1], [4, 3]

@@ -77,8 +77,8 @@ def test_processes_make_the_same_number_of_passes(found):
     lengths = [[len(case) for case in mine["passes"]] for mine in found]
     assert all(other == lengths[0] for other in lengths)
     first = found[0]["passes"]
-    assert first == [[[4, 3], [2], [1, 0]], [None], [[0], [1]]]
-    assert found[1]["passes"][2] == [[5], None]
+    assert first == [[[4, 3], [2], [1, 0]], [[]], [[0], [1]]]
+    assert found[1]["passes"][2] == [[5], []]
 
 
 def test_processes_agree_on_the_least_memory(found):

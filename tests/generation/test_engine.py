@@ -15,9 +15,8 @@ from tiny import ROOT, tiny_llama, word_tokenizer
 from errors import InputError
 from model.model_minimind import MiniMindConfig
 from trainer.compute import precision
-from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import fast_dtype, round_frozen
-from trainer.compute.scoring import PolicyScorer, score_all
+from trainer.compute.scoring import PolicyScorer, pack_sequences, score_all
 from trainer.generation import sampling
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.kv_cache import KVCache

@@ -27,10 +27,10 @@ from model.lora import add_adapters
 from trainer import train_ppo
 from trainer.compute import kernels
 from trainer.compute.attention import ATTENTION
+from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import KNOWN
-from trainer.compute.packing import Layout, pack_sequences
 from trainer.compute.precision import set_precision
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences, prepare_training
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 
@@ -59,7 +59,10 @@ def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
             for name, p in backbone.named_parameters():
                 if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one
                     p.data.copy_(0.1 * torch.randn(p.shape, generator=generator))
-    parts = rollout.tokens.to(device), Layout.of_responses(*rollout.on_host(), device)
+    parts = (
+        rollout.tokens.to(device),
+        Layout.of_responses(rollout.layout.prompt_len, rollout.layout.response_len, device),
+    )
     logprobs, entropy, balance = PolicyScorer(model, dtype)(*parts, 0.9)
     (logprobs.sin().sum() + balance).backward()
     values, _ = ValueScorer(critic, dtype)(*parts)

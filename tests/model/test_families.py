@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from errors import InputError
 from model.loading import eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
 from model.model_minimind import MiniMindConfig
-from trainer.compute.packing import pack_sequences
+from trainer.compute.scoring import pack_sequences
 
 VOCAB = len(WORDS) + 2  # of tiny.word_tokenizer
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}

@@ -16,7 +16,7 @@ from model.loading import load_policy
 from model.lora import adapted_layers, add_adapters, describe, frozen_copy, merged, trained
 from model.saving import save_directory
 from trainer import train_ppo
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout
 from trainer.compute.scoring import PolicyScorer, prepare_training, score_all
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import forget_gradients

@@ -361,7 +361,7 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, 
         run.progress.token_budget = 64
         if not fails:
             run.progress.token_budget = 32
-        scorer, calls = run.scorers["critic"], []
+        scorer, calls = run.value_scorer, []
 
         def failing(*sequences, value=scorer.forward, calls=calls, fails=fails):
             calls.append(1)

@@ -1,37 +1,45 @@
-"""Micro-batches: how sequences are cut into pieces of a certain number of tokens, and padded.
+"""Batches: how sequences are cut into micro-batches of a certain number of tokens, padded, and packed.
 
 A batch is the prompts that one step samples, a minibatch is what one optimizer step learns from, and a
-micro-batch is what goes through a model in one forward.
+micro-batch is what goes through a model in one forward: as one row of N tokens, sequence behind sequence, so
+that only real tokens are computed (``packed_states`` in scoring.py). The lengths of sequences are known on
+the host. So the tables that say where tokens lie are made there, once for all forwards of a micro-batch
+(``Layout``), and copied to the device in one piece: a GPU is never waited for.
 """
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.compute.kernels import differentiable
+from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
+
+WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
 
 
-def tokens_per_pass(device):
+def tokens_per_pass(device: torch.device) -> int:
     """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy."""
     return 1 << 11 if device.type == "cpu" else 1 << 13
 
 
-def pass_size(count, longest, tokens):
+def pass_size(count: int, longest: int, tokens: int) -> int:
     """The size of a forward over ``count`` rows, in tokens: the real tokens, or half of the padded tokens,
     whichever is more. Only models that cannot pack rows compute the padding; the rule is the same for all."""
     return max(tokens, -(-count * longest // 2))
 
 
-def micro_batches(lengths, token_budget):
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Cut rows into micro-batches of at least one row, whose ``pass_size`` is at most ``token_budget``.
 
     Rows are sorted by length first, longest first. So a micro-batch has little padding, and memory runs out
-    in the first one or never. lengths: list of B ints -> list of lists of row numbers, each row in one.
+    in the first one or never. lengths: of B rows -> lists of row numbers, each row in one.
     """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches = []
+    batches: list[list[int]] = []
     tokens = 0
-    for row in order:
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         tokens += lengths[row]
         if batches and pass_size(len(batches[-1]) + 1, lengths[batches[-1][0]], tokens) <= token_budget:
             batches[-1].append(row)
@@ -41,20 +49,22 @@ def micro_batches(lengths, token_budget):
     return batches
 
 
-def halves(rows):
-    """A list of rows -> its two halves; a single row stays as it is."""
+def halves(rows: list[int]) -> list[list[int]]:
+    """A list of several rows -> its two halves."""
     half = len(rows) // 2
-    return [rows[:half], rows[half:]] if half else [rows]
+    return [rows[:half], rows[half:]]
 
 
-def pad_right(sequences, device="cpu"):
+def pad_right(
+    sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Lists of ids -> (tokens [B, T] int64, padded with 0, lengths [B] int64). Padding changes no result."""
     lengths = torch.tensor([len(s) for s in sequences])
     tokens = pad_sequence([torch.tensor(s, dtype=torch.int64) for s in sequences], batch_first=True)
     return send(tokens, device), send(lengths, device)
 
 
-def send(x, device):
+def send(x: Tensor, device: torch.device | str) -> Tensor:
     """A tensor of the CPU -> the same on this device. The host does not wait for a GPU: it copies from pinned
     memory, which torch keeps until the copy is done."""
     if torch.device(device).type == "cuda":
@@ -62,29 +72,97 @@ def send(x, device):
     return x.to(device)
 
 
-def ragged(lengths):
+def _ragged(lengths):
     """Lengths (B ints) -> (row [N], column [N]): the places of all elements of B rows, row by row."""
-    lengths = np.asarray(lengths, np.int64)
     row = np.repeat(np.arange(len(lengths)), lengths)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def send_arrays(arrays, device):
+def _send_arrays(arrays, device):
     """Arrays of ints -> int64 tensors on this device, in one copy."""
     arrays = [np.asarray(x, np.int64) for x in arrays]
-    whole = send(torch.from_numpy(np.concatenate(arrays)), device)
-    return whole.split([len(x) for x in arrays])
+    return send(torch.from_numpy(np.concatenate(arrays)), device).split([len(x) for x in arrays])
 
 
-def take_rows(x, place):
-    """x [n, ...] -> x[place]. place has no repetitions, so that the gradient is a copy: torch's own adds rows
-    up, one after the other."""
-    shape = x.shape
+class Layout:
+    """The places of B sequences: of all their N tokens, and of the M tokens whose predictions are wanted.
 
-    def forward(x):
-        return x.index_select(0, place), ()
+    lengths: B ints. wanted: the M places among the N tokens, none of them at the start of a sequence, because
+    nothing predicts it. response: see ``of_responses``. The tensors are on the device.
+    """
 
-    def gradient(grad):
-        return (grad.new_zeros(shape).index_copy_(0, place, grad),)
+    shape = (0, 0)  # of a layout ``of_responses``: B, and R, the longest response
+    prompt_len: Sequence[int]  # of it too
+    response_len: Sequence[int]
 
-    return differentiable(forward, gradient, x)
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        wanted: Sequence[int] | np.ndarray = (),
+        device: torch.device | str = "cpu",
+        response: Sequence[int] | np.ndarray = (),
+    ) -> None:
+        self.lengths = [int(x) for x in lengths]
+        self.longest = max(self.lengths)
+        row, position = _ragged(self.lengths)
+        starts = np.cumsum([0, *self.lengths])
+        wanted = np.asarray(wanted, np.int64)
+        of_all = [starts, self.lengths, row, position]
+        of_wanted = [row[wanted], position[wanted], wanted - 1, response]
+        tensors = _send_arrays(of_all + of_wanted, device)
+        # [B + 1] the first place of each sequence and the end; [B]; [N] of each token in right-padded rows
+        self.starts, self.length, self.row, self.position = tensors[:4]
+        # [M] of each wanted token in these rows; the place among the N tokens of the state that predicts it;
+        # with responses, its place in [B, R], flat
+        self.wanted_row, self.wanted_position, self.predicted_by, self.response = tensors[4:]
+
+    @classmethod
+    def of_responses(
+        cls, prompt_len: Sequence[int], response_len: Sequence[int], device: torch.device | str = "cpu"
+    ) -> "Layout":
+        """The layout of prompts with their responses (two lists of B ints, the responses not empty): the
+        response tokens are wanted."""
+        prompt = np.array(prompt_len)
+        count = np.array(response_len)
+        row, column = _ragged(count)
+        first = (prompt + count).cumsum() - count  # of each response, among the N tokens
+        width = max(response_len)
+        layout = cls(prompt + count, first[row] + column, device, row * width + column)
+        layout.prompt_len = prompt_len
+        layout.response_len = response_len
+        layout.shape = len(prompt), width
+        return layout
+
+    def spread(self, flat: Tensor) -> Tensor:
+        """flat [M], a number for each response token -> [B, R], 0 elsewhere. Keeps gradients. Of a layout
+        without responses it stays as it is."""
+        rows, width = self.shape
+        if not rows:
+            return flat
+        return flat.new_zeros(rows * width).index_copy_(0, self.response, flat).view(rows, width)
+
+    @cached_property
+    def filled(self) -> "Layout":
+        """The same with one more sequence, which makes N a multiple of ``PRODUCT_ROW_MULTIPLE``."""
+        more = -len(self.row) % PRODUCT_ROW_MULTIPLE
+        return Layout([*self.lengths, more], device=self.row.device)
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """The sequences in groups of neighbours, [(sequences, longest)]. Attention computes each as a padded
+        batch where it has no kernel for packed rows. Sorted lengths need less padding."""
+        groups: list[list[int]] = [[]]
+        for length in self.lengths:
+            group = [*groups[-1], length]
+            if len(group) * max(group) <= WASTE * sum(group):
+                groups[-1] = group
+            else:
+                groups.append([length])
+        return [(len(group), max(group)) for group in groups]
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[N] where each token lies in the padded groups, one behind the other."""
+        longest = np.concatenate([[most] * count for count, most in self.groups])  # [B]
+        row, column = _ragged(self.lengths)
+        return _send_arrays([(np.cumsum(longest) - longest)[row] + column], self.row.device)[0]

@@ -11,18 +11,21 @@ Sources: RMSNorm, Zhang and Sennrich 2019 (arXiv:1910.07467); rotary positions, 
 """
 
 import warnings
-from functools import partial
+from collections.abc import Callable, Sequence
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trainer.compute.attention import attention, rotated_attention
 from trainer.compute.kernels import difference, differentiable, kernels_for
 from trainer.compute.precision import compute_dtype
 
 
-def add_norm(x, delta, norm):
+def _add_norm(x, delta, norm):
     """-> (s, RMS norm y of s), s = x + delta: the step between attention and feed-forward. delta may be None.
 
     y = s r w with r = (mean(s^2) + eps)^-1/2, computed in fp32 and returned in the dtype of matrix products.
@@ -45,15 +48,15 @@ def add_norm(x, delta, norm):
     return differentiable(forward, gradient, x, delta, norm.weight)
 
 
-def rms_norm_forward(norm, x):
+def _norm_forward(norm, x):
     """``forward`` of an RMSNorm module: x [..., width] -> the same shape, in the dtype of matrix products."""
-    return add_norm(x, None, norm)[1]
+    return _add_norm(x, None, norm)[1]
 
 
-def rotate(x, cos, sin):
+def _rotate(x, cos, sin):
     """Rotary positions: x [B, T, heads, dim], cos and sin [B, T, 1, dim] -> x's shape. (x1, x2), the halves
     of a head, become (x1 cos - x2 sin, x2 cos + x1 sin). The gradient rotates back."""
-    kernels = kernels_for(x, cos, sin) if cos.shape == (*x.shape[:2], 1, x.shape[3]) else None
+    kernels = kernels_for(x, cos, sin) if len(cos) == len(x) else None
     if kernels is None:
         first, second = x.chunk(2, -1)
         return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
@@ -67,7 +70,7 @@ def rotate(x, cos, sin):
     return differentiable(forward, gradient, x)
 
 
-def mlp_forward(mlp, x):
+def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     """``forward`` of the gated feed-forward: down(silu(gate(x)) * up(x))"""
     if hasattr(mlp, "gate_up"):  # the sampler's copy has the two in one
         joint = mlp.gate_up(x)
@@ -87,27 +90,34 @@ def mlp_forward(mlp, x):
 
 
 def attention_forward(
-    layer, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-):
-    """``forward`` of attention in Llama, Qwen2 and Qwen3: states [B, T, H] -> ([B, T, H], None)."""
-    rows = hidden_states.shape[:-1]
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Sequence[Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``forward`` of attention in Llama, Qwen2 and Qwen3: states [B, T, H] -> ([B, T, H], None).
+    past_key_values: a ``KVCache`` or None."""
     cos, sin = (x[:, :, None] for x in position_embeddings)
     window = getattr(layer, "sliding_window", None)
     if getattr(past_key_values, "fused", False) and past_key_values.positions is not None:
         norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
         out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, norms, window)
-        return layer.o_proj(out.view(*rows, -1)), None
-    query, key, value = _heads(layer, hidden_states)
-    out = rotated_attention(query, key, value, cos, sin, kwargs.get("packing"), window, layer.scaling)
-    if out is None:
-        turned = rotate(query, cos, sin), rotate(key, cos, sin), value
-        query, key, value = (x.transpose(1, 2) for x in turned)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, layer.layer_idx)
-        kwargs["scaling"] = layer.scaling
-        kwargs["sliding_window"] = window
-        out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
-    return layer.o_proj(out.reshape(*rows, -1)), None
+    else:
+        query, key, value = _heads(layer, hidden_states)
+        packing = kwargs.get("packing")
+        out = rotated_attention(query, key, value, cos, sin, packing, window, layer.scaling)
+        if out is None:
+            query = _rotate(query, cos, sin).transpose(1, 2)
+            key = _rotate(key, cos, sin).transpose(1, 2)
+            value = value.transpose(1, 2)
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, layer.layer_idx)
+            kwargs["scaling"] = layer.scaling
+            kwargs["sliding_window"] = window
+            out, _ = attention(layer, query, key, value, attention_mask, **kwargs)
+    return layer.o_proj(out.reshape((*hidden_states.shape[:-1], -1))), None
 
 
 def _heads(layer, x):
@@ -124,60 +134,56 @@ def _heads(layer, x):
     return query, key, value
 
 
-def layer_forward(layer, hidden_states, **kwargs):
+def _layer_forward(layer, hidden_states, **kwargs):
     """``forward`` of a decoder layer: y = x + attention(norm(x)) -> y + feed-forward(norm(y))."""
+
+    def forward(x):
+        out, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+        x, normed = _add_norm(x, out, layer.post_attention_layernorm)
+        return x + layer.mlp(normed)
+
     if layer.gradient_checkpointing and layer.training:  # as the replaced forward does
-        return layer._gradient_checkpointing_func(partial(_layer, layer, **kwargs), hidden_states)
-    return _layer(layer, hidden_states, **kwargs)
+        return layer._gradient_checkpointing_func(forward, hidden_states)
+    return forward(hidden_states)
 
 
-def _layer(layer, hidden_states, **kwargs):
-    out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-    hidden_states, normed = add_norm(hidden_states, out, layer.post_attention_layernorm)
-    return hidden_states + layer.mlp(normed)
-
-
-FORWARDS = {
-    "RMSNorm": rms_norm_forward,
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "RMSNorm": _norm_forward,
     "MLP": mlp_forward,
     "Attention": attention_forward,
-    "DecoderLayer": layer_forward,
+    "DecoderLayer": _layer_forward,
 }
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 KNOWN = {family + kind: forward for family in FAMILIES for kind, forward in FORWARDS.items()}
 
 
-def fuse_layers(backbone, states):
+def fuse_layers(backbone: PreTrainedModel, states: Callable[[], Tensor]) -> None:
     """Replace ``forward`` of the layers with known names, if the backbone gives the same values and gradients
     with ours; a warning says where it does not. states(): some last hidden states of it."""
     layers = [module for module in backbone.modules() if type(module).__name__ in KNOWN]
     if not layers:
         return
-    # Norms and biases of the last layer: their gradients are small, and pass through all of it. The layers
+    # Norms and biases of the last layer: their gradients are small, and pass through all of it. Frozen layers
     # below keep nothing for a backward, which would take as much memory as a copy of the weights.
     last = [layer for layer in layers if type(layer).__name__.endswith("DecoderLayer")][-1:] or layers
-    vectors = [p for layer in last for p in layer.parameters() if p.dim() < 2]
-    needed = {p: p.requires_grad for p in backbone.parameters()}
+    vectors = {p: p.requires_grad for layer in last for p in layer.parameters() if p.dim() < 2}
 
     def fused():
         for layer in layers:
             layer.forward = MethodType(KNOWN[type(layer).__name__], layer)
         return states()
 
-    backbone.requires_grad_(False)
     for p in vectors:
         p.requires_grad = True
-    try:
-        reason = difference(states, fused, backbone.device, vectors)
-    finally:
-        for p, before in needed.items():
-            p.requires_grad = before
+    reason = difference(states, fused, backbone.device, list(vectors))
+    for p, before in vectors.items():
+        p.requires_grad = before
     if reason:
         for layer in layers:
             vars(layer).pop("forward", None)
         warnings.warn(f"{type(backbone).__name__}: not fused, which is slower: {reason}", stacklevel=2)
 
 
-def is_fused(module, forward):
+def is_fused(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether ``fuse_layers`` has given this module that ``forward``."""
     return getattr(vars(module).get("forward"), "__func__", None) is forward

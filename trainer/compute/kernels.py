@@ -12,16 +12,18 @@ the same functions; only those of token log-probs differ in what they take (logp
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from errors import first_line
 from trainer.compute.cpu import kernels as cpu
 from trainer.compute.precision import exact_products
 
 
-def kernels_of(device_type):
+def kernels_of(device_type: str) -> ModuleType | None:
     """The kernels of this kind of device ("cpu", "cuda"), or None where they cannot be compiled or run."""
     if device_type == "cpu":
         return cpu if cpu.library() is not None else None
@@ -43,18 +45,17 @@ def _cuda():
     return cuda
 
 
-def kernels_for(*tensors, result=torch.float32):
+def kernels_for(*tensors: Tensor | None, result: torch.dtype = torch.float32) -> ModuleType | None:
     """The kernels that can compute with these tensors (None stands for one that is left out) and write a
     result in this dtype, where it is not that of the tensors; or None: in types that they do not have (a
     CPU's have no fp16), and where tensors are not contiguous."""
-    device = tensors[0].device
+    there = [x for x in tensors if x is not None]
+    device = there[0].device
     kernels = kernels_of(device.type)
     if kernels is None or result not in kernels.TYPES:
         return None
-    for x in tensors:
-        if x is not None and not (x.device == device and x.dtype in kernels.TYPES and x.is_contiguous()):
-            return None
-    return kernels
+    able = all(x.device == device and x.dtype in kernels.TYPES and x.is_contiguous() for x in there)
+    return kernels if able else None
 
 
 class _Differentiable(torch.autograd.Function):
@@ -70,11 +71,11 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        grads = [x if x is None else x.contiguous() for x in grads]
-        return None, None, *ctx.gradient(*ctx.saved_tensors, *grads)
+        contiguous = [x if x is None else x.contiguous() for x in grads]
+        return None, None, *ctx.gradient(*ctx.saved_tensors, *contiguous)
 
 
-def differentiable(forward: Callable, gradient: Callable, *inputs: torch.Tensor | None) -> Any:
+def differentiable(forward: Callable, gradient: Callable, *inputs: Tensor | None) -> Any:
     """A function that has a gradient of its own.
 
     forward(*inputs) -> (result, or several; the tensors that its gradient needs). gradient(*those tensors,
@@ -87,10 +88,10 @@ def differentiable(forward: Callable, gradient: Callable, *inputs: torch.Tensor 
 
 
 def difference(
-    reference: Callable[[], torch.Tensor],
-    faster: Callable[[], torch.Tensor],
+    reference: Callable[[], Tensor],
+    faster: Callable[[], Tensor],
     device: torch.device,
-    inputs: Sequence[torch.Tensor] = (),
+    inputs: Sequence[Tensor] = (),
     tolerance: float = 1e-4,
 ) -> str:
     """Try a faster path against its reference -> "" where it gives the same, else why it cannot be used.
@@ -111,12 +112,10 @@ def difference(
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     try:
         with hooks, exact_products(device), torch.set_grad_enabled(bool(inputs)):
-            for wanted, found in zip(results(reference), results(faster), strict=True):
-                error = tolerance * wanted.abs().max().item()
-                if not torch.allclose(found, wanted, rtol=tolerance, atol=error):
-                    return "its results differ"
+            pairs = zip(results(reference), results(faster), strict=True)
+            same = all(torch.allclose(x, y, tolerance, tolerance * y.abs().max().item()) for y, x in pairs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton and the code of models raise whatever they like
         return first_line(error)[:120]
-    return ""
+    return "" if same else "its results differ"

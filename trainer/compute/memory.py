@@ -15,10 +15,14 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor, nn
 
 from errors import InputError
 from progress_bar import phase
@@ -29,12 +33,12 @@ from trainer.compute.threads import own_groups
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def is_out_of_memory(error):
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a RuntimeError says that memory ran out, of the device or of the machine."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FULL)
 
 
-def attempt(work, *args):
+def attempt(work: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
     """Call ``work(*args)`` -> (True, its result), or (False, None) where memory ran out."""
     try:
         return True, work(*args)
@@ -46,39 +50,48 @@ def attempt(work, *args):
     return False, None
 
 
-def free_unused_memory():
+def free_unused_memory() -> None:
     """Free what nothing uses any more, and give back what torch keeps of a GPU's memory for later, and what
     the C library of Linux keeps of the main memory."""
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # not every C library has it
-        libc.malloc_trim(0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def each_micro_batch(lengths, token_budget, work, name="scoring", model=None, dummy=None):
+def each_micro_batch(
+    lengths: list[int],
+    token_budget: int,
+    work: Callable[[list[int]], object],
+    name: str = "scoring",
+    model: nn.Module | None = None,
+    dummy: Callable[[], object] | None = None,
+) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
     name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
     must call this function, and ``dummy()`` makes a pass of a single sequence (``InStep`` in sharding.py)."""
-    if in_step := getattr(model, "in_step", None):
-        in_step.score(lengths, token_budget, work, dummy, name)
-        return
-    waiting = micro_batches(lengths, token_budget)[::-1]
+    in_step = getattr(model, "in_step", None)
+    waiting = micro_batches(lengths, token_budget)
+    if in_step:
+        waiting = in_step.passes(waiting)
+    waiting.reverse()
     with phase(name, len(lengths), "sequences") as bar:
         while waiting:
             rows = waiting.pop()
-            if attempt(work, rows)[0]:
-                bar.done += len(rows)
-            elif len(rows) == 1:
-                raise out_of_memory_error(lengths[rows[0]])
-            else:
+            if in_step:
+                in_step.run(partial(work, rows) if rows else dummy)
+            elif not attempt(work, rows)[0]:
+                if len(rows) == 1:
+                    raise out_of_memory_error(lengths[rows[0]])
                 waiting += halves(rows)[::-1]
+                continue
+            bar.done += len(rows)
 
 
-def out_of_memory_error(length):
+def out_of_memory_error(length: int) -> InputError:
     """-> the InputError for a sequence of ``length`` tokens that does not fit into memory on its own."""
     return InputError(
         f"out of memory for a single sequence of {length} tokens; lower --max_gen_len or --max_seq_len, or "
@@ -86,7 +99,7 @@ def out_of_memory_error(length):
     )
 
 
-def keep_freed_memory(sharded=False):
+def keep_freed_memory(sharded: bool = False) -> None:
     """On Linux, make the C library keep memory that tensors free, instead of giving it back to the system.
 
     A page that the system has to find and clear costs a CPU more time than computing what goes into it. Where
@@ -97,21 +110,15 @@ def keep_freed_memory(sharded=False):
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # not every C library has it
-        return
-    trim_threshold = -1
-    top_pad = -2
-    mmap_threshold = -3
-    if sharded:
-        libc.mallopt(mmap_threshold, 1 << 20)
-        return
-    libc.mallopt(mmap_threshold, 1 << 25)  # the largest possible; larger blocks are still given back
-    libc.mallopt(trim_threshold, (1 << 31) - 1)
-    libc.mallopt(top_pad, 1 << 26)
+    mallopt = ctypes.CDLL(None).mallopt
+    # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back
+    mallopt(-3, 1 << 20 if sharded else 1 << 25)
+    if not sharded:
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        mallopt(-2, 1 << 26)  # M_TOP_PAD
 
 
-def peak_memory():
+def peak_memory() -> int:
     """The most main memory that this process has had so far, in bytes."""
     try:
         import resource
@@ -125,13 +132,11 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process can still get: of the GPU, or its share of the machine's main memory, in a
     container of that."""
     if device.type == "cpu":
-        free = min(psutil.virtual_memory().available, free_in_groups())
-        return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free, total = torch.cuda.mem_get_info(device)
+        available = min(psutil.virtual_memory().available, free_in_groups())
+        return int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
-    held = torch.cuda.memory_reserved(device)
-    allowed = total * torch.cuda.get_per_process_memory_fraction(device)  # of the user, for this process
-    return min(free + held - used, int(allowed) - used)
+    return free + torch.cuda.memory_reserved(device) - used
 
 
 def free_in_groups() -> float:
@@ -156,23 +161,24 @@ class HostMemory:
     them.
     """
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.waiting = {}  # {model: [(parameter, its numbers on the host)]}
+        # {model: [(parameter, its numbers on the host)]}
+        self.waiting: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
-    def take(self, models, trained):
+    def take(self, models: Iterable[nn.Module], trained: Sequence[nn.Module]) -> None:
         """Move the models' weights to the host, but those that a model in ``trained`` has as well."""
         stay = {p for model in trained for p in model.parameters()}
         for model in models:
-            self.waiting[model] = pairs = []
-            for p in model.parameters():
-                if p not in stay:
-                    numbers = p.data.cpu()
-                    p.data = numbers = numbers.pin_memory() if self.device.type == "cuda" else numbers
-                    pairs.append((p, numbers))
+            weights = [p for p in model.parameters() if p not in stay]
+            for p in weights:
+                p.data = p.data.cpu()
+                if self.device.type == "cuda":
+                    p.data = p.data.pin_memory()
+            self.waiting[model] = [(p, p.data) for p in weights]
 
     @contextmanager
-    def on_device(self, *models):
+    def on_device(self, *models: nn.Module) -> Iterator[None]:
         """In this block the models are on the device. Those that were not taken are there all the time."""
         pairs = [pair for model in models for pair in self.waiting.get(model, [])]
         try:

@@ -4,7 +4,7 @@ trained weights, gradients                       fp32
 AdamW's moments                                  ``--moments_dtype``: fp32, or bf16 (runs/optimizer_step.py)
 matrix products, in training and sampling        ``--dtype``: bf16 or fp16 under autocast, or fp32
 softmax of the logits, log-probs, entropy,
-values, advantages, losses                       fp32 (in fp16 multiplied by a scale: loss_scale.py)
+values, advantages, losses                       fp32 (in fp16 multiplied by a scale: ``LossScale``)
 the sampler's copy of the weights                ``--dtype`` (generation/sampler_copy.py)
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
 frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``keep_exact``)
@@ -14,19 +14,24 @@ the result, ppo_actor_*.pth                      fp16
 """
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from errors import InputError
 from model.weights import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
 PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
+FIRST_SCALE = 2.0**16  # of fp16's losses
+LEAST_SCALE = 1.0
+INTERVAL = 2000  # good optimizer steps in a row after which the scale is doubled
 
 
-def fast_dtype(name, device):
+def fast_dtype(name: str, device: torch.device) -> torch.dtype:
     """``--dtype`` -> the dtype of mixed precision and of sampling. "auto": bf16 where the device computes in
     it natively, else fp16 on a GPU that is fast in it, else fp32."""
     if name != "auto":
@@ -48,7 +53,7 @@ def onednn_takes_bf16() -> bool:
     return asked is not None and asked()
 
 
-def set_precision(name, device, deterministic=0):
+def set_precision(name: str, device: torch.device, deterministic: int = 0) -> torch.dtype:
     """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``; and
     products in fp16 are summed in fp32 all the way, because partial sums might exceed fp16's range.
 
@@ -64,7 +69,7 @@ def set_precision(name, device, deterministic=0):
     return fast_dtype(name, device)
 
 
-def repeatable(wanted):
+def repeatable(wanted: bool) -> None:
     """Let every operation give the same bits for the same inputs, or (False) leave torch its own choice.
 
     Whoever derives a size from the memory that is free asks ``torch.are_deterministic_algorithms_enabled()``
@@ -73,49 +78,39 @@ def repeatable(wanted):
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+        # Nothing here reads such memory. The type is that of a module, which torch gives a property.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
 
 
 @contextmanager
-def exact_products(device):
-    """fp32 products are computed in fp32 in this block, without TF32 and without autocast: for comparisons.
-    ``device``: where. Afterwards everything is as it was."""
+def exact_products(device: torch.device) -> Iterator[None]:
+    """In this block fp32 products are computed in fp32, without TF32 and autocast: for comparisons."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast(torch.device(device).type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def check_range(model, dtype, what):
-    """Raise InputError if ``dtype`` is fp16 and a weight of the model is too large for it. what: how the line
-    begins, before the name of the weight."""
-    limit = torch.finfo(torch.float16).max
-    for name, p in model.named_parameters() if dtype == torch.float16 else ():
-        if (p.abs() > limit).any():
-            raise InputError(
-                f"{what}{name} has numbers beyond {limit:.0f}, the limit of fp16; use --dtype float32"
-            )
-
-
-def check_finite(numbers, dtype, what):
+def check_finite(numbers: Tensor, dtype: torch.dtype, what: str) -> None:
     """Raise InputError if these numbers, computed in ``dtype``, hold a NaN or an infinity. what: whose they
     are."""
     if not numbers.isfinite().all():
-        remedy = "use --dtype float32" if dtype == torch.float16 else "lower the learning rates"
-        kind = str(dtype).removeprefix("torch.")
-        raise InputError(f"in {kind} {what} gives numbers that are NaN or infinite; {remedy}")
+        raise InputError(
+            f"in {str(dtype)[6:]} {what} gives numbers that are NaN or infinite; "
+            "use --dtype float32, or lower the learning rates"
+        )
 
 
-def autocast(device, dtype):
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """A context of mixed precision: products run in ``dtype``, weights stay fp32. fp32 changes nothing."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def round_frozen(models, dtype):
+def round_frozen(models: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Convert the weights of the linear layers of models that do not train to ``dtype``, in place.
     ``autocast`` would do so at every call, so results stay the same. Embeddings, a head tied to them, and
     heads of reward models stay as they are; with fp32 everything does. Fingerprints must be taken before
@@ -127,18 +122,16 @@ def round_frozen(models, dtype):
 
 def _weights_of(kinds, models):
     """The parameters of the models that only modules of these kinds have, and no adapter."""
-    found = {}
-    elsewhere = set()
+    found: set[nn.Parameter] = set()
+    elsewhere: set[nn.Parameter] = set()
     for model in models:
         for name, module in model.named_modules():
-            for p in module.parameters(recurse=False):
-                found[id(p)] = p
-                if type(module) not in kinds or "lora_" in name:
-                    elsewhere.add(id(p))
-    return [p for key, p in found.items() if key not in elsewhere]
+            able = type(module) in kinds and "lora_" not in name
+            (found if able else elsewhere).update(module.parameters(recurse=False))
+    return found - elsewhere
 
 
-def keep_exact(models, dtype):
+def keep_exact(models: Sequence[nn.Module], dtype: torch.dtype) -> None:
     """Keep frozen weights of linear layers and embeddings in ``dtype``, in place, where they are the same
     numbers in it. A model that was saved in 16 bits has such weights. Results stay the same.
 
@@ -146,28 +139,28 @@ def keep_exact(models, dtype):
     """
     if dtype == torch.float32:
         return
-    weights = _weights_of((*LINEAR, nn.Embedding, HalfEmbedding), models)
-    kept = {id(p): p for p in weights if not p.requires_grad and holds(p, dtype)}
-    for p in kept.values():
-        p.data = p.data.to(dtype)
-    for module in (module for model in models for module in model.modules()):
-        if type(module) is nn.Embedding and id(module.weight) in kept:
-            module.__class__ = HalfEmbedding  # it returns fp32
+    for p in _weights_of((*LINEAR, nn.Embedding, HalfEmbedding), models):
+        if not p.requires_grad and holds(p, dtype):
+            p.data = p.data.to(dtype)
+    for model in models:
+        for module in model.modules():
+            if type(module) is nn.Embedding and module.weight.dtype == dtype:
+                module.__class__ = HalfEmbedding  # it returns fp32
 
 
-def holds(p, dtype):
+def holds(p: Tensor, dtype: torch.dtype) -> bool:
     """Whether every number of this tensor is the same in ``dtype``. One without memory, of a model
     that is only planned, counts as if."""
     return p.is_meta or p.dtype == dtype or p.to(dtype).to(p.dtype).equal(p)
 
 
-def compute_dtype(x):
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which a product of this tensor is computed here: autocast's if it is on, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def rows_to_add(count, weight):
+def rows_to_add(count: int, weight: Tensor) -> int:
     """How many rows to add to ``count``, so that products with this weight have few different shapes.
 
     oneDNN, which computes in bf16 on CPUs, compiles code for each shape that it has not met. That takes one
@@ -175,3 +168,50 @@ def rows_to_add(count, weight):
     """
     compiles = weight.device.type == "cpu" and compute_dtype(weight) == torch.bfloat16
     return -count % PRODUCT_ROW_MULTIPLE if compiles else 0
+
+
+class LossScale:
+    """The loss scale of a run in fp16, for actor and critic alike: a power of two by which losses, and with
+    them all gradients, are multiplied, because fp16 has no number between 0 and 6e-8. The gradients of the
+    weights, in fp32, are divided by it again before they are clipped. In other types nothing is multiplied.
+    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2; the numbers are those of torch's GradScaler.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.active = dtype == torch.float16
+        self.value = FIRST_SCALE if self.active else 1.0
+        self.good_steps = 0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """-> the loss to call ``backward`` on."""
+        return loss * self.value if self.active else loss
+
+    def unscale(self, model: nn.Module) -> None:
+        """Divide a model's gradients by the scale, in place."""
+        for p in model.parameters():
+            if self.active and p.grad is not None:
+                p.grad /= self.value
+
+    def adapt(self, finite: bool) -> bool:
+        """Halve the scale after a minibatch whose gradients were not all finite, or double it after
+        ``INTERVAL`` good ones in a row -> whether it was halved. ``LEAST_SCALE`` is not halved any more."""
+        if not self.active:
+            return False
+        before = self.value
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, LEAST_SCALE)
+        elif self.good_steps == INTERVAL:
+            self.value *= 2
+            self.good_steps = 0
+        return self.value < before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; {} unless the run is in fp16."""
+        return {"value": self.value, "good_steps": self.good_steps} if self.active else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse. {}, of a run in another type, changes nothing."""
+        if self.active and state:
+            self.value = state["value"]
+            self.good_steps = state["good_steps"]

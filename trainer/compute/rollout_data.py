@@ -10,18 +10,19 @@ t. Its state, which is what policy and critic have read when that token is chose
 prompt_len + t - 1.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from trainer.compute.batching import pad_right, send
-from trainer.compute.packing import Layout
+from trainer.compute.batching import Layout, pad_right, send
 
 
-def length_mask(lengths, width):
+def length_mask(lengths: Tensor, width: int) -> Tensor:
     """lengths [B] -> bool [B, width], True where column < length."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
@@ -33,94 +34,86 @@ LATER: Any = None  # of a field that is filled later
 class Rollout:
     """B sequences of one process. The sampler fills the first five fields, the training step the others."""
 
-    tokens: torch.Tensor  # [B, T] int64, prompt + response, right-padded
-    prompt_len: torch.Tensor  # [B] int64
-    response_len: torch.Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
-    finished: torch.Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
-    sampler_logprobs: torch.Tensor  # [B, R] the sampler's own
-    scores: torch.Tensor = LATER  # [B] the rewards' sum
-    step_rewards: torch.Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
-    ref_logprobs: torch.Tensor = LATER  # [B, R]
-    old_logprobs: torch.Tensor = LATER  # [B, R] of the training forward
-    values: torch.Tensor = LATER  # [B, R] with a critic
-    importance_weights: torch.Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
-    counted: torch.Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
-    rewards: torch.Tensor = LATER  # [B, R]
-    outcomes: torch.Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
-    returns: torch.Tensor = LATER  # [B, R] what the critic learns, if there is one
+    tokens: Tensor  # [B, T] int64, prompt + response, right-padded
+    prompt_len: Tensor  # [B] int64
+    response_len: Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
+    finished: Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
+    sampler_logprobs: Tensor  # [B, R] the sampler's own
+    scores: Tensor = LATER  # [B] the rewards' sum
+    step_rewards: Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
+    ref_logprobs: Tensor = LATER  # [B, R]
+    old_logprobs: Tensor = LATER  # [B, R] of the training forward
+    values: Tensor = LATER  # [B, R] with a critic
+    importance_weights: Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
+    counted: Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
+    rewards: Tensor = LATER  # [B, R]
+    outcomes: Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
+    returns: Tensor = LATER  # [B, R] what the critic learns, if there is one
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
-    advantages: torch.Tensor = LATER  # [B, R]
+    advantages: Tensor = LATER  # [B, R]
 
     @property
-    def mask(self):
+    def mask(self) -> Tensor:
         """[B, R] bool, True on response tokens. From lengths, never from ``== pad``: pad may equal EOS."""
         return length_mask(self.response_len, self.sampler_logprobs.shape[1])
 
     @cached_property
-    def layout(self):
+    def layout(self) -> Layout:
         """The ``Layout`` of the sequences, the same for every forward over them. A GPU is waited for if the
         rollout was joined from several."""
         prompt_len, response_len = torch.stack([self.prompt_len, self.response_len]).tolist()
         return Layout.of_responses(prompt_len, response_len, self.tokens.device)
 
-    @cached_property
-    def layouts(self):
-        """{rows: their ``Layout``}: several models and PPO epochs take the same rows."""
-        return {}
-
-    def on_host(self):
-        """(prompt_len, response_len) as lists of B ints."""
-        return self.layout.prompt_len, self.layout.response_len
-
     @property
-    def lengths(self):
+    def lengths(self) -> Tensor:
         """[B] number of tokens of prompt plus response, on the CPU."""
         return torch.tensor(self.layout.lengths)
 
     @property
-    def sequences(self):
+    def sequences(self) -> tuple[Tensor, Layout]:
         """(tokens, layout): the inputs of a scorer."""
         return self.tokens, self.layout
 
-    def rows(self, index):
+    def rows(self, index: Iterable[int]) -> "Rollout":
         """-> a rollout of these rows only (list of int), cut to the longest of them. Waits for no GPU."""
-        rows = tuple(index)
+        rows = list(index)
         device = self.tokens.device
-        if rows not in self.layouts:
-            prompt_len, response_len = ([x[i] for i in rows] for x in self.on_host())
-            self.layouts[rows] = Layout.of_responses(prompt_len, response_len, device)
-        layout = self.layouts[rows]
-        index = send(torch.tensor(rows), device)
-        picked = {}
-        for name, x in tensors_of(self):
-            picked[name] = x[index]
+        prompt_len = [self.layout.prompt_len[row] for row in rows]
+        response_len = [self.layout.response_len[row] for row in rows]
+        layout = Layout.of_responses(prompt_len, response_len, device)
+        places = send(torch.tensor(rows), device)
+        picked: dict[str, Any] = {}
+        for name, x in self._tensors().items():
+            picked[name] = x[places]
             if x.dim() == 2:
-                width = max(layout.lengths) if name == "tokens" else layout.shape[1]
+                width = layout.longest if name == "tokens" else layout.shape[1]
                 picked[name] = picked[name][:, :width]
         part = replace(self, **picked)
         part.layout = layout
         return part
 
-    def responses(self):
+    def responses(self) -> list[list[int]]:
         """The sampled token ids of every row, as lists; the EOS, if any, is included."""
-        rows = zip(self.tokens.tolist(), *self.on_host(), strict=True)
+        layout = self.layout
+        rows = zip(self.tokens.tolist(), layout.prompt_len, layout.response_len, strict=True)
         return [tokens[start : start + count] for tokens, start, count in rows]
 
+    def _tensors(self):
+        """-> {name: tensor} of the fields that are filled"""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
-def tensors_of(rollout):
-    """-> [(name, tensor)] of the fields that are filled"""
-    values = [(field.name, getattr(rollout, field.name)) for field in fields(rollout)]
-    return [(name, x) for name, x in values if isinstance(x, torch.Tensor)]
 
-
-def join_rollouts(parts):
+def join_rollouts(parts: Iterable[Rollout]) -> Rollout:
     """Rollouts one below the other -> one of all their rows, as wide as the widest. A field that one of them
     lacks is lacking in the result."""
-    found = [dict(tensors_of(part)) for part in parts]
-    joined = {}
-    for name in set.intersection(*map(set, found)):
-        tensors = [x[name] for x in found]
+    found = [part._tensors() for part in parts]
+    joined: dict[str, Any] = {}
+    for name in found[0]:
+        tensors = [x[name] for x in found if name in x]
+        if len(tensors) < len(found):
+            continue
         if tensors[0].dim() == 2:
             width = max(x.shape[1] for x in tensors)
             tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
@@ -128,7 +121,13 @@ def join_rollouts(parts):
     return Rollout(**joined)
 
 
-def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
+def as_rollout(
+    prompt_ids: Sequence[Sequence[int]],
+    tokens: Tensor,
+    logprobs: Tensor,
+    response_len: Tensor,
+    finished: Tensor,
+) -> Rollout:
     """-> ``Rollout`` with its first five fields: each response directly behind its prompt. A GPU is waited
     for.
 
@@ -139,7 +138,7 @@ def as_rollout(prompt_ids, tokens, logprobs, response_len, finished):
     layout = Layout.of_responses([len(x) for x in prompt_ids], response_len.tolist(), tokens.device)
     width = layout.shape[1]
     places = layout.response
-    whole = F.pad(prompts, (0, max(layout.lengths) - prompts.shape[1]))
+    whole = F.pad(prompts, (0, layout.longest - prompts.shape[1]))
     whole[layout.wanted_row, layout.wanted_position] = tokens[:, :width].flatten()[places]
     rollout = Rollout(
         tokens=whole,

@@ -5,32 +5,106 @@ prompt_len + t - 1, before the model reads token t. There ``ValueScorer`` takes 
 critic's backbone, and the value head turns it into a number (``CriticModel.read``, model/critic.py). The
 log-prob of token t comes from the policy's logits at the same position (``PolicyScorer``).
 
-Sequences go through a model packed, without padding (packing.py). Logits are computed only where a response
-token is predicted, and never for a whole batch at a time (logprobs.py).
+Sequences go through a model packed: one behind the other in one row, without padding, each token with its
+position in its own sequence. Only attention (attention.py) has to know where a sequence ends. Logits are
+computed only where a response token is predicted, and never for a whole batch at a time (logprobs.py).
 """
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
-from model.loading import is_moe
-from trainer.compute.batching import pad_right, send, take_rows, tokens_per_pass
+from model.critic import CriticModel
+from model.loading import is_moe, quiet
+from trainer.compute.attention import ATTENTION
+from trainer.compute.batching import Layout, pad_right, tokens_per_pass
+from trainer.compute.fused_layers import fuse_layers
+from trainer.compute.kernels import difference
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import Layout, pack_sequences, packed_states
-from trainer.compute.precision import autocast
+from trainer.compute.precision import autocast, rows_to_add
+from trainer.compute.rollout_data import Rollout
+from trainer.compute.sharding import InStep
+
+# A model without its head. transformers calls ``base_model`` a Module, which has no config.
+Backbone = Any
 
 
-def prepare_training(model, gradient_checkpointing):
+@torch.no_grad()
+def pack_sequences(backbone: Backbone) -> bool:
+    """Let a backbone read packed rows, and fuse its layers (``fuse_layers``) -> whether it reads packed rows.
+
+    Packed and padded states are compared first. Where they differ, and where a model does not use the
+    attention interface of transformers, the backbone stays as it was, and a warning says so.
+    """
+    config = backbone.config
+    before = config._attn_implementation
+    if before == ATTENTION:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    table: Any = backbone.get_input_embeddings()
+    tokens = torch.randint(table.num_embeddings, (3, 9), generator=generator).to(backbone.device)
+    layout = Layout([9, 8, 4], device=backbone.device)
+
+    def states():
+        return packed_states(backbone, tokens, layout).last_hidden_state
+
+    def packed():
+        with quiet():
+            backbone.set_attn_implementation(ATTENTION)
+        return states()
+
+    if difference(states, packed, backbone.device):
+        backbone.set_attn_implementation(before)
+    if config._attn_implementation != ATTENTION:  # some keep their own and raise no error
+        warnings.warn(f"{type(backbone).__name__}: computed with padding, which is slower", stacklevel=2)
+        return False
+    fuse_layers(backbone, states)
+    return True
+
+
+def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout, **extra: bool) -> Any:
+    """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
+    states of the N real tokens, row by row. extra: of a ``BalanceLoss``."""
+    row = layout.row
+    position = layout.position
+    place: Any
+    if backbone.config._attn_implementation == ATTENTION:
+        place = slice(len(row))
+        table: Any = backbone.get_input_embeddings()
+        more = rows_to_add(len(row), table.weight)
+        output = backbone(
+            input_ids=F.pad(tokens[row, position], (0, more))[None],
+            position_ids=F.pad(position, (0, more))[None],
+            # Of four dimensions: transformers builds none of [N, N]. ``packing`` has the bounds instead.
+            attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+            packing=layout.filled if more else layout,
+            use_cache=False,
+            **extra,
+        )
+    else:
+        place = row * tokens.shape[1] + position
+        output = backbone(input_ids=tokens, use_cache=False, **extra)
+    output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[place]
+    if extra:
+        output.router_logits = tuple(x[place] for x in output.router_logits)
+    return output
+
+
+def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
     """Prepare a model's forward for training: packed rows if the model can, gradient checkpointing if asked.
 
-    Gradient checkpointing keeps only the input of each layer for the backward pass, and computes the rest
-    again. transformers does so in training mode only. So the layers themselves are set to training mode, and
-    all modules inside them stay in eval mode: the training forward stays the same as the scoring forward.
-    Raises InputError for a model without gradient checkpointing.
+    Gradient checkpointing keeps only the input of each layer for the backward pass. transformers does so in
+    training mode only. So the layers themselves are set to training mode, and all modules inside them stay in
+    eval mode: the training forward is the scoring forward. InputError for a model that does not support it.
     """
     pack_sequences(model)
     if not gradient_checkpointing:
@@ -54,25 +128,24 @@ class BalanceLoss:
     ``Layout`` -> the loss, a sum over sequences and layers.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
         self.weight = model.config.router_aux_loss_coef if is_moe(model) else 0.0
         self.extra = {"output_router_logits": True} if self.weight else {}
 
-    def __call__(self, output, layout):
+    def __call__(self, output: Any, layout: Layout) -> Tensor:
         if not self.weight:
             return torch.zeros((), device=layout.length.device)
         top_k = self.config.num_experts_per_tok
         return self.weight * load_balance_loss(output.router_logits, layout, top_k)
 
 
-def load_balance_loss(router_logits, layout, top_k):
+def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: int) -> Tensor:
     """Mixture-of-experts load balancing, per sequence (arXiv:2101.03961, eq. 4), summed over B and layers.
 
-    router_logits: one [N, E] for each layer, of the N tokens of a ``Layout``.
-    For one sequence and layer it is E * sum_e f_e P_e, where f_e is the share of the sequence's choices that
-    went to expert e, and P_e is the mean gate probability of e; it is 1 when balanced. It is computed per
-    sequence, so that the cut into micro-batches does not change it.
+    router_logits: one [N, E] for each layer. For one sequence and layer it is E * sum_e f_e P_e, where f_e is
+    the share of the sequence's choices that went to expert e, and P_e is the mean gate probability of e; 1
+    when balanced. Per sequence, so that the cut into micro-batches does not change it.
     """
     length = layout.length[:, None]
     total = torch.zeros((), device=length.device)
@@ -87,98 +160,111 @@ def load_balance_loss(router_logits, layout, top_k):
     return total
 
 
-def states_at(backbone, tokens, layout, **extra):
-    """The states that predict the M wanted tokens of a ``Layout`` in right-padded tokens [B, T] -> (states
-    [M, H], the ids of those tokens [M], the backbone's output)."""
-    output = packed_states(backbone, tokens, layout, **extra)
-    states = take_rows(output.last_hidden_state, layout.predicted_by)
-    return states, tokens[layout.wanted_row, layout.wanted_position], output
+class _Scorer(nn.Module):
+    """What reads the states that predict the wanted tokens. dtype: of autocast."""
 
+    in_step: InStep | None = None  # where the model is sharded
 
-class PolicyScorer(nn.Module):
-    """Computes the log-probs of given responses under a causal LM. dtype: of autocast; log-probs are fp32.
-    early_ends: of ``--min_gen_len``, or None; learn_entropy: whether entropies have a gradient."""
-
-    in_step = None  # ``InStep`` (sharding.py) where the model is sharded
-
-    def __init__(self, model, dtype=torch.float32, early_ends=None, learn_entropy=False):
+    def __init__(self, backbone, dtype):
         super().__init__()
-        self.model = model
         self.dtype = dtype
+        self.balance = BalanceLoss(backbone)
+
+    def _states(self, backbone, tokens, layout):
+        """-> (states [M, H], the balance loss, a weighted sum)"""
+        output = packed_states(backbone, tokens, layout, **self.balance.extra)
+        states = output.last_hidden_state.index_select(0, layout.predicted_by)
+        return states, self.balance(output, layout)
+
+
+class PolicyScorer(_Scorer):
+    """Computes the log-probs of given responses under a causal LM, in fp32. early_ends: of ``--min_gen_len``,
+    or None; learn_entropy: whether entropies have a gradient."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype = torch.float32,
+        early_ends: Any = None,  # ``EarlyEnds``, of a room above
+        learn_entropy: bool = False,
+    ) -> None:
+        super().__init__(model, dtype)
+        self.model = model
         self.early_ends = early_ends
         self.learn_entropy = learn_entropy
-        self.balance = BalanceLoss(model)
 
-    def forward(self, tokens, layout, temperature=1.0):
+    def forward(
+        self, tokens: Tensor, layout: Layout, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [B, T], ``Layout.of_responses`` -> logprobs [B, R], entropy [B, R], balance loss (weighted
         sum). A ``Layout`` without shape, of demonstrations, gives both of its M wanted tokens: [M]."""
         forbid_ = None
-        if self.early_ends and layout.shape:  # --min_gen_len is not for demonstrations
+        if self.early_ends and layout.shape[1]:  # --min_gen_len is not for demonstrations
             forbid_ = self.early_ends.of(layout)
+        targets = tokens[layout.wanted_row, layout.wanted_position]
         with autocast(tokens.device, self.dtype):
-            states, targets, output = states_at(self.model.base_model, tokens, layout, **self.balance.extra)
+            states, balance = self._states(self.model.base_model, tokens, layout)
             head = self.model.get_output_embeddings()
             logprobs, entropy = token_logprobs(
                 head, states, targets, temperature, forbid_, self.learn_entropy
             )
-            balance = self.balance(output, layout)
         return layout.spread(logprobs), layout.spread(entropy), balance
 
 
-class ValueScorer(nn.Module):
+class ValueScorer(_Scorer):
     """Computes the values of given responses: the critic, read one position before each response token."""
 
-    in_step = None  # as of ``PolicyScorer``
-
-    def __init__(self, critic, dtype=torch.float32):
-        super().__init__()
+    def __init__(self, critic: CriticModel, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(critic.backbone, dtype)
         self.critic = critic
-        self.dtype = dtype
-        self.balance = BalanceLoss(critic.backbone)
 
-    def forward(self, tokens, layout):
+    def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
         sum)."""
         with autocast(tokens.device, self.dtype):
-            states, _, output = states_at(self.critic.backbone, tokens, layout, **self.balance.extra)
-            values = layout.spread(self.critic.read(states))
-            return values, self.balance(output, layout)
+            states, balance = self._states(self.critic.backbone, tokens, layout)
+            return layout.spread(self.critic.read(states)), balance
 
 
 @torch.no_grad()
-def score_all(rollout, score, name="log-probs", scorer=None):
+def score_all(
+    rollout: Rollout,
+    score: Callable[[Rollout], Tensor],
+    name: str = "log-probs",
+    scorer: nn.Module | None = None,
+) -> Tensor:
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
     numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; scorer: what ``score`` calls."""
-    places = []
-    parts = []
+    found: dict[int, Tensor] = {}  # {row: its numbers}
     width = rollout.sampler_logprobs.shape[1]
 
     def fill(index):
         part = score(rollout.rows(index))
-        parts.append(F.pad(part, (0, width - part.shape[-1])))
-        places.extend(index)
+        found.update(zip(index, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
 
-    device = rollout.tokens.device
     lengths = rollout.layout.lengths
-    each_micro_batch(lengths, tokens_per_pass(device), fill, name, scorer, lambda: score(rollout.rows([0])))
-    return torch.cat(parts, -2).index_select(-2, send(torch.tensor(places).argsort(), device))
+    budget = tokens_per_pass(rollout.tokens.device)
+    each_micro_batch(lengths, budget, fill, name, scorer, lambda: score(rollout.rows([0])))
+    return torch.stack([found[row] for row in range(len(found))], -2)
 
 
-def score_policy(rollout, scorer, temperature):
+def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float) -> Sequence[Tensor]:
     """Log-probs [B, R] of the sampled tokens under a ``PolicyScorer``, and its entropies before them."""
 
     def score(rows):
-        return torch.stack(scorer(*rows.sequences, temperature)[:2])
+        return torch.stack(scorer(rows.tokens, rows.layout, temperature)[:2])
 
     return score_all(rollout, score, scorer=scorer).unbind()
 
 
-def score_values(rollout, scorer):
+def score_values(rollout: Rollout, scorer: ValueScorer) -> Tensor:
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(*rows.sequences)[0], "values", scorer)
+    return score_all(rollout, lambda rows: scorer(rows.tokens, rows.layout)[0], "values", scorer)
 
 
-def score_learned(items, scorer):
+def score_learned(
+    items: Sequence[tuple[Sequence[int], Sequence[int]]], scorer: PolicyScorer
+) -> tuple[Tensor, Tensor]:
     """Demonstrations -> (log-probs of their N learned tokens [N], differentiable, balance loss), at
     temperature 1. items: of ``SFTDataset``, (token ids, mask); the first token is never learned: nothing
     predicts it."""

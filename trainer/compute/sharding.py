@@ -16,7 +16,9 @@ Every process loads the whole models into main memory first.
 Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 3); Zhao et al. 2023, arXiv:2304.11277 (FSDP).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
 from trainer.compute.memory import is_out_of_memory
 
@@ -48,12 +49,18 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
     whole = {p for p in (model or root).parameters() if p.dim() < 2 or p not in sharded}
     for p in whole:
         p.data = p.data.to(device)
-    options = {"mesh": in_step.mesh, "reshard_after_forward": True, "ignored_params": whole}
-    kinds = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    layers = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, **kinds)
+
+    def split(module, gathered):
+        kinds = MixedPrecisionPolicy(
+            param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        fully_shard(
+            module, mesh=in_step.mesh, reshard_after_forward=True, mp_policy=kinds, ignored_params=whole
+        )
+
     for layer in layers_of(root):
-        fully_shard(layer, mp_policy=layers, **options)
-    fully_shard(root, mp_policy=MixedPrecisionPolicy(**kinds), **options)
+        split(layer, None if dtype == torch.float32 else dtype)
+    split(root, None)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means
@@ -64,25 +71,24 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
     (model or root).to(device)  # buffers
 
 
-def layers_of(module: nn.Module) -> list:
+def layers_of(module: nn.Module) -> list[nn.Module]:
     """A model's layers: those that can be checkpointed, else the parts of its first list."""
-    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-    return layers or list(next((m for m in module.modules() if isinstance(m, nn.ModuleList)), ()))
+    layers: list[nn.Module] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList)]
+    return layers or lists[0]
 
 
 class InStep:
     """The processes of a sharded run go through its models together: all must call each method, in the same
     order."""
 
-    def __init__(self, world):
+    def __init__(self, world: Any) -> None:  # a ``World``, of a room above
         self.world = world
         self.mesh = init_device_mesh(world.device.type, (world.size,))
 
-    def most(self, *numbers: int) -> list[int]:
-        """The largest of each number over all processes."""
-        largest = torch.tensor(numbers, device=self.world.device)
-        self.world.collective(dist.all_reduce, largest, dist.ReduceOp.MAX)
-        return largest.tolist()
+    def most(self, number: int) -> int:
+        """The largest of a number over all processes."""
+        return max(self.world.gather(number))
 
     def least(self, number: float) -> int:
         """The smallest of a number over all processes. Where one of them has failed and left a block of
@@ -91,44 +97,31 @@ class InStep:
             pass
         return min(self.world.gather(int(number)))
 
-    def passes(self, pieces: Iterable[list]) -> list[list | None]:
-        """Micro-batches (lists of rows), cut further so that every process has equally many; None for a pass
+    def passes(self, pieces: list[list[int]]) -> list[list[int]]:
+        """Micro-batches (lists of rows), cut further so that every process has equally many; [] for a pass
         without rows, where a process has too few."""
         pieces = list(pieces)
-        for _ in range(self.most(len(pieces))[0] - len(pieces)):
-            largest = max((piece for piece in pieces if piece), key=len, default=())
+        for _ in range(self.most(len(pieces)) - len(pieces)):
+            largest: list[int] = max(pieces, key=len, default=[])
             if len(largest) > 1:
                 pieces.remove(largest)
                 pieces += halves(largest)
             else:
-                pieces.append(None)
+                pieces.append([])
         return pieces
 
-    def train(self, lengths: list[int], token_budget: int, work: Callable) -> None:
+    def train(self, lengths: list[int], token_budget: int, work: Callable[[list[int]], object]) -> None:
         """Call ``work(rows)``, which goes through a sharded model forward and backward, for every micro-batch
         of sequences of these lengths. All processes have equally many sequences, so none is left without."""
         for rows in self.passes(micro_batches(lengths, token_budget)):
-            self._pass(work, rows)
+            self.run(partial(work, rows))
 
-    def score(
-        self, lengths: list[int], token_budget: int, work: Callable, dummy: Callable, name: str
-    ) -> None:
-        """Call ``work(rows)``, which goes through a sharded model without gradients, for every micro-batch.
-        dummy(): the same pass with a single sequence, whose result nobody reads; name: of the progress bar.
-        """
-        with phase(name, len(lengths), "sequences") as bar:
-            for rows in self.passes(micro_batches(lengths, token_budget)):
-                if rows:
-                    self._pass(work, rows)
-                    bar.done += len(rows)
-                else:
-                    self._pass(dummy)
-
-    def _pass(self, work, *args):
-        """One pass. SystemExit in one line where memory runs out here, or where another process has ended.
-        Not an InputError, on which all processes agree after a block: the others wait within the pass."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Call ``work()``, a pass through a sharded model. SystemExit in one line where memory runs out here,
+        or where another process has ended. Not an InputError, on which all processes agree after a block: the
+        others wait within the pass."""
         try:
-            work(*args)
+            work()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise SystemExit(OUT_OF_MEMORY) from None

@@ -19,14 +19,19 @@ switch 1.00 and 0.62.
 import os
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # not before the environment is set
+    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 PERIOD = 0.5  # seconds between two looks at what other programs use
-BUSY, QUIET = 0.3, 0.15  # CPUs that others take from us: threads sleep from BUSY on, and spin below QUIET
+BUSY = 0.3  # CPUs that others take from us: threads sleep from here on
+QUIET = 0.15  # and spin again below this
 SPINS = "300000"  # GNU OpenMP's own default
 
 
@@ -63,14 +68,13 @@ def own_groups() -> list[Path]:
 
 
 @contextmanager
-def sleep_when_busy(device):
+def sleep_when_busy(device: "torch.device") -> Iterator[None]:
     """In this block, threads that wait sleep while other programs use the CPUs that they need, and spin
     otherwise. Nothing happens with a GPU, with one thread, and where ``set_up_threads`` has set nothing."""
     import torch  # not at the top: the environment has to be set before
 
     threads = torch.get_num_threads()
-    ours = os.environ.get("GOMP_SPINCOUNT") == SPINS
-    if device.type != "cpu" or threads == 1 or not ours or sys.platform != "linux":
+    if device.type != "cpu" or threads == 1 or os.environ.get("GOMP_SPINCOUNT") != SPINS:
         yield
         return
     end = threading.Event()
@@ -84,13 +88,17 @@ def sleep_when_busy(device):
 
 
 def _watch(threads, end):
+    """Look every ``PERIOD`` seconds, the first time for the start, until ``end``. Time that a virtual machine
+    wanted and did not get ("steal") counts as other programs'."""
+    import psutil  # not at the top: --help does not need it
+
     cpus = os.sched_getaffinity(0)
-    before = cpu_seconds(cpus)
+    process = psutil.Process()
     spare = None  # while threads sleep: the event that ends the spare teams
     while not end.wait(PERIOD):
-        now = cpu_seconds(cpus)
-        taken = cpus_taken(before, now, len(cpus), threads)
-        before = now
+        shares = psutil.cpu_percent(percpu=True)  # since the last look, of all programs
+        others = sum(shares[cpu] for cpu in cpus) - process.cpu_percent()
+        taken = others / 100 - (len(cpus) - threads)  # of the CPUs that our threads need
         if spare is None and taken >= BUSY:
             spare = hold_spare_teams(threads, len(cpus))
         elif spare and taken < QUIET:
@@ -100,35 +108,17 @@ def _watch(threads, end):
         spare.set()
 
 
-def cpu_seconds(cpus: set) -> tuple:
-    """-> (the clock, CPU seconds of this process, CPU seconds of all programs on these CPUs), all in seconds.
-
-    Time that a virtual machine wanted and did not get ("steal") counts as other programs'.
-    """
-    import psutil  # not at the top: --help does not need it
-
-    times = [x for cpu, x in enumerate(psutil.cpu_times(percpu=True)) if cpu in cpus]
-    used = sum(x.user + x.nice + x.system + x.irq + x.softirq + x.steal for x in times)
-    return time.monotonic(), time.process_time(), used
-
-
-def cpus_taken(before: tuple, now: tuple, cpus: int, threads: int) -> float:
-    """How many of the CPUs that ``threads`` threads need were used by other programs between two looks."""
-    seconds, own, total = (b - a for a, b in zip(before, now, strict=True))
-    return (total - own) / seconds - (cpus - threads)
-
-
 def hold_spare_teams(threads: int, cpus: int) -> threading.Event:
     """Make OpenMP manage more threads than there are CPUs, by threads that do nothing -> the event that ends
     them. Each new thread of Python brings OpenMP's threads but the first."""
-    end = threading.Event()
-    for _ in range((cpus - threads) // (threads - 1) + 1):
-        threading.Thread(target=_hold, args=(end,), daemon=True).start()
-    return end
-
-
-def _hold(end):
     import torch
 
-    torch.zeros(1 << 20)  # large enough that torch computes it with several threads
-    end.wait()
+    end = threading.Event()
+
+    def hold():
+        torch.zeros(1 << 20)  # large enough that torch computes it with several threads
+        end.wait()
+
+    for _ in range((cpus - threads) // (threads - 1) + 1):
+        threading.Thread(target=hold, daemon=True).start()
+    return end

@@ -3,46 +3,23 @@
 A captured step reads and writes the same memory at every replay, so each of its tensors must keep its
 address. It cannot wait for the GPU, because nothing is computed while it is captured. So a step first runs
 where waiting is an error; if that fails, no capture is begun, and steps run one kernel after the other. On a
-CPU nothing is captured: ``CudaGraphs.run`` just calls the step.
-
-All graphs of a sampler share one pool of memory, because only one of them runs at a time. All captures use
-one stream: cuBLAS keeps a workspace for every stream that it has met.
-
-Code that runs only on a GPU, tested by tests/gpu where there is one and by
-tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a few branches more):
-
-- this file: capture and replay;
-- generation/engine.py, where it asks for ``asynchronous``: several steps between two checks for finished
-  sequences, in few shapes; which have finished, copied without waiting (``_send_flags``); logits in fp32
-  (``_logits``); the kernel that samples and stores (``_sample_and_store``);
-- generation/sampler_copy.py (``use_all_experts``): a mixture of experts without shapes that depend on data;
-- generation/kv_cache.py (``tabulate_rotary``, ``by_position``);
-- compute/cuda: the Triton kernels;
-- compute/attention.py: torch's flash attention of packed rows (``flash_attention``) and its fused attention
-  (``_fused``), positions in the place of a mask;
-- compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
-- compute/logprobs.py: logits in fp32 and larger chunks of them (``_gpu_kernels``, ``CHUNK``);
-- compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32, no cuDNN attention
-  (``set_precision``), heads without TF32 (``ScoreHead``);
-- compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``);
-  compute/memory.py: free memory is counted, and frozen models wait outside it;
-- trainer/memory_plan.py: micro-batches as large as the memory allows;
-- runs/distributed.py, ``init_world``: which GPU a process uses, and nccl as the backend;
-- runs/run_logger.py, ``summary``: the peak of GPU memory;
-- errors.py, ``run_script``: an out-of-memory error of the GPU is printed as one line.
-
-The reverse, code that runs only on a CPU: the compiled kernels of compute/cpu, and the branches that ask for
-``"cpu"`` in compute/attention.py, compute/precision.py, generation/kv_cache.py and sampler_copy.py.
+CPU nothing is captured. All graphs of a sampler share one pool of memory, because only one of them runs at a
+time, and all captures one stream: cuBLAS keeps a workspace for every stream that it has met.
 """
 
 import warnings
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from errors import first_line
 from trainer.compute.memory import is_out_of_memory
+
+Step = Callable[[], None]
 
 
 class CudaGraphs:
@@ -52,24 +29,21 @@ class CudaGraphs:
     ``asynchronous``: work for the device is queued, and to read a result means to wait (a GPU).
     """
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
         self.possible = self.asynchronous
-        self.captured = {}
-        self.pool = None
+        self.forget()
 
-    def forget(self):
+    def forget(self) -> None:
         """Let go of all graphs and their memory. Call it before the tensors that they use are freed."""
-        self.captured = {}
-        self.pool = None
+        self.captured: dict[Hashable, Step] = {}
+        self.pool: Any = None
 
-    def run(self, key, step, state):
+    def run(self, key: Hashable, step: Step, state: list[Tensor]) -> None:
         """Run ``step()`` once. key: what its shapes and constants depend on; each key has a graph of its own.
         state: the tensors that it changes in place; they are restored after a capture, whose warm-up runs
-        change them.
-
-        If memory runs out in a capture, the error is raised. If capturing fails otherwise, a warning says so,
-        and all steps run without graphs from then on.
+        change them. If memory runs out in a capture, the error is raised. If capturing fails otherwise, a
+        warning says so, and all steps run without graphs from then on.
         """
         if self.possible and key not in self.captured:
             saved = [x.clone() for x in state]
@@ -86,7 +60,7 @@ class CudaGraphs:
                 x.copy_(before)
         self.captured.get(key, step)()
 
-    def warm_up(self, step):
+    def warm_up(self, step: Step) -> None:
         """Run ``step`` twice on the stream of captures. In the first run, kernels are compiled and libraries
         allocate their memory. The second must not wait for the GPU: RuntimeError if it does."""
         side = capture_stream(torch.cuda.current_device())
@@ -100,19 +74,17 @@ class CudaGraphs:
         finally:
             current.wait_stream(side)
 
-    def record(self, step):
+    def record(self, step: Step) -> Step:
         """Record ``step`` as a graph -> a function that replays it. Where this fails, the stream and torch's
         allocator are as they were; ``torch.cuda.graph`` alone does not see to that."""
         device = torch.cuda.current_device()
         graph = torch.cuda.CUDAGraph()
         side = capture_stream(device)
         pool = self.pool or torch.cuda.graph_pool_handle()
-        mode = "thread_local"  # what other threads do meanwhile, such as nccl's, does not matter
+        # Its mode: what other threads do meanwhile, such as nccl's, does not matter.
+        capture = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
         try:
-            with (
-                torch.cuda.stream(side),  # goes back to the stream before, even where the next one does not
-                torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode),
-            ):
+            with torch.cuda.stream(side), capture:  # the stream goes back, even where a capture fails
                 step()
         except RuntimeError:
             with suppress(RuntimeError):  # if the capture could be ended, this has been done already
@@ -124,13 +96,13 @@ class CudaGraphs:
 
 
 @cache
-def capture_stream(device):
+def capture_stream(device: int) -> torch.cuda.Stream:
     """The stream of all captures and their warm-ups on this device (its number)."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def waiting_is_an_error():
+def waiting_is_an_error() -> Iterator[None]:
     """A context in which torch's operations raise RuntimeError where the host would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # torch says that this mode does not notice every operation that waits

@@ -6,9 +6,12 @@ can therefore be read through slices: a step copies no row, and attention reads 
 live row.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from transformers import Cache
+from torch import Tensor
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from trainer.compute.attention import ATTENTION, hidden_places
 from trainer.compute.fused_layers import attention_forward, is_fused
@@ -19,47 +22,47 @@ from trainer.compute.kernels import kernels_of
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def bytes_per_token(config, bytes_each):
+def bytes_per_token(config: PretrainedConfig, bytes_each: int) -> int:
     """The bytes of one token's keys and values in all layers. bytes_each: a number's."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * dim * bytes_each
 
 
-def sequence_bytes(model, width):
+def sequence_bytes(model: PreTrainedModel, width: int) -> int:
     """The bytes of the keys and values of one sequence of ``width`` tokens."""
     return width * bytes_per_token(model.config, cache_dtype(model).itemsize)
 
 
-def able_kernels(model):
-    """The compiled kernels of this model's device and dtype, or None."""
+def able_kernels(model: PreTrainedModel) -> Any:
+    """The compiled kernels of this model's device and dtype (a module), or None."""
     kernels = kernels_of(model.device.type)
     return kernels if kernels is not None and model.dtype in kernels.TYPES else None
 
 
-def decodes_fused(model):
+def decodes_fused(model: PreTrainedModel) -> bool:
     """Whether a compiled function does all that every attention layer does between its matrix products."""
     layers = [module for module in model.modules() if is_fused(module, attention_forward)]
     return able_kernels(model) is not None and len(layers) == model.config.num_hidden_layers
 
 
-def cache_dtype(model):
+def cache_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of cached keys and values: the model's, but fp32 where torch decodes on a CPU, because its
     products of cache slices are slower in bf16 and copy the slices."""
     ours = model.config._attn_implementation == ATTENTION and model.device.type == "cpu"
     return torch.float32 if ours and not decodes_fused(model) else model.dtype
 
 
-def tabulate_rotary(model, width):
+def tabulate_rotary(model: PreTrainedModel, width: int) -> None:
     """Let the model look up the cosines and sines of rotary positions below ``width``, in its own dtype,
     while a GPU samples: transformers computes them at every step, in nine small kernels, and a small model
     has about 80 in a step. The numbers are the same. Models of other kinds stay as they are."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) not in ROTARY_KINDS:
         return
     like = torch.empty(0, dtype=model.dtype, device=model.device)
-    tables = type(rotary).forward(rotary, like, torch.arange(width, device=model.device)[None])
-    rotary.forward = lambda x, position_ids: tuple(table[0, position_ids] for table in tables)
+    cos, sin = type(rotary).forward(rotary, like, torch.arange(width, device=model.device)[None])
+    rotary.forward = lambda x, position_ids: (cos[0, position_ids], sin[0, position_ids])
 
 
 class KVCache(Cache):
@@ -70,44 +73,39 @@ class KVCache(Cache):
     attention is ``fused`` and there is a ``block``, keys lie as in ``_in_blocks``.
     """
 
-    def __init__(self, model, slots, width):
-        config = model.config
-        device = model.device
+    def __init__(self, model: PreTrainedModel, slots: int, width: int) -> None:
         super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
-        self.config = config
+        self.config = model.config
         self.slots = slots
         self.fused = decodes_fused(model)
         self.dtype = cache_dtype(model)
         self.kernels = able_kernels(model)
         # Whether attention that is ours reads on the device how long each row is, so that it needs no mask
-        self.by_position = config._attn_implementation == ATTENTION and not self.fused
+        self.by_position = self.config._attn_implementation == ATTENTION and not self.fused
         self.by_position &= hasattr(self.kernels, "cached_attention")
         self.needs_columns = not (self.fused or self.by_position)  # whether ``longest`` of a step is used
         self.block = self.kernels.lanes() if self.fused else None
-        self.width = width = width + (-width % self.block if self.block else 0)
+        self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
             tabulate_rotary(model, width)
-        self.numbers = torch.arange(slots, device=device)
-        self.columns = torch.arange(width, device=device)
-        self.no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        self.keys = {}
-        self.values = {}
+        self.numbers = torch.arange(slots, device=model.device)
+        self.columns = torch.arange(self.width, device=model.device)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
 
-    def prefill(self, first):
+    def prefill(self, first: int) -> None:
         """The next forward reads whole prompts and fills the slots from ``first`` on."""
         self.first = first
-        self.positions = None
+        self.positions: Tensor | None = None
 
-    def decode(self, positions, longest):
+    def decode(self, positions: Tensor, longest: int) -> Tensor | dict[str, Tensor]:
         """The next forward reads one token for each of the first n slots, at ``positions`` [n], all below
         ``longest``. -> the additive attention mask [n, 1, 1, longest], or {layer type: mask} where the layers
-        differ. Where no mask is read, its place is taken by a tensor of four dimensions, because transformers
-        would make a mask otherwise: one False, or the positions for attention that reads them."""
+        differ. Where no mask is read, the positions take its place, as a tensor of four dimensions: else
+        transformers would make a mask."""
         self.positions = positions
-        self.longest = longest
-        if self.fused:
-            return self.no_mask
-        if self.by_position:
+        self.longest = longest if self.needs_columns else self.width  # a GPU's kernels read whole rows
+        if not self.needs_columns:
             return positions.view(-1, 1, 1, 1)
         behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
@@ -119,37 +117,43 @@ class KVCache(Cache):
             masks[kind] = zero.masked_fill(hidden, -torch.inf)[:, None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [rows, heads, columns, head_dim] -> those that this forward may read."""
         rows, _, columns, _ = key_states.shape
         if layer_idx not in self.keys:
-            # Zeros: columns that a row has not reached are masked, but 0 times a stray NaN would be NaN
-            for kept, x in ((self.keys, key_states), (self.values, value_states)):
-                kept[layer_idx] = x.new_zeros(
-                    self.slots, x.shape[1], self.width, x.shape[3], dtype=self.dtype
-                )
-            if self.block:  # compiled attention multiplies this many keys at once
-                self.keys[layer_idx] = self._in_blocks(self.keys[layer_idx]).contiguous()
-        all_keys = self.keys[layer_idx]
-        all_values = self.values[layer_idx]
+            self.keys[layer_idx] = self._in_blocks(self._room(key_states)).contiguous()
+            self.values[layer_idx] = self._room(value_states)
+        keys = self.keys[layer_idx]
+        values = self.values[layer_idx]
         if self.positions is None:  # a prefill: new sequences attend to their own tokens alone
             new = slice(self.first, self.first + rows)
-            keys = key_states
-            if self.block:
-                keys = self._in_blocks(F.pad(keys, (0, 0, 0, -columns % self.block)))
-            all_keys[new, :, : keys.shape[2]] = keys
-            all_values[new, :, :columns] = value_states
+            blocks = self._in_blocks(key_states)
+            keys[new, :, : blocks.shape[2]] = blocks
+            values[new, :, :columns] = value_states
             return key_states, value_states
         place = (self.numbers[:rows], slice(None), self.positions)
-        all_keys[place] = key_states[:, :, 0].to(self.dtype)
-        all_values[place] = value_states[:, :, 0].to(self.dtype)
-        return all_keys[:rows, :, : self.longest], all_values[:rows, :, : self.longest]
+        keys[place] = key_states[:, :, 0].to(self.dtype)
+        values[place] = value_states[:, :, 0].to(self.dtype)
+        return keys[:rows, :, : self.longest], values[:rows, :, : self.longest]
+
+    def _room(self, x):
+        """Keys or values of the cache, for new ones like x. Zeros: columns that a row has not reached are
+        masked, but 0 times a stray NaN would be NaN"""
+        return x.new_zeros(self.slots, x.shape[1], self.width, x.shape[3], dtype=self.dtype)
 
     def _in_blocks(self, keys):
-        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block]"""
+        """[n, heads, width, head_dim] -> [n, heads, width / block, head_dim, block], the last block filled
+        up: compiled attention on a CPU multiplies so many keys at once"""
+        if not self.block:
+            return keys
+        keys = F.pad(keys, (0, 0, 0, -keys.shape[2] % self.block))
         return keys.unflatten(2, (-1, self.block)).transpose(3, 4)
 
-    def attend(self, layer, joint, cos, sin, norms, window):
+    def attend(
+        self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, norms: list[Any], window: int | None
+    ) -> Tensor:
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
 
         joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
@@ -164,9 +168,10 @@ class KVCache(Cache):
             joint, cos, sin, weights, eps, self.positions, keys, values, window, layer.scaling
         )
 
-    def move(self, source, target, longest):
+    def move(self, source: Tensor, target: Tensor | slice, longest: int) -> None:
         """Copy the sequences in slots ``source`` [k] to slots ``target`` [k], up to column ``longest``."""
         blocks = -(-longest // self.block) if self.block else longest
-        for keys, values in zip(self.keys.values(), self.values.values(), strict=True):
+        for layer, keys in self.keys.items():
+            values = self.values[layer]
             keys[target, :, :blocks] = keys[source, :, :blocks]
             values[target, :, :longest] = values[source, :, :longest]

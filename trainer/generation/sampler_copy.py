@@ -7,17 +7,19 @@ gains most from a faster dtype. The old log-probs of the ratio come from the sco
 """
 
 import copy
+from collections import defaultdict
 from types import MethodType
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from model.lora import merged
 from model.model_minimind import MoEFeedForward
 from trainer.compute.fused_layers import attention_forward, is_fused, mlp_forward
-from trainer.compute.packing import pack_sequences
 from trainer.compute.precision import onednn_takes_bf16
+from trainer.compute.scoring import pack_sequences
 
 
 class JoinedLinear(nn.Module):
@@ -27,35 +29,36 @@ class JoinedLinear(nn.Module):
     same: CUDA graphs have captured its address, and on a CPU new memory would leave gaps that nothing else
     fits into."""
 
-    def __init__(self, linears, on_cpu):
+    def __init__(self, weights: list[Tensor], biases: list[Tensor], on_cpu: bool) -> None:
         super().__init__()
-        weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears if linear.bias is not None]
         self.sizes = [len(x) for x in weights]
         self.is_blocked = on_cpu and weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
         self.transposed = on_cpu and not self.is_blocked
         self.weight = torch.cat([x.t() for x in weights], 1) if self.transposed else torch.cat(weights)
         self.bias = torch.cat(biases) if biases else None
 
-    def parts(self):
+    def parts(self) -> list[Tensor]:
         """The weights [out, in] of the linear layers, then their biases, if any: views."""
-        whole = self.weight.t() if self.transposed else self.weight
-        return [*whole.split(self.sizes), *(() if self.bias is None else self.bias.split(self.sizes))]
+        parts = [*(self.weight.t() if self.transposed else self.weight).split(self.sizes)]
+        if self.bias is not None:
+            parts += self.bias.split(self.sizes)
+        return parts
 
-    def pack(self):
+    def pack(self) -> None:
         """Make the blocked layout of the weights, which are not needed any more then."""
         if self.is_blocked:
-            self.blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, 64)
+            self.blocked: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(self.weight, 64)
             self.weight.untyped_storage().resize_(0)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sum of out]"""
         if self.is_blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
         y = x.reshape(-1, x.shape[-1])
         y = y @ self.weight if self.bias is None else torch.addmm(self.bias, y, self.weight)
-        return y.view(*x.shape[:-1], y.shape[1])
+        return y.view((*x.shape[:-1], y.shape[1]))
 
 
 class SamplerCopy:
@@ -65,40 +68,37 @@ class SamplerCopy:
     It raises KeyError if that policy lacks a weight.
     """
 
-    def __init__(self, policy, dtype, device):
+    def __init__(self, policy: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = copy.deepcopy(policy).eval().requires_grad_(False)
         pack_sequences(self.model.float().base_model)
-        self._cast(dtype)
-        self.model.to(device)
-        self._lay_out(torch.device(device).type == "cpu")
-        places = [place for places in self.places.values() for place in places]
-        self.storages = [(place.untyped_storage(), place.untyped_storage().nbytes()) for place in places]
-        for layer in self.joined:
-            layer.pack()
-
-    def _cast(self, dtype):
-        """Convert all but the frequencies of rotary positions: in bf16, position 1000 is off by radians."""
         for p in self.model.parameters():
             p.data = p.data.to(dtype)
         for module in self.model.modules():
             for name, x in module.named_buffers(recurse=False):
+                # In bf16, rotary frequencies would put position 1000 off by radians.
                 if x.is_floating_point() and "inv_freq" not in name:
                     setattr(module, name, x.to(dtype))
+        self.model.to(device)
+        self._lay_out(torch.device(device).type == "cpu")
+        storages = [place.untyped_storage() for places in self.places.values() for place in places]
+        self.storages = [(storage, storage.nbytes()) for storage in storages]
+        for layer in self.joined:
+            layer.pack()
 
     def _lay_out(self, on_cpu):
         """Lay the weights out as products read them fastest: linear layers of a fused layer that have the
         same input are joined, and on a CPU all others are laid out too. ``places``: {name of a weight: the
         tensors that it is copied to}, more than one for a tied head on a CPU."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        self.places = {name: [] for name in names.values()}
-        self.joined = []
+        self.places: dict[str, list[Tensor]] = defaultdict(list)
+        self.joined: list[JoinedLinear] = []
 
         def joined(*linears):
-            layer = JoinedLinear(linears, on_cpu)
+            weights = [linear.weight for linear in linears]
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            layer = JoinedLinear(weights, biases, on_cpu)
             self.joined.append(layer)
-            own = [linear.weight for linear in linears]
-            own += [linear.bias for linear in linears if linear.bias is not None]
-            for p, part in zip(own, layer.parts(), strict=True):
+            for p, part in zip([*weights, *biases], layer.parts(), strict=True):
                 self.places[names[id(p)]].append(part)
             return layer
 
@@ -113,12 +113,12 @@ class SamplerCopy:
             for name, child in list(module.named_children()):
                 if on_cpu and type(child) is nn.Linear:
                     setattr(module, name, joined(child))
+            if not on_cpu and isinstance(module, MoEFeedForward):
+                vars(module)["forward"] = MethodType(all_experts, module)
         for p in self.model.parameters():
             self.places[names[id(p)]].append(p.data)
-        if not on_cpu:
-            use_all_experts(self.model)
 
-    def unload(self):
+    def unload(self) -> None:
         """Free the memory of all weights, which keep their shapes and views, until the next ``load``."""
         for storage, _ in self.storages:
             storage.resize_(0)
@@ -126,43 +126,29 @@ class SamplerCopy:
             layer.blocked = None
 
     @torch.no_grad()
-    def load(self, policy):
+    def load(self, policy: PreTrainedModel) -> None:
+        """Copy this policy's weights, one at a time."""
         for storage, size in self.storages:
             if not storage.nbytes():
                 storage.resize_(size)
-        missing = set(self.places)
+        missing = dict(self.places)
         for name, x in merged(policy):
-            for place in self.places.get(name, ()):
+            for place in missing.pop(name, ()):
                 place.copy_(x)
-            missing.discard(name)
         if missing:
             raise KeyError(f"the policy has no {', '.join(missing)}")
         for layer in self.joined:
             layer.pack()
 
 
-# ------------------------------------------------------------------------------------------------ experts
-# Usually an expert computes the tokens that chose it. How many that are is known only when the router has
-# computed, so the host must wait for the GPU in each layer, and a step cannot be captured (cuda_graphs.py). A
-# decoding step has few tokens: there every expert computes every token, what was not chosen counts 0, and the
-# results are the same. Forwards of many tokens, which are prefills, stay as they are. transformers' own
-# mixtures do not wait: their experts are one grouped product.
+def all_experts(moe: MoEFeedForward, hidden: Tensor) -> Tensor:
+    """``MoEFeedForward.forward`` where a GPU samples: hidden [B, T, H] -> the same shape.
 
-FEW_TOKENS = 1024  # up to so many tokens, every expert computes every token
-
-
-def use_all_experts(model):
-    """Replace the ``forward`` of MiniMind's mixtures of experts."""
-    for module in model.modules():
-        if isinstance(module, MoEFeedForward):
-            module.forward = MethodType(_all_experts, module)
-
-
-def _all_experts(moe, hidden):
-    """``MoEFeedForward.forward``: hidden [B, T, H] -> the same shape."""
+    Usually an expert computes the tokens that chose it, and the host must wait for their number in each
+    layer, so a step cannot be captured. Here every expert computes every token, and what was not chosen
+    counts 0. transformers' own mixtures do not wait: their experts are one grouped product.
+    """
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    if len(tokens) > FEW_TOKENS:
-        return type(moe).forward(moe, hidden)
     weights, chosen = moe.gate(tokens).softmax(dim=-1, dtype=torch.float32).topk(moe.top_k, dim=-1)
     weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     shares = weights.new_zeros(len(tokens), len(moe.experts)).scatter(1, chosen, weights)

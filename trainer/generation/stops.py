@@ -10,16 +10,22 @@ count.
 All of it is looked at on the device, in every step (``Engine._sample_and_store``), so no host waits for it.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from trainer.compute.batching import send
+from trainer.compute.batching import Layout
+from trainer.compute.rollout_data import Rollout
 
 HALF = "\ufffd"  # what an incomplete character decodes to
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # in tokens such as GPT-2's
 
 
-class EarlyEnds:
+class EarlyEnds(NamedTuple):
     """``--min_gen_len``: a response has at least ``least`` tokens, the EOS that ends it counted.
 
     So no id that ends a response (``ids``) may be one of its first least - 1 tokens: there its logit is -inf.
@@ -27,23 +33,18 @@ class EarlyEnds:
     the one that is scored. Its other tokens share the probability, in entropy and KL too.
     """
 
-    def __init__(self, least, ids):
-        self.least = least
-        self.ids = tuple(ids)
-        self.sent = {}  # {(device, vocabulary): the ids there}
+    least: int
+    ids: tuple[int, ...]
 
-    def forbid_(self, logits, places):
+    def forbid_(self, logits: Tensor, places: Tensor) -> None:
         """Make the logits [n, V] of the ids -inf, in place, in the rows whose token comes too early. places
         [n]: the number of the predicted token in its response, from 0 on. A GPU is not waited for."""
-        key = logits.device, logits.shape[1]
-        if key not in self.sent:  # a generation config may name ids that no model has
-            ids = [i for i in self.ids if 0 <= i < logits.shape[1]]
-            self.sent[key] = send(torch.tensor(ids, dtype=torch.int64), logits.device)
-        ids = self.sent[key]
-        early = (places < self.least - 1)[:, None]
-        logits[:, ids] = logits[:, ids].masked_fill(early, -torch.inf)
+        early = places < self.least - 1
+        for i in self.ids:
+            if 0 <= i < logits.shape[1]:  # a generation config may name ids that no model has
+                logits[:, i].masked_fill_(early, -torch.inf)
 
-    def of(self, layout):
+    def of(self, layout: Layout) -> Callable[[Tensor, slice], None]:
         """What ``token_logprobs`` is to do with the logits of a ``Layout.of_responses``: a function of
         (logits [n, V], the slice of the wanted tokens that they predict). Rows behind the last wanted token
         are padding and stay as they are."""
@@ -56,9 +57,9 @@ class EarlyEnds:
         return forbid_
 
 
-def early_ends(least, ids):
+def early_ends(least: int, ids: Sequence[int]) -> EarlyEnds | None:
     """``EarlyEnds``, or None where any response is long enough: each has at least one token."""
-    return EarlyEnds(least, ids) if least > 1 else None
+    return EarlyEnds(least, tuple(ids)) if least > 1 else None
 
 
 class StopStrings:
@@ -72,28 +73,26 @@ class StopStrings:
     a stop string. The last column is for ids that the tokenizer does not have: they change no state.
     """
 
-    def __init__(self, texts, tokenizer):
-        self.texts = list(texts)
+    def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts = texts
         self.tokenizer = tokenizer
         stops = tuple(text.encode() for text in self.texts)
         starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
         states = {text: place for place, text in enumerate(starts)}
         count = len(states)  # the first of them is b""
-        after = torch.zeros(count, 256, dtype=torch.int64)  # the table of single bytes
+        after = torch.zeros(2 * count, 256, dtype=torch.int64)  # the table of single bytes
         for begun, state in states.items():
             for byte in range(256):
                 text = begun + bytes([byte])
                 longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in states)
                 after[state, byte] = states[longest] + count * text.endswith(stops)
-        words = self._vocabulary()
+        after[count:] = after[:count] % count + count  # completed stays so
+        words = dict(enumerate(self._vocabulary()))
         self.table = torch.arange(count)[:, None].repeat(1, len(words))
-        words = dict(enumerate(words))
         for place in range(max(map(len, words.values()))):  # byte by byte, from every state
             words = {i: word for i, word in words.items() if len(word) > place}
             ids = torch.tensor(list(words))
-            now = self.table[:, ids]
-            new = after[now % count, torch.tensor([word[place] for word in words.values()])]
-            self.table[:, ids] = torch.where(now < count, new, new % count + count)  # completed stays so
+            self.table[:, ids] = after[self.table[:, ids], torch.tensor([w[place] for w in words.values()])]
 
     def _vocabulary(self):
         """-> by id the bytes that each token adds to a text, and none for an id more."""
@@ -102,9 +101,6 @@ class StopStrings:
         before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         length = len(decode(self.tokenizer, before))
         for token, i in ids.items():
-            if isinstance(token, bytes):  # as in old Qwen's tokenizer
-                found[i] = token
-                continue
             text = decode(self.tokenizer, [*before, i])[length:]
             if HALF not in text:
                 found[i] = text.encode()
@@ -114,7 +110,7 @@ class StopStrings:
                 found[i] = bytes(BYTES.get(character, 0) for character in token)
         return found
 
-    def cut(self, ids):
+    def cut(self, ids: list[int]) -> str:
         """The tokens of a response that has ended -> its text: up to where the stop string begins that the
         last token completes, else without the last token, which is an EOS."""
         whole = decode(self.tokenizer, ids)
@@ -125,7 +121,9 @@ class StopStrings:
         return whole[: min(found)] if found else before
 
 
-def response_texts(rollout, tokenizer, stops=None):
+def response_texts(
+    rollout: Rollout, tokenizer: PreTrainedTokenizerBase, stops: StopStrings | None = None
+) -> list[str]:
     """The responses as B texts, without the EOS or the stop string that ended them and without other special
     tokens. stops: the ``StopStrings`` that they were sampled with, or None."""
     texts = []
@@ -137,6 +135,6 @@ def response_texts(rollout, tokenizer, stops=None):
     return texts
 
 
-def decode(tokenizer, ids):
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Token ids -> their text, without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -10,13 +10,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, most_positions
-from trainer.compute.scoring import score_learned
+from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import GradientSource
@@ -55,7 +55,7 @@ class Ptx:
         totals = (max(sum(theirs), 1) for theirs in zip(*self.world.gather(counts), strict=True))
         self.learned = dict(zip(steps, totals, strict=True))
 
-    def source(self, number: int, scorer: nn.Module) -> GradientSource:
+    def source(self, number: int, scorer: PolicyScorer) -> GradientSource:
         """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
 

@@ -14,7 +14,7 @@ import operator
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
@@ -41,7 +41,7 @@ class Request:
     prompts: list[Prompt]
     responses: list[str]
     finished: list[bool]  # False for a response that was cut at --max_gen_len
-    lengths: list[int]  # in tokens
+    lengths: Sequence[int]  # in tokens
 
     def by_name(self) -> dict[str, object]:
         """What a reward function gets if it has a parameter of this name, besides the fields of records."""
@@ -75,7 +75,7 @@ def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFu
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
     wanted(function)
     for data in filter(None, datasets):
-        check_columns(function, data.columns, data.path)
+        check_columns(function, data.columns, str(data.path))
     return function
 
 

@@ -41,11 +41,11 @@ from model.loading import (
     quiet,
 )
 from model.weights import keep_in_half, make_score_heads
-from trainer.compute.batching import pad_right, tokens_per_pass
+from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
-from trainer.compute.packing import Layout, pack_sequences, packed_states
-from trainer.compute.precision import autocast, check_finite, check_range
+from trainer.compute.precision import autocast, check_finite
 from trainer.compute.rollout_data import length_mask
+from trainer.compute.scoring import pack_sequences, packed_states
 
 # Conversations that a model's get_score and get_scores both score, to be compared
 TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
@@ -87,7 +87,6 @@ class ClassifierRewardModel(RewardModel):
         if config.num_labels != 1:
             raise InputError(f"it has {config.num_labels} labels, a reward model has one")
         check_tokenizer(self.tokenizer, model)
-        check_range(model, self.dtype, "")
         self.pad_id = config.pad_token_id
         # Decoder classifiers of transformers apply this linear layer to the state of the last token.
         backbone = model.base_model
@@ -237,14 +236,15 @@ def load_reward_model(
         tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification if classifies else AutoModel
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
-        model = load_pretrained(auto_class, path, trust_remote_code, weights, use_cache=False)
+        config.use_cache = False
+        model = load_pretrained(auto_class, path, trust_remote_code, weights, config)
         if not outside:
             keep_in_half(model)
             fill_buffers(model, torch.float32)
         elif weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
             model.float()  # the same numbers: CPUs compute in fp16 slowly or not at all
             fill_buffers(model)
-        model.to(device).eval().requires_grad_(False)
+        nn.Module.to(model, device).eval().requires_grad_(False)
         make_score_heads(model)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         return kind(model, tokenizer, dtype)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.compute.loss_scale import LossScale
+from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
 from trainer.runs.distributed import World

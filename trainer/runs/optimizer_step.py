@@ -3,7 +3,7 @@
 ``gradients_that_fit`` computes the gradients of a minibatch in micro-batches that fit into memory.
 ``step_if_finite`` then sums, clips and steps one model. If its loss or gradient is NaN or infinite, the step
 is left out. PPO's models step one after the other; ``note_steps`` looks at both steps of a minibatch, ends a
-run that goes on with such steps, and adapts the scale of fp16's losses (compute/loss_scale.py).
+run that goes on with such steps, and adapts the scale of fp16's losses (compute/precision.py).
 ``AdamWInHalf`` is --moments_dtype bfloat16.
 """
 
@@ -48,7 +48,8 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
-        wanted, longest = run.in_step.most(wanted, longest)
+        wanted = run.in_step.most(wanted)
+        longest = run.in_step.most(longest)
     budget = wanted
     sums = attempt(backward, run, sources, budget)[1]
     while sums is None:

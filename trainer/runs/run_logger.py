@@ -66,7 +66,9 @@ class RunLogger:
             with writing(path):
                 cut_lines(path, first_step)
         records = read_metrics(folder.path)  # of a resumed run
-        self.health = Health(folder.config, records)
+        self.health = Health(folder.config)
+        for record in records:
+            self.health.add(record)
         self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None

@@ -4,7 +4,7 @@
  */
 #include "vectors.h"
 
-n_t lanes(void) { return LANES; } /* the number of keys in one block of the cache */
+int lanes(n_t bf16, n_t threads) { return LANES; } /* the number of keys in one block of the cache */
 
 INLINE void read_head(float *head, n_t wide, const void *x, int bf16, n_t start, n_t dim) {
     EACH(i, wide) put(head + i, i < dim ? load(x, bf16, start + i, dim - i) : (vec){0});

@@ -3,8 +3,8 @@
 
 /* RMS norm y = s r weight with r = (mean s^2 + eps)^-1/2. s is x, or x + delta if there is a delta; then s is
  * written too. x, delta, s, y [rows, width]; r [rows] */
-void rms_norm(n_t bf16, n_t threads, n_t rows, n_t width, float eps, const void *x, const void *delta,
-              const void *weight, void *s, void *y, void *r) {
+void rms_norm(n_t bf16, n_t threads, n_t rows, n_t width, const void *x, const void *delta,
+              const void *weight, void *s, void *y, void *r, float eps) {
     ROWS for (n_t row = 0; row < rows; row++) {
         float kept[padded(width)];
         n_t base = row * width;
@@ -61,19 +61,19 @@ void rms_norm_backward(n_t bf16, n_t threads, n_t rows, n_t width, const void *s
 }
 
 /* Rotary positions: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are the halves of a head.
- * x [rows, heads, dim], cos and sin [rows, dim]; back = 1 rotates back, which is the gradient */
-void rotate(n_t bf16, n_t threads, n_t rows, n_t heads, n_t dim, n_t back, const void *x, const void *cos,
-            const void *sin, void *y) {
+ * x [rows, dim] has `heads` heads of each token, cos and sin [rows / heads, dim]; direction -1 rotates back,
+ * which is the gradient */
+void rotate(n_t bf16, n_t threads, n_t rows, n_t dim, const void *x, const void *cos, const void *sin,
+            void *y, n_t heads, float direction) {
     n_t half = dim / 2;
-    ROWS for (n_t row = 0; row < rows; row++) for (n_t head = 0; head < heads; head++) {
-        n_t base = (row * heads + head) * dim;
+    ROWS for (n_t row = 0; row < rows; row++) {
+        n_t base = row * dim, token = row / heads * dim;
         EACH(i, half) {
             n_t left = half - i;
-            vec c = load(cos, is_bf16(bf16, 1), row * dim + i, left);
-            vec s = load(sin, is_bf16(bf16, 2), row * dim + i, left);
+            vec c = load(cos, is_bf16(bf16, 1), token + i, left);
+            vec s = direction * load(sin, is_bf16(bf16, 2), token + i, left);
             vec x1 = load(x, is_bf16(bf16, 0), base + i, left);
             vec x2 = load(x, is_bf16(bf16, 0), base + half + i, left);
-            s = back ? -s : s;
             store(y, is_bf16(bf16, 3), base + i, left, x1 * c - x2 * s);
             store(y, is_bf16(bf16, 3), base + half + i, left, x2 * c + x1 * s);
         }
@@ -81,8 +81,8 @@ void rotate(n_t bf16, n_t threads, n_t rows, n_t heads, n_t dim, n_t back, const
 }
 
 /* y = silu(gate) up [rows, width]; rows of gate and up begin `stride` elements apart */
-void silu_mul(n_t bf16, n_t threads, n_t rows, n_t width, n_t stride, const void *gate, const void *up,
-              void *y) {
+void silu_mul(n_t bf16, n_t threads, n_t rows, n_t width, const void *gate, const void *up, void *y,
+              n_t stride) {
     ROWS for (n_t row = 0; row < rows; row++) EACH(i, width) {
         vec g = load(gate, is_bf16(bf16, 0), row * stride + i, width - i);
         vec u = load(up, is_bf16(bf16, 1), row * stride + i, width - i);

@@ -3,8 +3,8 @@
 
 /* Under softmax(logits / temperature): the log-prob of each row's target, the entropy and, if not NULL, the
  * probabilities [rows, size] in fp32. These may share the memory of fp32 logits. */
-void token_logprobs(n_t bf16, n_t threads, n_t rows, n_t size, float temperature, const void *logits,
-                    const void *targets, void *logprobs, void *entropy, void *probabilities) {
+void token_logprobs(n_t bf16, n_t threads, n_t rows, n_t size, const void *logits, const void *targets,
+                    void *logprobs, void *entropy, void *probabilities, float temperature) {
     float scale = 1 / temperature;
     ROWS for (n_t row = 0; row < rows; row++) {
         n_t base = row * size, target = ((const n_t *)targets)[row];
@@ -61,8 +61,8 @@ void token_logprobs_backward(n_t bf16, n_t threads, n_t rows, n_t size, const vo
 /* Inverse-CDF sampling: the first token whose CDF under softmax(logits / temperature) exceeds u [rows]
  * (double, in [0, 1)), and its log-prob. Temperature 0: the token of the largest logit, with its log-prob at
  * temperature 1. No token of probability 0 is drawn. */
-void sample_tokens(n_t bf16, n_t threads, n_t rows, n_t size, float temperature, const void *logits,
-                 const void *u, void *tokens, void *logprobs) {
+void sample_tokens(n_t bf16, n_t threads, n_t rows, n_t size, const void *logits, const void *u,
+                   void *tokens, void *logprobs, float temperature) {
     float scale = temperature == 0 ? 1 : 1 / temperature;
     ROWS for (n_t row = 0; row < rows; row++) {
         n_t base = row * size, blocks = padded(size) / LANES, block = 0, token = 0;

@@ -1,0 +1,328 @@
+"""Triton kernels: layers, attention of new tokens, log-probs and sampling.
+
+All of it is computed in fp32, and each result is rounded once, when it is written. No two programs write to
+the same place, so a result does not depend on their order.
+
+Sources: scores and sums in one pass, Milakov and Gimelshein 2018 (arXiv:1805.02867); grouped heads, Ainslie
+et al. 2023 (arXiv:2305.13245).
+"""
+# mypy: disallow-incomplete-defs=False
+# Only constants have types: Triton compiles a kernel for the types of the other arguments that it meets.
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to -inf would be NaN
+# Kernels over the rows of a tensor [rows, width], in tiles [ROWS, BLOCK]. Grid: tiles, blocks of columns
+over_rows = triton.jit(do_not_specialize=["rows"])
+
+
+@triton.jit
+def _read(x, inside):
+    """The numbers at the pointers x in fp32, 0 where they are not inside"""
+    return tl.load(x, inside, 0.0).to(tl.float32)
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+@triton.jit
+def _tile(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """-> of a tile: its rows [ROWS, 1], columns [1, BLOCK], places in the tensor, which of them exist"""
+    row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, row * width + column, (row < rows) & (column < width)
+
+
+@over_rows
+def rms_norm(x, delta, weight, s, y, r, eps, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = s r weight with r = (mean s^2 + eps)^-1/2. s is x, or with a delta x + delta, and is written then.
+
+    x, delta, s, y [rows, width]; weight [width]; r [rows]. One block is a whole row.
+    """
+    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    v = _read(x + place, inside)
+    if delta is not None:
+        v += _read(delta + place, inside)
+        tl.store(s + place, v, inside)
+    scale = 1 / tl.sqrt_rn(tl.sum(v * v, 1)[:, None] / width + eps)
+    tl.store(y + place, v * scale * _read(weight + column, column < width), inside)
+    tl.store(r + row, scale, row < rows)
+
+
+@over_rows
+def rms_norm_backward(
+    s, weight, r, grad_y, grad_s, grad_x, grad_delta, parts, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of rms_norm, from the gradients of y and (if not None) of s: grad_x, its copy grad_delta
+    (if not None), and a partial sum of the weight's gradient for each program, parts [programs, width].
+
+    d y_i / d s_j = w_i (r [i = j] - r^3 s_i s_j / width). Any number of programs shares the tiles.
+    """
+    d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    own = tl.arange(0, BLOCK)
+    w = _read(weight + own, own < width)[None, :]
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row, _, place, inside = _tile(first, rows, width, ROWS, BLOCK)
+        scale = _read(r + row, row < rows)
+        v = _read(s + place, inside) * scale
+        d = _read(grad_y + place, inside)
+        d_weight += d * v
+        d *= w
+        d = scale * (d - v * (tl.sum(d * v, 1) / width)[:, None])
+        if grad_s is not None:
+            d += _read(grad_s + place, inside)
+        tl.store(grad_x + place, d, inside)
+        if grad_delta is not None:
+            tl.store(grad_delta + place, d, inside)
+    tl.store(parts + tl.program_id(0) * width + own, tl.sum(d_weight, 0), own < width)
+
+
+@triton.jit
+def _rotated(x, there, norm, cos, sin, dim, eps, direction, D: tl.constexpr):
+    """Heads at the pointers x [n, 1], normed if there are weights for that, and rotated -> [n, D]: the halves
+    (x1, x2) of a head become (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    d = tl.arange(0, D)[None, :]
+    inside = d < dim
+    other = tl.where(d < dim // 2, d + dim // 2, d - dim // 2)
+    a = _read(x + d, there & inside)
+    b = _read(x + other, there & inside)
+    if norm is not None:
+        r = tl.rsqrt(tl.sum(a * a, 1) / dim + eps)[:, None]
+        a = a * r * _read(norm + d, inside)
+        b = b * r * _read(norm + other, inside)
+    b = tl.where(d < dim // 2, -b, b) * direction
+    return a * _read(cos + d, inside) + b * _read(sin + d, inside)
+
+
+@over_rows
+def rotate(
+    x, cos, sin, y, heads: tl.constexpr, direction, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rotary positions of heads x, y [rows, width], in which each token has ``heads`` heads; cos and sin
+    [tokens, width]; direction -1 rotates back."""
+    row, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    turn = row // heads * width
+    there = row < rows
+    turned = _rotated(x + row * width, there, None, cos + turn, sin + turn, width, 0.0, direction, BLOCK)
+    tl.store(y + place, turned, inside)
+
+
+@over_rows
+def silu_mul(gate, up, y, stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = silu(gate) * up; gate and up have rows ``stride`` apart, y is contiguous."""
+    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    g = _read(gate + row * stride + column, inside)
+    u = _read(up + row * stride + column, inside)
+    tl.store(y + place, g * tl.sigmoid(g) * u, inside)
+
+
+@over_rows
+def silu_mul_backward(
+    gate, up, grad, grad_gate, grad_up, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradient of silu_mul; silu'(g) = s (1 + g (1 - s)) with s the sigmoid of g."""
+    _, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    g = _read(gate + place, inside)
+    d = _read(grad + place, inside)
+    s = tl.sigmoid(g)
+    tl.store(grad_gate + place, d * _read(up + place, inside) * s * (1 + g * (1 - s)), inside)
+    tl.store(grad_up + place, d * g * s, inside)
+
+
+# --------------------------------------------------------------------------------------------- attention
+
+
+@triton.jit
+def decode_attention(
+    query, cos, sin, q_norm, k_norm, positions, keys, values, out,
+    dim, wide, width, window, scale, eps,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Attention of n queries, each at its position of its row of the cache. Grid: (n, groups)
+
+    query [n, heads, dim]; keys [slots, groups, width, dim]; values the same with ``wide`` numbers a head; out
+    [n, heads, wide]. With ``cos``, the keys and values of the new tokens are heads of ``query`` too, behind
+    the queries: they are normed, rotated and written to the cache. Without it they are there already. SHARED:
+    query heads of a group; ROWS, D and W: SHARED, dim and wide, rounded up for matrix products.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
+    end = tl.load(positions + row).to(tl.int32) + 1
+    first = tl.maximum(end - window, 0)
+    head = tl.arange(0, ROWS)
+    there = (head < SHARED)[:, None]
+    d = tl.arange(0, D)
+    w = tl.arange(0, W)
+    keys += (row * groups + group) * width * dim
+    values += (row * groups + group) * width * wide
+    kind = keys.dtype.element_ty
+    heads = groups * SHARED
+    if cos is not None:
+        end -= 1  # the row's own token is taken from registers
+        query += row * (heads + 2 * groups) * dim
+        cos += row * dim
+        sin += row * dim
+        mine = query + (group * SHARED + head)[:, None] * dim
+        q = _rotated(mine, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
+        own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
+        own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
+        own_v = _read(query + (heads + groups + group) * dim + w, w < wide).to(kind)
+        tl.store(keys + end * dim + d[None, :], own_k, d[None, :] < dim)
+        tl.store(values + end * wide + w, own_v, w < wide)
+        most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+        total = tl.full([ROWS], 1.0, tl.float32)
+        sums = tl.zeros([ROWS, W], tl.float32) + own_v.to(tl.float32)[None, :]
+    else:
+        mine = query + (row * heads + group * SHARED + head)[:, None] * dim
+        q = _read(mine + d[None, :], there & (d < dim)[None, :]).to(kind)
+        most = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, W], tl.float32)
+    for start in range(first, end, COLUMNS):
+        t = start + tl.arange(0, COLUMNS)
+        reached = t < end
+        k = tl.load(keys + t[None, :] * dim + d[:, None], reached[None, :] & (d < dim)[:, None], 0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(reached[None, :], scores, -float("inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        p = tl.exp(scores - higher[:, None])
+        keep = tl.exp(most - higher)
+        v = tl.load(values + t[:, None] * wide + w[None, :], reached[:, None] & (w < wide)[None, :], 0.0)
+        total = total * keep + tl.sum(p, 1)
+        sums = sums * keep[:, None] + tl.dot(p.to(kind), v, input_precision="ieee")
+        most = higher
+    place = (row * heads + group * SHARED + head)[:, None] * wide + w[None, :]
+    tl.store(out + place, sums / total[:, None], there & (w < wide)[None, :])
+
+
+# ------------------------------------------------------------------------------------------------ logits
+
+
+@triton.jit
+def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLOCK: tl.constexpr):
+    """The log-prob of each row's target, the entropy, and log sum e^z, where z = scale * logits [rows, size].
+
+    One pass over the logits. Each of BLOCK lanes sees every BLOCK-th z, and keeps the largest one so far
+    (most), the sum of e^(z - most) (total) and that of e^(z - most) (z - most) (mean). They are put together
+    at the end. Grid: rows
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    logits += row * size
+    most = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    mean = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        inside = start + lane < size
+        z = _read(logits + start + lane, inside) * scale
+        z = tl.where((z < LOWEST) | ~inside, LOWEST, z)  # a NaN stays one, and is seen in the result
+        gap = z - most
+        e = tl.where(inside, tl.exp(-tl.abs(gap)), 0)
+        larger = gap > 0  # then z is the new largest one, and the sums shrink; else z is added to them
+        mean = tl.where(larger, e * (mean - total * gap), mean + e * gap)
+        total = tl.where(larger, total * e + 1, total + e)
+        most = tl.where(larger, z, most)
+    highest = tl.max(most, 0)
+    gap = most - highest
+    weight = tl.exp(gap)
+    mean = tl.sum(weight * (mean + total * gap), 0)
+    total = tl.sum(weight * total, 0)
+    log_total = tl.log(total)
+    own = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
+    own = tl.where(own < -3.4028234663852886e38, -3.4028234663852886e38, own)
+    tl.store(logprobs + row, own - highest - log_total)
+    tl.store(entropy + row, log_total - mean / total)
+    tl.store(log_sum + row, highest + log_total)
+
+
+@triton.jit
+def token_logprobs_backward(
+    logits, targets, log_sum, grad, entropy, grad_entropy, out, size, scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out = grad scale (onehot(target) - p) [rows, size], p = e^(z - log_sum): the gradient of the logits.
+
+    grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
+    entropy), where entropy [rows] and its gradient are not None. Grid: (rows, blocks)
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = row * size + column
+    log_p = _read(logits + place, column < size) * scale - tl.load(log_sum + row)
+    p = tl.exp(log_p)
+    own = (column == tl.load(targets + row)).to(tl.float32)
+    slope = tl.load(grad + row) * scale * (own - p)
+    if entropy is not None:  # where p is 0 its logarithm may be -inf
+        pull = p * (tl.where(p == 0, 0, log_p) + tl.load(entropy + row))
+        slope -= tl.load(grad_entropy + row) * scale * pull
+    tl.store(out + place, slope, column < size)
+
+
+@triton.jit
+def _first_beyond(weights, target, places, none):
+    """The first place where the running sum of the weights exceeds the target; the last one with any weight
+    if none does, because sums that were made in another order differ in their last bit. It always has a
+    weight above 0, unless there is none or a weight is NaN: then any place, at least 0. none: above all
+    places."""
+    place = tl.min(tl.where((tl.cumsum(weights, 0) > target) & (weights > 0), places, none), 0)
+    return tl.where(place < none, place, tl.max(tl.where(weights > 0, places, 0), 0))
+
+
+@triton.jit
+def sample_and_store(
+    logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
+    tokens, logprobs, response_len, finished, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """``Engine._sample_and_store`` of n slots, not greedy. Slots that are done stay as they are. Grid: (n,)
+
+    row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width], response_len
+    and finished [rows] have a row for each prompt; a response ends at one of ends [ends_count], and at limit.
+
+    A row of logits is read once. Of each block of the vocabulary two numbers stay in registers: its largest
+    logit, and the sum of its probabilities relative to that one. They tell in which block the token lies, and
+    only that block is read again. Sums over blocks, and running sums inside one, are in fp64, as in
+    ``generation.sampling.sample_tokens``. Logits with a NaN give some token, and the log-prob NaN.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    if tl.load(done + slot) == 0:
+        own = tl.load(row + slot)
+        before = tl.load(count + slot)
+        place = own * width + before
+        u = tl.load(noise + place)
+        logits += slot * size
+        column = tl.arange(0, BLOCK)
+        block = tl.arange(0, BLOCKS)
+        largest = tl.full([BLOCKS], -float("inf"), tl.float32)
+        sums = tl.zeros([BLOCKS], tl.float32)
+        for start in tl.range(0, size, BLOCK, num_stages=3):
+            z = scale * tl.load(logits + start + column, start + column < size, -float("inf")).to(tl.float32)
+            high = tl.max(z, 0)
+            p = tl.exp(z - tl.where(high == -float("inf"), 0.0, high))  # a block may hold nothing but -inf
+            largest = tl.where(block == start // BLOCK, high, largest)
+            sums = tl.where(block == start // BLOCK, tl.sum(p, 0), sums)
+        most = tl.max(largest, 0)
+        shares = tl.exp(largest - most)
+        weights = (sums * shares).to(tl.float64)
+        total = tl.sum(weights, 0)
+        chosen = _first_beyond(weights, u * total, block, BLOCKS)
+        column += chosen * BLOCK
+        z = scale * tl.load(logits + column, column < size, -float("inf")).to(tl.float32)
+        below = u * total - tl.sum(tl.where(block < chosen, weights, 0.0), 0)
+        here = block == chosen  # inside, probabilities are relative to the block's largest, as its sum is
+        below /= tl.sum(tl.where(here, shares, 0.0), 0)
+        high = tl.max(tl.where(here, largest, -float("inf")), 0)
+        drawn = _first_beyond(tl.exp(z - high).to(tl.float64), below, column, size)
+        drawn = tl.minimum(drawn, size - 1)
+        logprob = tl.sum(tl.where(column == drawn, z, 0.0), 0) - most - tl.log(total.to(tl.float32))
+        ended = drawn < 0
+        for i in range(ends_count):
+            ended |= drawn == tl.load(ends + i)
+        tl.store(tokens + place, drawn)
+        tl.store(logprobs + place, logprob)
+        tl.store(response_len + own, before + 1)
+        tl.store(finished + own, ended)
+        tl.store(token + slot, drawn)
+        tl.store(count + slot, before + 1)
+        tl.store(done + slot, ended | (before + 1 >= limit))
