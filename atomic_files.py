@@ -38,11 +38,6 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def last_written(path: Path) -> int | None:
-    """When a file was last written, in ns since 1970; None if it is not there."""
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turn a failure to write in this block (full disk, no permission) into an ``InputError`` on ``path``."""

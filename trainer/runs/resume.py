@@ -57,7 +57,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> RunLogger | NullLo
             checkpoints.load(checkpoint, run)
         if folder:
             checkpoints.tidy(folder.path, run.progress.step)
-        logger = RunLogger(folder, run) if folder else NullLogger()
+            logger = RunLogger(folder, run)
     logger.introduce(about)
     return logger
 

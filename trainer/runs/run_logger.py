@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from atomic_files import last_written, sync, write_whole, writing
+from atomic_files import sync, write_whole, writing
 from errors import InputError, first_line
 from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
@@ -61,7 +61,6 @@ class RunLogger:
         self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
         self.saved_step = first_step
         self.saving_seconds = 0.0
-        self.result_time = last_written(run.result_file)  # or when this run has written it
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             with writing(path):
