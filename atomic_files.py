@@ -2,19 +2,18 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from errors import InputError
+from errors import InputError, first_line
 
 
 def sync(path: str | Path) -> None:
     """Force the content of a file or folder to the disk (fsync)."""
-    flags = os.O_RDONLY
-    if not hasattr(os, "O_DIRECTORY"):  # Windows flushes no folder, and a file only if it is open for writing
-        if os.path.isdir(path):
-            return
-        flags = os.O_RDWR
-    handle = os.open(path, flags)
+    windows = not hasattr(os, "O_DIRECTORY")  # it flushes no folder, and a file only if open for writing
+    if windows and os.path.isdir(path):
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -45,21 +44,20 @@ def last_written(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path):
+def writing(path: str | Path) -> Iterator[None]:
     """Turn a failure to write in this block (full disk, no permission) into an ``InputError`` on ``path``."""
     try:
         yield
     except Exception as error:  # those of safetensors and tokenizers say "(os error N)"
         if not isinstance(error, OSError) and "(os error " not in str(error):
             raise
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise InputError(
-            f"{path}: cannot be written ({reason}); make room or choose another place"
+            f"{path}: cannot be written ({first_line(error)}); make room or choose another place"
         ) from error
 
 
 @contextlib.contextmanager
-def one_at_a_time(folder: Path):
+def one_at_a_time(folder: Path) -> Iterator[None]:
     """Only one process at a time is in this block for ``folder``; the others wait."""
     from filelock import FileLock  # not at the top: --help does not need it
 

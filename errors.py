@@ -5,8 +5,10 @@ flag, file or line at fault and the remedy. Scripts run their ``main`` through `
 that line and exits with its ``code``, 2. Bugs still give a traceback.
 """
 
+import io
 import os
 import sys
+from collections.abc import Callable
 
 
 class InputError(ValueError):
@@ -20,42 +22,31 @@ class SaidElsewhere(InputError):
     """The same error in the other processes of a run. It is not printed: the main process prints it."""
 
 
-def first_line(error):
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type's name where it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def run_script(main):
+def run_script(main: Callable[[], object]) -> None:
     """Call ``main()``. On ``InputError`` print its one line to stderr and exit with its code; on a GPU's
     out-of-memory error exit with code 1, on Ctrl-C with 130, without a word with 141 where the reader of the
-    output has ended (``| head``); on an operation that has no form for ``--deterministic 1`` say which, and
-    exit with code 2. A character that the output cannot show is printed as a question mark."""
-    if sys.stdout:  # None if it is closed; stderr never fails on a character
+    output has ended (``| head``). A character that the output cannot show is printed as a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed; stderr never fails on a character
         sys.stdout.reconfigure(errors="replace")
     try:
-        try:
-            main()
-        finally:
-            print(end="", flush=True)  # what fails when Python ends cannot be caught
+        main()
+        print(end="", flush=True)  # what fails when Python ends cannot be caught
     except BrokenPipeError:
-        try:
-            print(flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(141)
-        raise  # of another pipe than the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.code)
     except RuntimeError as error:
-        reason = first_line(error)
-        if "use_deterministic_algorithms" in reason:  # an operation that has no such form
-            print(f"error: --deterministic 1: {reason[:160]}; leave the flag out", file=sys.stderr)
-            sys.exit(2)
         if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
             raise
-        print(f"error: {reason} Lower the sizes, or --device cpu", file=sys.stderr)
+        print(f"error: {first_line(error)} Lower the sizes, or --device cpu", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from tqdm import tqdm
@@ -25,11 +26,11 @@ class Phase(tqdm):
     """Work that goes on; ``done``: how much of it is done."""
 
     @property
-    def done(self):
+    def done(self) -> int:
         return self.n
 
     @done.setter
-    def done(self, count):
+    def done(self, count: int) -> None:
         self.update(count - self.n)
 
 
@@ -40,41 +41,29 @@ def phase(what: str, total: int | None = None, unit: str = "") -> Iterator[Phase
     what: the name of the work; total: how much there is of it, in ``unit``; without a total only the time is
     shown.
     """
-    scaled = unit == "B"  # bytes, as 1.2M
-    bar = Phase(
+    with Phase(
         total=total,
         desc=what,
-        unit=unit if scaled else f" {unit}",
-        unit_scale=scaled,
+        unit=f" {unit}",
         bar_format="{desc}: {elapsed}" if total is None else None,
         leave=False,
         delay=DELAY,
         mininterval=TICK,
         miniters=0,
         disable=not is_shown(),
-    )
-    with bar, _clock(bar) if total is None and not bar.disable else contextlib.nullcontext():
+    ) as bar:
+        if total is None:
+            threading.Thread(target=_tick, args=[bar], daemon=True).start()
         yield bar
 
 
-def is_shown():
+def is_shown() -> bool:
     """Whether this process shows bars: it is the main one, and stderr is a terminal."""
     return os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
 
 
-@contextlib.contextmanager
-def _clock(bar):
-    """While this block runs, a thread draws the bar again and again."""
-    ended = threading.Event()
-
-    def tick():
-        while not ended.wait(TICK):
-            bar.update(0)
-
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _tick(bar: Phase) -> None:
+    """Draw a bar again and again, until it is closed."""
+    while not bar.disable:
+        time.sleep(TICK)
+        bar.update(0)

@@ -30,8 +30,7 @@ from health_broken import BROKEN, FAULTS, REMEDIES, SHORTER
 from health_files import make_files
 from health_healthy import HEALTHY, TASKS_RUN, TRAINED, task_flags
 
-from trainer.runs.health import findings, read_run
-from trainer.runs.health_rules import WRONG
+from trainer.runs.health import WRONG, findings, read_run
 
 KEPT = ROOT / "benchmarks" / "results" / "health.json"
 PAGE = KEPT.with_suffix(".md")

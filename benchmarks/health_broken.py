@@ -32,8 +32,6 @@ SHORTER = {
         "other tokenizer",
         "temperature 0.1",
         "temperature 3",
-        "weak judge",
-        "blind judge",
         "judge without template",
         "more embeddings",
         "shifted log-probs",
@@ -88,9 +86,9 @@ def BROKEN(f):
         "no EOS": (
             "a policy whose EOS is another token",
             {"model": f["no_eos"], **demo(judge)},
-            ("never_ends", "template_without_eos"),
+            ("few_end", "template_without_eos"),
         ),
-        "answers cut": ("--max_gen_len 12", {"max_gen_len": 12}, ("never_ends", "few_end")),
+        "answers cut": ("--max_gen_len 12", {"max_gen_len": 12}, ("few_end",)),
         "pays for length": (
             "a reward function: length",
             fn("longer", reasoning=0),
@@ -101,7 +99,7 @@ def BROKEN(f):
             fn("shorter", reasoning=0),
             ("length_is_gamed", "score_follows_length", "empty_answers"),
         ),
-        "noise": ("a reward function: a hash", fn("noise", reasoning=0), ("score_is_flat",)),
+        "noise": ("a reward function: a hash", fn("noise", reasoning=0), ("score_does_not_rise",)),
         "noise, rate x4": (
             "a reward function: a hash; --learning_rate 0.002",
             fn("noise", reasoning=0, learning_rate=0.002),
@@ -138,12 +136,12 @@ def BROKEN(f):
         "critic starved": (
             "--critic_learning_rate 1e-7",
             {"critic_learning_rate": 1e-7},
-            ("unusual_flags", "critic_learns_nothing"),
+            ("unusual_flags",),
         ),
         "critic x100": (
             "--critic_learning_rate 0.05",
             {"critic_learning_rate": 0.05},
-            ("unusual_flags", "critic_useless", "critic_learns_nothing"),
+            ("unusual_flags", "critic_useless"),
         ),
         "critic held": (
             "--cliprange_value 0.001",
@@ -171,7 +169,7 @@ def BROKEN(f):
         "other template": (
             "another chat template",
             {"model": f["other_template"], **demo(judge)},
-            ("template_without_eos", "never_ends", "format_unknown"),
+            ("template_without_eos", "few_end", "format_unknown"),
         ),
         "other tokenizer": (
             "a tokenizer with other ids",
@@ -185,26 +183,16 @@ def BROKEN(f):
         ),
         "few prompts": ("16 prompts", {"data_path": f["few"], "epochs": 96}, ("few_prompts",)),
         "temperature 0.1": ("--temperature 0.1", {"temperature": 0.1}, ("unusual_flags",)),
-        "temperature 3": ("--temperature 3", {"temperature": 3}, ("unusual_flags", "never_ends")),
+        "temperature 3": ("--temperature 3", {"temperature": 3}, ("unusual_flags", "few_end")),
         "sampler apart": (
             "a policy that bf16 cannot hold",
             {"model": f["sharp"], **demo(judge), "dtype": "bfloat16"},
             ("sampler_apart",),
         ),
-        "weak judge": (
-            "the judge's weight 0.02",
-            {"reward_model": f"{judge}=0.02"},
-            ("form_outweighs_judge",),
-        ),
         "judge turned round": (
             "the judge's weight -1",
             {"reward_model": f"{judge}=-1"},
             ("held_out_falls",),
-        ),
-        "blind judge": (
-            "a judge whose template has no answer",
-            {"reward_model": f["blind"]},
-            ("judge_is_blind",),
         ),
         "prompts dropped": (
             "--max_seq_len 16, for prompts of 16 and 17 tokens",
@@ -225,7 +213,7 @@ def BROKEN(f):
         "form against judge": (
             "a reward model of code that counts characters; --temperature 1.3",
             {"reward_model": f["likes_length"], "trust_remote_code": [], "temperature": 1.3},
-            ("form_gains_judge_loses",),
+            ("score_follows_length",),
         ),
         "nothing left": (
             "a reward function that knows only right and wrong forms",
@@ -319,7 +307,6 @@ REMEDIES = (
     "target_kl 1e-6",
     "clip 0.001",
     "temperature 0.1",
-    "weak judge",
     "prompts dropped",
     "small batch",
 )

@@ -165,5 +165,4 @@ def make_files(folder):
     changed("large_scores", "reward", weights={"score": 10.0})
     files["likes_length"] = reward_model_of_code(folder / "likes_length")
     changed("no_template", "reward", template_="")
-    changed("blind", "reward", template_="{{ messages[0].content }}<|im_end|>")
     return files

@@ -213,7 +213,7 @@ def run(path, folder, seed):
         eval_interval=20,
         **common,
     )
-    answers = [[[pair[side][1] for side in (0, 1)] for pair in map(to_pair, part)] for part in (train, test)]
+    answers = [[[text for _, text in to_pair(record)[0]] for record in part] for part in (train, test)]
     ppo = metrics(folder, "ppo")
     samples = len(read(folder / "ppo" / "samples.jsonl").splitlines())
     return {

@@ -15,7 +15,7 @@ def final_number(text: str) -> Decimal | None:
     whole text if it has none of these; None if there is no number."""
     text = SKIPPED.sub("", text)
     marks = list(MARKED.finditer(text))
-    numbers = re.findall(NUMBER, marks[-1][marks[-1].lastindex] if marks else text)
+    numbers = re.findall(NUMBER, marks[-1][marks[-1].lastindex or 0] if marks else text)
     return Decimal(numbers[-1]) if numbers else None
 
 

@@ -8,13 +8,18 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from errors import InputError
+
+Item = TypeVar("Item")
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch
@@ -29,13 +34,15 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def global_batch(n, seed, step, size):
+def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     """Dataset indices of global batch ``step``: ``size`` entries of the endless stream of epochs."""
     places = (divmod(position, n) for position in range(step * size, (step + 1) * size))
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(batch_size, mini_batch_size, rank, world, answers=1):
+def local_positions(
+    batch_size: int, mini_batch_size: int, rank: int, world: int, answers: int = 1
+) -> list[int]:
     """The positions in the global batch that this process holds, in the order of its local rows.
 
     A position is answer p % answers to prompt p // answers of the global batch. ``batch_size`` and
@@ -43,14 +50,14 @@ def local_positions(batch_size, mini_batch_size, rank, world, answers=1):
     block process ``rank`` holds every ``world``-th prompt, with all its answers one after the other.
     """
     block = prompts_of_block(batch_size, mini_batch_size, answers)
-    prompts = []
+    prompts: list[int] = []
     for first in range(0, batch_size // answers, block):
         last = min(first + block, batch_size // answers)
         prompts.extend(range(first * world + rank, last * world, world))
     return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
 
 
-def prompts_of_block(batch_size, mini_batch_size, answers):
+def prompts_of_block(batch_size: int, mini_batch_size: int, answers: int) -> int:
     """The number of a process' prompts that share their minibatches.
 
     The answers to a prompt go into as many different minibatches as can be: into g, the greatest common
@@ -64,7 +71,7 @@ def prompts_of_block(batch_size, mini_batch_size, answers):
     return mini_batch_size * math.gcd(batch_size // mini_batch_size, answers) // answers
 
 
-def minibatch_rows(batch_size, mini_batch_size, answers=1):
+def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int = 1) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
     positions, whatever their number is."""
     spread = math.gcd(batch_size // mini_batch_size, answers)
@@ -85,7 +92,9 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     """
     total = count * epochs
 
-    def share(born, now):  # how many of a batch's minibatches a step takes; over all batches ``total``
+    def share(
+        born: int, now: int
+    ) -> int:  # how many of a batch's minibatches a step takes; over all batches ``total``
         age = now - born
         batches = min(now, older) + 1
         return -(-(age + 1) * total // batches) + (-age * total // batches)
@@ -102,27 +111,39 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
+@dataclass
 class RecordBatches:
     """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
     [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
     each prompt once; ``positions`` are those of its answers."""
 
-    def __init__(self, n, seed, first_step, last_step, batch_size, mini_batch_size, rank, world, answers=1):
-        self.n = n
-        self.seed = seed
-        self.size = world * batch_size // answers
-        self.answers = answers
-        self.steps = range(first_step, last_step)
-        self.positions = local_positions(batch_size, mini_batch_size, rank, world, answers)
+    n: int
+    seed: int
+    first_step: int
+    last_step: int
+    batch_size: int
+    mini_batch_size: int
+    rank: int
+    world: int
+    answers: int = 1
 
-    def __iter__(self):
+    def __post_init__(self) -> None:
+        self.steps = range(self.first_step, self.last_step)
+        self.positions = local_positions(
+            self.batch_size, self.mini_batch_size, self.rank, self.world, self.answers
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self.world * self.batch_size // self.answers
         for step in self.steps:
-            batch = global_batch(self.n, self.seed, step, self.size)
+            batch = global_batch(self.n, self.seed, step, size)
             yield [batch[position // self.answers] for position in self.positions[:: self.answers]]
 
 
 @contextmanager
-def record_loader(dataset, order, num_workers):
+def record_loader(
+    dataset: Dataset[Item], order: Iterable[list[int]], num_workers: int
+) -> Iterator[Iterator[list[Item]]]:
     """An iterator over the batches of ``order``, lists of items, made ahead of time by ``num_workers`` forked
     processes, if any: none where there is no fork (Windows) or a forked process may crash (macOS).
 
@@ -143,17 +164,17 @@ def record_loader(dataset, order, num_workers):
         yield batches
     finally:
         if num_workers:
-            batches._shutdown_workers()  # torch has no public name for it
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public name for it
 
 
-def _prepare_worker(worker):
+def _prepare_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not survive a fork
     # These are sent to the whole group. The main process saves, then it ends its workers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-def next_batch(batches):
+def next_batch(batches: Iterator[list[Item]]) -> list[Item]:
     """The next list of items. A worker's InputError has a traceback in its text: only what follows the last
     "InputError: " is kept."""
     try:

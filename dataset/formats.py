@@ -1,41 +1,43 @@
-"""Dataset formats: records -> prompts, demonstrations, preference pairs, rated answers, by their keys.
+"""Dataset formats: records -> prompts, demonstrations, pairs, rated answers; conversations -> messages.
 
-A record is read by the first of these keys that it has, whatever form it is of:
+A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
-    prompt     conversations, messages   turns: MiniMind, ShareGPT, OpenAI; the answer, if any, last
-               user_input                ChatLLaMA
-               prompt                    TRL, verl: text, a transcript (HH-RLHF) or turns
-               question                  GSM8K
-               instruction, input        Alpaca, beside an "output"
-               text                      a prompt or transcript; in stage 1 a text to be learned
-    answer     answer                    GSM8K's ends with #### and a number
-               completion                TRL: text or turns
-               output                    Alpaca
-               reward_model.ground_truth verl: to compare with, not to learn
-    pairs      chosen, rejected          text beside a prompt, turns with or without one (TRL), transcripts
-    rating     score                     beside an answer
+    prompt     PROMPTS, or instruction and input beside an output, or text
+    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with)
+    pairs      chosen, rejected; rated answers: score beside an answer
 
-So a file may mix forms. Keys that the user names (``Keys``) come before all of them. Turns and transcripts:
-turns.py. Examples: docs/data.md. Another name for one of these goes into ``PROMPTS`` or ``ANSWERS``, another
-kind of file into record_files.py.
-
-What fits no form raises ``InputError``. Its message has no file and line: ``located`` in record_files.py
-puts them before it.
+What fits no form raises ``InputError``; ``located`` in record_files.py puts file and line before it.
 """
 
-import contextlib
 import json
 import math
+import re
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from dataset.answers import without_solution
-from dataset.turns import is_of_tools, is_transcript, split, to_messages
 from errors import InputError
+
+Record = dict[str, Any]
+Messages = list[dict[str, str]]  # {"role", "content"}
+Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
+Answered = tuple[Asked, str]
 
 PROMPTS = ("conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = ("answer", "completion", "output")
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
+ROLE_NAMES = {
+    "human": "user",  # ShareGPT's names
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "developer": "system",  # OpenAI's newer name
+}
+TOOL_ROLES = ("tool", "function", "function_call", "observation")
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts (HH-RLHF)
+SPEAKS = re.compile("\n\n(Human|Assistant): ?")
+REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
 
 
 @dataclass(frozen=True)
@@ -52,167 +54,255 @@ class Keys:
 BY_FORM = Keys()  # nothing is named
 
 
-def to_prompt(record: dict, keys: Keys = BY_FORM) -> tuple:
-    """A record of any form -> (prompt: text or messages, answer: text or None). Raises InputError.
+# ---------------------------------------------------------------- records
 
-    The answer of verl's records is the ground truth; what is no text there becomes JSON text. Of a solution
-    that ends with "#### 72", as GSM8K's do, the answer is "72".
+
+def named(record: Record, keys: Keys) -> Record:
+    """The record, with what the user named under the first name that the functions below look for. Raises
+    InputError, with flag and keys found, where a named key leads to nothing."""
+    found = dict(record)
+    for name, key in vars(keys).items():
+        value: Any = record
+        for part in [key] if key in record else key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[PROMPTS[0] if name == "prompt" else name] = value
+        elif key:
+            raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
+    return found
+
+
+def to_prompt(record: Record) -> tuple[Asked, str | None]:
+    """A record of any form -> (prompt, answer or None). Raises InputError.
+
+    The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
+    the answer is "72".
     """
-    prompt, answer = _prompt_and_answer(record, keys)
+    prompt, answer = _prompt_and_answer(record)
     checked = record.get("reward_model")
-    if answer is None and isinstance(checked, dict) and (truth := checked.get("ground_truth")) is not None:
-        answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    if answer is None and isinstance(checked, dict) and checked.get("ground_truth") is not None:
+        answer = _as_text(checked["ground_truth"])
     return prompt, answer and without_solution(answer)
 
 
-def to_demonstration(record: dict, keys: Keys = BY_FORM) -> tuple:
-    """A record -> (prompt, answer: text), or (None, text) if the whole text is to be learned. Raises
-    InputError. A ground truth of verl's is no answer to learn: it is there to be compared with."""
-    text = record.get("text")
-    is_text = isinstance(text, str) and text and not is_transcript(text)
-    if is_text and keys == BY_FORM and not _is_pair(record, keys) and _asked(record, keys) is None:
-        return None, text
-    prompt, answer = _prompt_and_answer(record, keys)
-    if answer is None:
-        raise InputError(
-            f"no answer to learn from (a call of a tool is none); {keys_found(record)}: end it with the "
-            "assistant's turn, or name the answer with --answer_key"
-        )
-    return prompt, answer
+def to_demonstration(record: Record) -> tuple[Asked | None, str]:
+    """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError.
+    A ground truth of verl's is no answer to learn."""
+    prompt, answer = _prompt_and_answer(record)
+    if answer is not None:
+        return prompt, answer
+    if isinstance(prompt, str) and prompt == record.get("text") and not is_transcript(prompt):
+        return None, prompt
+    raise InputError(
+        f"no answer to learn from (a call of a tool is none); {keys_found(record)}: end it with the "
+        "assistant's turn, or name the answer with --answer_key"
+    )
 
 
-def to_pair(record: dict, keys: Keys = BY_FORM) -> tuple:
-    """A record -> ((prompt, chosen text), (prompt, rejected text), margin). margin: how much better the
+def to_pair(record: Record) -> tuple[list[Answered], float]:
+    """A record -> ([(prompt, chosen text), (prompt, rejected text)], margin). margin: how much better the
     chosen answer is, 0 if the record does not say. Raises InputError."""
-    asked = _asked(record, keys)
-    prompt = None if asked is None else split(asked)[0]
-    chosen, rejected = (_side(record, keys, side, prompt) for side in ("chosen", "rejected"))
-    return chosen, rejected, _number("margin", record.get("margin", 0.0))
+    asked = _asked(record)
+    prompt = [] if asked is None else split(asked)[0]
+    sides = [_side(record, which, prompt) for which in ("chosen", "rejected")]
+    return sides, _number("margin", record.get("margin", 0.0))
 
 
-def to_rated(record: dict, keys: Keys = BY_FORM) -> tuple:
-    """A record -> (prompt, response text, score). Raises InputError."""
-    prompt, response = _prompt_and_answer(record, keys)
+def to_rated(record: Record) -> tuple[list[Answered], float]:
+    """A record -> ([(prompt, response text)], score). Raises InputError."""
+    prompt, response = _prompt_and_answer(record)
     if "score" not in record or response is None:
         raise InputError(
             f'no rated answer; {keys_found(record)}: the line needs "score", and "completion" or "answer" '
             "(or name the answer with --answer_key)"
         )
-    return prompt, response, _number("score", record["score"])
+    return [(prompt, response)], _number("score", record["score"])
 
 
-def is_rated(record: dict, keys: Keys = BY_FORM) -> bool:
+def is_rated(record: Record) -> bool:
     """Is the record one answer with a score? If not, it is taken for a pair."""
-    return "score" in record and not _is_pair(record, keys)
+    return "score" in record and not _is_pair(record)
 
 
-def has_tools(record: dict) -> bool:
+def has_tools(record: Record) -> bool:
     """Has the record tools, or turns that are left out because they call one or hold its result?"""
-    lists = [value for value in record.values() if isinstance(value, list)]
-    turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
-    return bool(record.get("tools")) or any(map(is_of_tools, turns))
+    asked = _asked(record)
+    turns = asked if isinstance(asked, list) else []
+    return bool(record.get("tools")) or any(is_of_tools(turn) for turn in turns if isinstance(turn, dict))
 
 
-def keys_found(record: dict) -> str:
-    """The keys of a record (or of an object in it), for an error message."""
-    if not isinstance(record, dict):
-        return "what is there has no keys"
-    names = json.dumps(list(record), ensure_ascii=False)[1:-1] or "none"
-    return f"keys found: {names[:SHOWN]}{'…' if len(names) > SHOWN else ''}"
+def keys_found(record: Record) -> str:
+    """The keys of a record, for an error message."""
+    names = json.dumps(list(record), ensure_ascii=False).strip("[]")
+    return f"keys found: {names[:SHOWN]}"
 
 
-# ---------------------------------------------------------------- parts of records
+def _first(record: Record, names: tuple[str, ...]) -> Any:
+    """What the record has under the first of these names that it has."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
 
 
-def _found(record, keys, which, names):
-    """(key, value) of what ``keys`` names for ``which`` ("prompt", "answer", …); else of the first of
-    ``names`` that the record has; ("", None) if it has none. A key that the record has as it is comes before
-    a path. Raises InputError, with flag and keys found, where a named key leads to nothing."""
-    key = getattr(keys, which)
-    if not key:
-        return next(((name, record[name]) for name in names if record.get(name) is not None), ("", None))
-    value = record
-    for name in [key] if record.get(key) is not None else key.split("."):
-        if not isinstance(value, dict) or value.get(name) is None:
-            raise InputError(f'no "{key[:80]}" (--{which}_key); {keys_found(value)}')
-        value = value[name]
-    return key, value
+def _asked(record: Record) -> Any:
+    """What a record asks, with or without the answer: text or turns."""
+    asked = _first(record, PROMPTS)
+    if asked is None and {"instruction", "output"} <= record.keys():
+        texts = [str(record.get(name) or "") for name in ("instruction", "input")]
+        asked = "\n\n".join(filter(str.strip, texts))
+    return record.get("text") if asked is None else asked
 
 
-def _asked(record, keys):
-    """What a record asks, with or without the answer: text or turns. None if only a "text" may say it."""
-    _, asked = _found(record, keys, "prompt", PROMPTS)
-    if asked is None and isinstance(record.get("instruction"), str) and record.get("output") is not None:
-        texts = (record["instruction"], str(record.get("input") or ""))
-        return "\n\n".join(text for text in texts if text.strip())
-    return asked
+def _is_pair(record: Record) -> bool:
+    return {"chosen", "rejected"} <= record.keys()
 
 
-def _is_pair(record, keys):
-    return bool(keys.chosen or keys.rejected) or {"chosen", "rejected"} <= record.keys()
+def _as_text(answer: Any) -> str:
+    """Text as it is, anything else as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
-def _prompt_and_answer(record, keys):
-    """A record of any form -> (prompt: text or messages, the text that answers it, or None)."""
-    key, said = _found(record, keys, "answer", ANSWERS)
-    of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
-    is_answer = of_turns or isinstance(said, str | int | float)
-    if not (is_answer or keys.answer) and {"messages", "conversations"} & record.keys():
-        said = None  # something else beside a conversation, such as a list of accepted answers
-    if _is_pair(record, keys):
-        prompt, answer = to_pair(record, keys)[0]
+def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
+    """A record of any form -> (prompt, the text that answers it, or None)."""
+    answer: str | None
+    if _is_pair(record):
+        prompt, answer = to_pair(record)[0][0]
     else:
-        asked = _asked(record, keys)
-        asked = record.get("text") if asked is None else asked
+        asked = _asked(record)
         if asked is None:
             raise InputError(
                 f'no prompt (an "instruction" needs an "output" beside it); {keys_found(record)}: name the '
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
         prompt, answer = split(asked)
-        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
-            prompt, answer = asked, None  # it may end with the beginning of its answer
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
+    said = _first(record, ANSWERS)
     if said is not None:
-        turns, answer = split(said) if isinstance(said, list) else ([], said)
-        prompt = to_messages(prompt) + turns if turns else prompt
-        if isinstance(answer, int | float):
-            answer = json.dumps(answer)
-        if not isinstance(answer, str):
-            raise InputError(f'"{key}" must be text, a number, or turns that end with the assistant\'s')
+        prompt, answer = _answered(prompt, said)
     if not prompt:
         raise InputError("the prompt is empty; fill it in or delete the line")
     return prompt, answer
 
 
-def _side(record, keys, which, prompt):
-    """One side of a pair -> (prompt, response). prompt: that of the record, None if it has none."""
-    key, value = _found(record, keys, which, [which])
-    if value is None:
+def _side(record: Record, which: str, prompt: Asked) -> Answered:
+    """One side of a pair -> (prompt, response). prompt: that of the record, empty if it has none."""
+    if record.get(which) is None:
         raise InputError(
             f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
             f"--{which}_key"
         )
-    response = value
-    if not isinstance(value, str) or is_transcript(value):
-        asked = to_messages(prompt) if prompt else []
-        prompt, response = split(value)
-        # Some files repeat the prompt in both sides: then it is not added again.
-        if isinstance(prompt, list) and prompt[: len(asked)] != asked:
-            prompt = asked + prompt
+    prompt, response = _answered(prompt, record[which])
     if not prompt or response is None:
         raise InputError(
-            f'"{key}" must be an answer to a prompt that is not empty: text beside a "prompt" '
+            f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
             "(--prompt_key), a transcript, or turns that end with the assistant's"
         )
     return prompt, response
 
 
-def _number(name, value):
-    number = math.nan
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
+def _answered(prompt: Asked, said: Any) -> tuple[Asked, str | None]:
+    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns or a
+    transcript, which may repeat the prompt; anything else becomes JSON text."""
+    of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
+    if not (of_turns or is_transcript(said)):
+        return prompt, _as_text(said)
+    asked = to_messages(prompt) if prompt else []
+    turns, answer = split(said)
+    if isinstance(turns, list) and turns[: len(asked)] != asked:
+        turns = asked + turns
+    return turns, answer
+
+
+def _number(name: str, value: Any) -> float:
+    try:
         number = float(value)  # ChatLLaMA's files have numbers in quotes
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
     if not math.isfinite(number):
         raise InputError(f'"{name}" must be a number, not {repr(value)[:50]}')
     return number
+
+
+# ---------------------------------------------------------------- turns and transcripts
+
+
+def as_messages(turns: Any) -> Messages:
+    """A list of turns, {"role", "content"} or {"from", "value"}, -> messages without the turns of tools;
+    missing roles alternate user, assistant. A content is text, or OpenAI's list of text parts. Raises
+    InputError."""
+    messages = []
+    for i, turn in enumerate(turns if isinstance(turns, list) else []):
+        turn = turn if isinstance(turn, dict) else {}
+        if is_of_tools(turn):
+            continue
+        content = turn.get("content", turn.get("value"))
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
+        if not all(isinstance(text, str) for text in (role, *texts)):
+            raise InputError(
+                f'turn {i + 1} of the conversation has no text "content", or a "role" that is no text; only '
+                "text can be read"
+            )
+        messages.append({"role": ROLE_NAMES.get(role, role), "content": "".join(texts)})
+    if not messages:
+        raise InputError(
+            'a conversation must be text or a list of {"role", "content"} turns, not empty, and not only of '
+            "tools"
+        )
+    return messages
+
+
+def is_of_tools(turn: Record) -> bool:
+    """Is this turn a call of a tool or its result?"""
+    role = turn.get("role", turn.get("from"))
+    return bool(role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"))
+
+
+def is_transcript(prompt: Asked) -> bool:
+    """Is it a text that begins with "Human:", to be answered by an "Assistant:"?"""
+    return isinstance(prompt, str) and prompt.lstrip().startswith("Human:") and REPLY in prompt
+
+
+def to_messages(prompt: Asked) -> Messages:
+    """A prompt -> messages: the turns of a transcript, or one user turn for other text.
+
+    If one speaker of a transcript speaks twice in a row, both parts become one turn, because many chat
+    templates accept only alternating roles.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    if not is_transcript(prompt):
+        return [{"role": "user", "content": prompt}]
+    _, *pieces = SPEAKS.split("\n\n" + prompt.strip())
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    messages = [
+        {"role": SPEAKERS[speaker], "content": "\n\n".join(text for _, text in said)}
+        for speaker, said in groupby(turns, lambda turn: turn[0])
+    ]
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+
+
+def add_system(prompt: Asked, system_prompt: str) -> Asked:
+    """The prompt with a system message first, unless it has one or ``system_prompt`` is empty."""
+    messages = to_messages(prompt)
+    if not system_prompt or messages[0]["role"] == "system":
+        return prompt
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def split(whole: Any) -> tuple[Asked, str | None]:
+    """Text or turns -> (the prompt; the answer at its end, None where there is none). Raises InputError for
+    what is neither."""
+    if not isinstance(whole, str):
+        messages = as_messages(whole)
+        if messages[-1]["role"] != "assistant":
+            return messages, None
+        return messages[:-1], messages[-1]["content"]
+    if not is_transcript(whole):
+        return whole, None
+    before, human, last = whole.rpartition("\n\nHuman:")
+    question, reply, response = last.partition(REPLY)
+    if not reply:
+        return whole + REPLY, None
+    # A few answers in HH-RLHF consist of two assistant turns.
+    return before + human + question + reply, response.removeprefix(" ").replace(f"{REPLY} ", "\n\n")

@@ -2,28 +2,27 @@
 
 A frozen layer x -> W x becomes x -> (W + (alpha / r) B A) x, with A [r, in] random and B [out, r] zero, so
 that training begins at W (Hu et al. 2021, arXiv:2106.09685, section 4.1). alpha is 2 r, so the factor is 2 at
-any rank, and a learning rate that suits one rank is a good first guess for another.
-
-``train_ppo.py --lora_r N`` switches it on (``PpoRun``): actor, old actor and critic get adapters, the
-reference has none; actor, old actor and reference share the frozen weights, and the critic too if it starts
-from the actor. The critic's value head trains as well. ``peft`` is imported only where adapters are made.
+any rank. ``train_ppo.py --lora_r N`` switches it on: actor, old actor and critic get adapters and share the
+frozen weights with the reference (docs/models.md). ``peft`` is imported only where adapters are made.
 """
 
 import copy
 import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from errors import InputError
-from model.half_precision import make_fp32
-from model.shards import whole
+from errors import InputError, first_line
+from model.weights import whole
 
 ROUTER = re.compile(r"router|(^|\.)(gate|shared_expert_gate)(\.|$)")  # names of layers that choose experts
+Model = TypeVar("Model", bound=nn.Module)
 
 
-def frozen_copy(model, lend=False):
+def frozen_copy(model: Model, lend: bool = False) -> Model:
     """A copy of a model that does not train. Parameters that ``model`` has frozen are shared, not
     copied: for a model with adapters, that is everything but the adapters. lend: the matrices among the
     others have the same memory too, until both models are sharded; neither may train before."""
@@ -31,27 +30,23 @@ def frozen_copy(model, lend=False):
     if lend:
         matrices = (p for p in model.parameters() if p.requires_grad and p.dim() >= 2)
         shared |= {id(p): nn.Parameter(p.data, False) for p in matrices}
-    return copy.deepcopy(model, shared).requires_grad_(False)
+    return copy.deepcopy(model, dict(shared)).requires_grad_(False)
 
 
-def add_adapters(backbone, rank, seed):
+def add_adapters(backbone: nn.Module, rank: int, seed: int) -> None:
     """Freeze a backbone and put an adapter beside every matrix of its layers, in place.
 
     backbone: the ``base_model`` of a transformers model. Embeddings, head and routers of experts get no
     adapter. seed: of the A matrices; the global random state is not changed. Raises InputError without
     ``peft``.
     """
-    targets = _targets(backbone)
-    most = max((min(layer.weight.shape) for layer in targets.values()), default=0)
-    if rank > most:
-        raise InputError(
-            f"--lora_r {rank}: the matrices of this model have ranks of at most {most}; lower it"
-        )
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:  # it is not there, or too old for this transformers
-        reason = str(error).splitlines()[0][:100]
-        raise InputError(f"--lora_r {rank}: needs peft; pip install 'peft>=0.18' ({reason})") from None
+        raise InputError(
+            f"--lora_r {rank}: needs peft; pip install 'peft>=0.18' ({first_line(error)})"
+        ) from None
+    targets = _targets(backbone)
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -65,12 +60,12 @@ def add_adapters(backbone, rank, seed):
         layer.cast_input_dtype_enabled = False  # peft would cast to fp32, and autocast straight back
 
 
-def adapter_size(backbone, rank):
+def adapter_size(backbone: nn.Module, rank: int) -> int:
     """How many numbers ``add_adapters`` would add."""
     return sum(rank * sum(layer.weight.shape) for layer in _targets(backbone).values())
 
 
-def _targets(backbone):
+def _targets(backbone: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers (GPT-2's are called Conv1D) in the backbone's numbered layers, by name."""
     return {
         name: module
@@ -81,15 +76,13 @@ def _targets(backbone):
     }
 
 
-def adapted_layers(model):
-    """{name: layer} of the layers that have an adapter (peft gives them a child ``lora_A``); may be empty."""
-    return {
-        name: module for name, module in model.named_modules() if "lora_A" in dict(module.named_children())
-    }
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """{name: layer} of the layers that have an adapter (peft gives them a ``lora_A``); may be empty."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
-def merged(model):
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for every entry of ``model.state_dict()`` as it would be without adapters, with
     W + (alpha / r) B A in the place of W. The result computes what the model computes. Tensors come one at a
     time, so there is never a second copy of all weights in memory. They are whole: if the model is sharded,
@@ -99,48 +92,29 @@ def merged(model):
         if ".lora_" not in name:
             layer = layers.get(name.removesuffix(".base_layer.weight"))
             plain = name.replace(".base_layer.", ".") if layers else name
-            yield plain, whole(x if layer is None else x + layer.get_delta_weight("default"))
-
-
-def merged_copy(model):
-    """A copy of a model with its adapters, if any, merged. transformers can save it like any other model."""
-    plain = copy.deepcopy(model)
-    make_fp32(plain)  # frozen weights may be kept in 16 bits, which the sum need not fit
-    for name, layer in adapted_layers(plain).items():
-        plain.set_submodule(name, layer.base_layer)
-    plain.load_state_dict(dict(merged(model)), strict=True)
-    return plain
+            yield plain, whole(x + layer.get_delta_weight("default") if layer else x)
 
 
 def learned(module: nn.Module) -> dict[str, nn.Parameter]:
     """{name: parameter} of what training changes: all, or with adapters these and what trains beside them
     (the critic's head). A parameter with several names is there under the first of them."""
     adapters = adapted_layers(module)
-    names = {}
-    for name, p in sorted(module.named_parameters(remove_duplicate=False)):
+    names = {
+        p: name
+        for name, p in sorted(module.named_parameters(remove_duplicate=False), reverse=True)
         # The old actor's adapter has no gradient, but changes.
-        if not adapters or p.requires_grad or ".lora_" in name:
-            names.setdefault(p, name)
+        if not adapters or p.requires_grad or ".lora_" in name
+    }
     return {name: p for p, name in names.items()}
 
 
-def trained(module):
+def trained(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that an optimizer changes: those that require a gradient."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def describe(model):
-    """One line: which matrices of the layers have an adapter, and which have none; '' without adapters."""
+def describe(model: nn.Module) -> str:
+    """One line: how many matrices have an adapter; '' without adapters."""
     layers = adapted_layers(model)
-    if not layers:
-        return ""
-    kinds = sorted({name.rpartition(".")[2] for name in layers})
-    size = sum(p.numel() for p in trained(model))
-    rank = next(iter(layers.values())).r["default"]
-    text = f"rank {rank} on {' '.join(kinds)}: {size / 1e6:.2f}M parameters train"
-    others = {
-        re.sub(r"^.*?\.\d+\.", "", name)
-        for name, p in model.named_parameters()
-        if p.dim() > 1 and re.search(r"\.\d+\.", name) and not re.search("base_layer|lora_", name)
-    }
-    return text + (f"; without: {' '.join(sorted(others))}" if others else "")
+    size = sum(p.numel() for p in trained(model)) / 1e6
+    return f"adapters beside {len(layers)} matrices: {size:.2f}M parameters train" if layers else ""

@@ -1,25 +1,19 @@
 """MiniMind 2 and 3: config and models, how a ``.pth`` is recognised, and what other programs can load.
 
-A dense MiniMind 3 is a Qwen3. A dense MiniMind 2 is a Llama, that is a Qwen3 without the norms on queries and
-keys. ``load_policy`` therefore makes a Qwen3 or a Llama of them (``plain_config``). With experts they are of
-the classes here, which are transformers' Qwen3, except
-
-- the query and key norms, which MiniMind 2 does not have;
-- the mixture-of-experts feed-forward: a softmax gate over four experts. Each token goes through two of them
-  and one shared expert (MiniMind 2), or through one of them (MiniMind 3).
-
-State-dict keys are those of MiniMind's own class, so each can load the other's ``.pth`` with ``strict=True``.
-Importing this module registers the classes with transformers' ``Auto*`` classes under the ``model_type``
-``"small_lm_minimind"``. The name is not ``"minimind"``, because folders that MiniMind's own scripts write
-have that type with other field names. They would be read wrongly here, without any error.
+A dense MiniMind 3 is a Qwen3; a dense MiniMind 2 a Llama: a Qwen3 without norms on queries and keys. So
+``plain_config`` makes these of them. With experts they are of the classes here, which are transformers' Qwen3
+except the missing norms (MiniMind 2) and the mixture of experts. State-dict keys are those of MiniMind's own
+class: each loads the other's ``.pth`` with ``strict=True``. Importing this module registers the classes with
+the ``Auto*`` classes as ``small_lm_minimind``; folders of the type ``minimind`` have other field names.
 """
 
 import math
 import re
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -77,10 +71,11 @@ class MiniMindConfig(Qwen3Config):
 
     vocab_size: int = 6400
     num_attention_heads: int = 8
+    # None: as in this version. transformers knows no config that fills in a number that it requires.
     num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    rms_norm_eps: float | None = None
+    head_dim: int | None = None  # type: ignore[assignment]
+    intermediate_size: int | None = None  # type: ignore[assignment]
+    rms_norm_eps: float | None = None  # type: ignore[assignment]
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
@@ -91,7 +86,7 @@ class MiniMindConfig(Qwen3Config):
     n_shared_experts: int | None = None
     router_aux_loss_coef: float | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         for name, value in VERSIONS[self.minimind_version].items():
             if vars(self)[name] is None:
                 setattr(self, name, value)
@@ -120,14 +115,15 @@ class MoEFeedForward(nn.Module):
     """Each token goes through the ``num_experts_per_tok`` experts of highest gate probability, and through
     every shared expert. The weights of the chosen experts are made to add up to one."""
 
-    def __init__(self, config):
+    def __init__(self, config: MiniMindConfig) -> None:
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.gate = Router(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(Qwen3MLP(config) for _ in range(config.num_experts))
-        self.shared_experts = nn.ModuleList(Qwen3MLP(config) for _ in range(config.n_shared_experts))
+        self.shared_experts = nn.ModuleList(Qwen3MLP(config) for _ in range(config.n_shared_experts or 0))
 
-    def forward(self, hidden):  # [B, T, hidden] -> the same
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, hidden] -> the same shape"""
         tokens = hidden.reshape(-1, hidden.shape[-1])  # [N, hidden]
         probs = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # [N, num_experts]
         weights, chosen = probs.topk(self.top_k, dim=-1)  # [N, top_k]
@@ -149,8 +145,6 @@ class MiniMindPreTrainedModel(Qwen3PreTrainedModel):
     """Settings that transformers reads for every MiniMind model."""
 
     config: MiniMindConfig
-    config_class = MiniMindConfig
-    _can_compile_fullgraph = False  # the number of tokens of an expert depends on the data
     _can_record_outputs = {**Qwen3PreTrainedModel._can_record_outputs, "router_logits": Router}  # noqa: RUF012
 
 
@@ -161,12 +155,13 @@ class MiniMindModel(MiniMindPreTrainedModel, Qwen3Model):
     [B * T, num_experts] per layer, with gradients; an empty tuple for a dense model.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
         for layer in self.layers:
             if config.minimind_version == 2:
-                layer.self_attn.q_norm = nn.Identity()
-                layer.self_attn.k_norm = nn.Identity()
+                attention = layer.get_submodule("self_attn")
+                attention.q_norm = nn.Identity()
+                attention.k_norm = nn.Identity()
             if config.use_moe:
                 layer.mlp = MoEFeedForward(config)
         self.post_init()
@@ -179,7 +174,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, Qwen3ForCausalLM):
     trainer adds the experts' balance loss (trainer/compute/scoring.py), as it knows what is padding.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: MiniMindConfig) -> None:
         PreTrainedModel.__init__(self, config)  # not Qwen3ForCausalLM's, which builds another backbone
         self.model = MiniMindModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -196,21 +191,10 @@ AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM)
 MINIMIND_HEADS = 8  # MiniMind 2 has 8 heads at every size; its state-dict does not show the number
 
 
-def minimind_config_of(state: dict[str, torch.Tensor]) -> MiniMindConfig:
-    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict:
-
-    version                 3 if layer 0 has self_attn.q_norm.weight, 2 if not
-    mixture of experts      if layer 0 has mlp.gate.weight; its rows are the number of experts
-    shared experts          the number of mlp.shared_experts.N in layer 0
-    layers                  the number of different N in model.layers.N
-    head size               version 3: rows of q_norm; version 2: rows of q_proj / 8
-    heads, key/value heads  rows of q_proj and of k_proj / head size
-    vocabulary, hidden      rows of model.embed_tokens.weight and of model.norm.weight
-    feed-forward            rows of mlp.gate_proj.weight, with experts of expert 0's gate_proj.weight
-    tied embeddings         if lm_head.weight is missing or equals the embeddings
-
-    Everything else has the default of its version. Any exception means that it is not a MiniMind. Other
-    differences from one are found when the state is loaded into the model.
+def minimind_config_of(state: dict[str, Tensor]) -> MiniMindConfig:
+    """The ``MiniMindConfig`` whose model has the keys and shapes of ``state``, a state-dict; everything else
+    has the default of its version: 3 if there are query norms, 2 if not. Any exception means that it is not a
+    MiniMind. Other differences from one are found when the state is loaded into the model.
     """
     layer = "model.layers.0."
     embeddings = state["model.embed_tokens.weight"]
@@ -276,7 +260,9 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _with_fields_of(config, kind, **more):
+def _with_fields_of(
+    config: PreTrainedConfig, kind: type[PreTrainedConfig], **more: object
+) -> PreTrainedConfig:
     """A config of this kind: what both describe of a model as it is in ``config``, and more fields."""
     names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
     return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)} | more)

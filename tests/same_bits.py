@@ -27,7 +27,7 @@ HALF = ["--batch_size", "16", "--mini_batch_size", "4", "--max_gen_len", "24", "
 LOSS_OPTIONS = (
     "--update_old_actor_freq 2 --ppo_epochs 2 --accumulation_steps 2 --replay_batches 1 --kl_target 0.5 "
     "--entropy_coef 0.01 --entropy_top 0.5 --ptx_data_path dataset/demo/sft.jsonl --ema_beta 0.9 "
-    "--overlong_buffer 8 --min_gen_len 3 --clip_epsilon_high 0.3 --dual_clip 3 --critic_warmup_steps auto "
+    "--overlong_buffer 8 --min_gen_len 3 --clip_epsilon_high 0.3 --dual_clip 3 --critic_warmup_steps 1 "
     "--normalize_reward 1 --repetition_penalty 0.5 --length_reward 0.5 --missing_eos_penalty 1"
 )
 NO_CRITIC = (

@@ -18,7 +18,7 @@ assert files  # the fixture
 def average_of(values, beta=0.5, first_batch=0):
     """Batches after which the only weight has these values -> (the average after each, the ``Ema``)."""
     model = torch.nn.Linear(1, 1, bias=False)
-    learner = Learner(model, None, None, peak=1.0, total_steps=400, first_batch=first_batch)
+    learner = Learner(model, None, peak=1.0, total_steps=400, first_batch=first_batch)
     ema, found = Ema(learner, beta), []
     for batch, value in enumerate(values):
         model.weight.data.fill_(value)
@@ -43,7 +43,7 @@ def test_the_first_batch_is_all_of_it_bit_for_bit():
 
 def test_without_a_beta_there_is_none():
     model = torch.nn.Linear(2, 2)
-    ema = Ema(Learner(model, None, None, peak=1.0, total_steps=4), 0.0)
+    ema = Ema(Learner(model, None, peak=1.0, total_steps=4), 0.0)
     ema.follow(0)
     assert (ema.weights, ema.batches, bool(ema.beta)) == ({}, 0, False)
 

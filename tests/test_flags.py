@@ -1,5 +1,6 @@
 """Command-line flags: each number has a range; wrong flags and other trainers' names give one error line."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ SCRIPTS = {"ppo": train_ppo, "sft": train_sft, "reward": train_reward}
 
 
 def parser():
-    p = FlagParser("a test")
+    p = FlagParser("a test", common="count")
     p.group("numbers")
     p.add("--count", 3, "a number", at_least=1, at_most=10)
     p.add("--rate", 0.5, "another", above=0, at_most=1, may_change=True)
@@ -32,10 +33,10 @@ def parser():
         (["--rate", "0"], "--rate 0.0: must be above 0"),
         (["--rate", "nan"], "--rate nan: must be at most 1"),
         (["--rate", "inf"], "--rate inf: must be at most 1"),
-        (["--count", "x"], "argument --count: invalid int value: 'x'; --help lists all flags"),
-        (["--cuont", "3"], "--cuont: no such flag; did you mean --count? --help lists all flags"),
-        (["--elephant"], "--elephant: no such flag; --help lists all flags"),
-        (["3"], "3: not expected here; flags begin with --, --help lists all"),
+        (["--count", "x"], "argument --count: invalid int value: 'x'; --help all lists all flags"),
+        (["--cuont", "3"], "--cuont: no such flag; did you mean --count? --help all lists all flags"),
+        (["--elephant"], "--elephant: no such flag; --help all lists all flags"),
+        (["3"], "3: not expected here; flags begin with --, --help all lists them"),
     ],
 )
 def test_a_wrong_flag_is_one_line(argv, line):
@@ -241,13 +242,23 @@ def test_an_estimator_that_compares_answers_needs_several_even_as_the_default():
 
 @pytest.mark.parametrize("script", ["train_ppo.py", "train_sft.py", "train_reward.py"])
 def test_help_shows_groups_and_defaults(script):
-    command = [sys.executable, str(ROOT / "trainer" / script), "--help"]
+    command = [sys.executable, str(ROOT / "trainer" / script), "--help", "all"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     groups = {"data:", "machine:", "output:"} | ({"PPO:", "rollout:"} if script == "train_ppo.py" else set())
     assert groups <= {line.strip() for line in out.splitlines()}
     assert "[42]" in out  # the seed's default
     assert out.count("[0]") >= 3  # zeros are defaults as well
     assert "at 0x" not in out
+
+
+@pytest.mark.parametrize("script", ["train_ppo.py", "train_sft.py", "train_reward.py"])
+def test_help_alone_shows_the_flags_that_people_set_and_how_to_see_all(script):
+    command = [sys.executable, str(ROOT / "trainer" / script), "-h"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = re.findall(r"^  --(\w+)", out, re.MULTILINE)
+    assert 15 <= len(shown) <= 27
+    assert {"model", "data_path", "learning_rate", "resume"} <= set(shown)
+    assert "--help all" in out
 
 
 @pytest.mark.parametrize(
@@ -260,7 +271,7 @@ def test_wrong_flags_are_answered_before_torch_is_imported(script):
     command = [sys.executable, "-X", "importtime", str(ROOT / script), "--elephant", *files]
     done = subprocess.run(command, capture_output=True, text=True)
     *imports, line = done.stderr.strip().splitlines()
-    assert (done.returncode, line) == (2, "error: --elephant: no such flag; --help lists all flags")
+    assert (done.returncode, line) == (2, "error: --elephant: no such flag; --help all lists all flags")
     names = {name.rsplit("|", 1)[-1].strip() for name in imports}
     assert "argparse" in names
     assert not names & {"torch", "transformers", "numpy"}

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import fields
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import (
     Step,
     forget_gradients,
-    gradients_that_fit,
     note_steps,
     step_if_finite,
 )
@@ -63,8 +61,7 @@ def gradients(run, minibatch):
     forget_gradients(run)
     sums, tokens = Metrics(), minibatch.response_len.sum().item()
     for name in run.learners:
-        work = partial(train_ppo.backward, run, minibatch, tokens, name)
-        sums.merge(gradients_that_fit(run, work, minibatch.lengths.tolist(), run.args.accumulation_steps))
+        sums.merge(train_ppo.gradients(run, name, minibatch, tokens, 0))
     grads = [p.grad.clone() for m in (run.actor, run.critic) for p in m.parameters()]
     return grads, sums
 
@@ -185,7 +182,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            loss = run.learners["actor"].scorer(*rollout.sequences, 1.0)[0].sum()
+            loss = run.scorers["actor"](*rollout.sequences, 1.0)[0].sum()
         weights_too = {p.untyped_storage().data_ptr() for p in run.actor.parameters()}
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights_too))
         loss.backward()
@@ -254,9 +251,9 @@ def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
 def test_early_stop_leaves_the_actor_alone_and_the_critic_goes_on(files, monkeypatch):
     run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
     rollout, _ = filled_rollout(run, prompts)
-    metrics, order, train_model = Metrics(), [], train_ppo.train_model
+    metrics, order, train = Metrics(), [], train_ppo.train
     monkeypatch.setattr(
-        train_ppo, "train_model", lambda run, name, *more: order.append(name) or train_model(run, name, *more)
+        train_ppo, "train", lambda run, name, *more: order.append(name) or train(run, name, *more)
     )
     train_ppo.update(run, rollout, 0, metrics)
     assert order == ["critic", "actor"] * 2 + ["critic"] * 4
@@ -289,7 +286,7 @@ def test_every_epoch_has_an_order_of_its_own_and_each_minibatch_its_own_token_co
             seen.append((number, minibatch.tokens.flatten().tolist()))
         return Step(0.0, 0.0)
 
-    monkeypatch.setattr(train_ppo, "train_model", note)
+    monkeypatch.setattr(train_ppo, "train", note)
     for step in range(2):
         train_ppo.update(run, rollout, step, Metrics())
     assert [number for number, _ in seen] == list(range(2 * 3 * 8))
@@ -451,3 +448,16 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
     assert same(*results)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_learning_rates_rise_in_the_first_batches_of_each_model(files, schedule):
+    """Two batches of two optimizer steps: fifths of the peak; the actor's begin after critic warm-up."""
+    more = {"lr_schedule": schedule, "lr_warmup_steps": 2, "critic_warmup_steps": 1, "max_steps": 40}
+    run, _ = make_run(files, **more, epochs=99, learning_rate=0.5, critic_learning_rate=1.0)
+    critic, actor = (run.learners[name] for name in ("critic", "actor"))
+    assert [critic.learning_rate(n) for n in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert [actor.learning_rate(n) for n in range(2, 7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    last = {"cosine": 0.1, "constant": 1.0}[schedule]
+    assert critic.learning_rate(79) == pytest.approx(last)
+    assert actor.learning_rate(79) == pytest.approx(last / 2)

@@ -303,7 +303,9 @@ def test_a_run_that_releases_them_is_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(
         train_ppo,
         "learn",
-        lambda run, *more: engines.append((run.sampler.engine, run.sampler.slots)) or learn(run, *more),
+        lambda run, *more: (
+            engines.append((run.collector.sampler.engine, run.collector.sampler.slots)) or learn(run, *more)
+        ),
     )
     for name in ("kept", "released"):
         train(**files, **{**TINY, "max_steps": 3}, dtype="float32", out_dir=tmp_path / name, run_name="r")

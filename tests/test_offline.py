@@ -39,6 +39,10 @@ def make_run(files, **values):
     return PpoRun(load_inputs(args, ALONE), ALONE)
 
 
+def pairs_of(run):
+    return evaluate_pairs(run.held_out_pairs, run.scorers, run.host, run.args.temperature, ALONE)
+
+
 def one_batch(run, step=0):
     size = run.args.batch_size
     items = [run.prompts[(step * size + i) % len(run.prompts)] for i in range(size)]
@@ -69,18 +73,23 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
     assert rollout.rewards.abs().sum() == len(items)
     measured = metrics.means(ALONE)
     assert not [name for name in measured if name.startswith(("kl/", "rollout/"))]  # of samples only
-    ratio = train_ppo.backward(run, rollout, mask.sum(), "actor", 4096).means(ALONE)["policy/ratio"]
+    ratio = train_ppo.gradients(run, "actor", rollout, mask.sum(), 0).means(ALONE)["policy/ratio"]
     assert abs(ratio - 1) > 1e-3
 
 
 def test_without_an_evaluation_there_is_no_sampler(files):
     run = make_run(files, eval_data_path="")
-    assert run.sampler is None and not run.reward.names and run.held_out_pairs is None and not run.best.metric
+    assert (
+        run.collector.sampler is None
+        and not run.reward.names
+        and run.held_out_pairs is None
+        and not run.best.metric
+    )
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
     assert evaluate_actor(run, metrics, rows) == (metrics, rows)
-    assert make_run(files).sampler is not None
+    assert make_run(files).collector.sampler is not None
 
 
 def plain_logprobs(model, item):
@@ -92,7 +101,7 @@ def plain_logprobs(model, item):
 @torch.no_grad()
 def test_what_an_evaluation_says_of_pairs_by_hand(files):
     run = make_run(files)
-    start = evaluate_pairs(run)
+    start = pairs_of(run)
     assert start["eval/chosen_preferred"] == 0.5 and start["eval/chosen_share_change_std"] == 0
     for p in run.actor.parameters():
         p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
@@ -104,7 +113,7 @@ def test_what_an_evaluation_says_of_pairs_by_hand(files):
         changes.append(share - was)
         moved = [(x - y).sum() for x, y in zip(now, ref, strict=True)]
         preferred += (moved[0] > moved[1]).float() / 21
-    found = evaluate_pairs(run)
+    found = pairs_of(run)
     shares = torch.stack(shares).double()
     assert found["eval/chosen_share"] == pytest.approx(shares.mean().item(), rel=1e-4)
     assert found["eval/chosen_share_std"] == pytest.approx(shares.std(correction=0).item(), rel=1e-3)
@@ -114,7 +123,9 @@ def test_what_an_evaluation_says_of_pairs_by_hand(files):
     assert found["eval/chosen_preferred"] == pytest.approx(preferred.item())
     batch, items = one_batch(run)
     wanted = [(plain_logprobs(run.actor, x) - plain_logprobs(run.ref, x)).sum().item() for x in items]
-    assert sequence_kl(run, batch.rollout).tolist() == pytest.approx(wanted, abs=1e-4)
+    assert sequence_kl(batch.rollout, run.scorers, run.host, run.args.temperature).tolist() == pytest.approx(
+        wanted, abs=1e-4
+    )
 
 
 def test_held_out_pairs_are_preferred_after_training_and_the_policy_stays_near(files):

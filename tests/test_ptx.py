@@ -51,7 +51,8 @@ def minibatch_of(run, prompts, step=0):
 def actor_gradient(run, minibatch, number, budget):
     forget_gradients(run)
     count = minibatch.response_len.sum()
-    sums = train_ppo.backward(run, minibatch, count, "actor", budget, number=number)
+    run.progress.token_budget = budget
+    sums = train_ppo.gradients(run, "actor", minibatch, count, number)
     return {name: p.grad.clone() for name, p in run.actor.named_parameters() if p.requires_grad}, sums
 
 
@@ -89,7 +90,7 @@ def test_the_critic_learns_no_demonstrations(files, ptx_path):
     for path in ("", ptx_path):
         run, prompts = make_run(files, ptx_data_path=path)
         minibatch, metrics = minibatch_of(run, prompts), Metrics()
-        train_ppo.train_model(run, "critic", minibatch, minibatch.response_len.sum(), 0, metrics)
+        train_ppo.train(run, "critic", minibatch, minibatch.response_len.sum(), 0, metrics)
         found[path] = run.critic.state_dict()
     assert all(x.equal(found[""][name]) for name, x in found[ptx_path].items())
 
@@ -126,23 +127,27 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     minibatch = minibatch_of(run, prompts)
     wanted, _ = actor_gradient(run, minibatch, 0, 4096)
     forget_gradients(run)
-    stepped, failed, backward = {}, [], Ptx.backward
+    stepped, failed, source = {}, [], Ptx.source
 
-    def full_once(self, run, number, budget):
-        metrics = backward(self, run, number, budget)
-        if not failed:
-            failed.append(budget)
-            raise torch.OutOfMemoryError("out of memory")
-        return metrics
+    def full_once(self, number, scorer):
+        lengths, loss_of = source(self, number, scorer)
+
+        def loss(rows):
+            if not failed:
+                failed.append(run.progress.token_budget)
+                raise torch.OutOfMemoryError("out of memory")
+            return loss_of(rows)
+
+        return lengths, loss
 
     def step(run, learner, loss, number):
         stepped.update({n: p.grad.clone() for n, p in learner.model.named_parameters()})
         return Step(loss, 1.0)
 
-    monkeypatch.setattr(Ptx, "backward", full_once)
+    monkeypatch.setattr(Ptx, "source", full_once)
     monkeypatch.setattr(train_ppo, "step_if_finite", step)
     metrics = Metrics()
-    train_ppo.train_model(run, "actor", minibatch, minibatch.response_len.sum(), 0, metrics)
+    train_ppo.train(run, "actor", minibatch, minibatch.response_len.sum(), 0, metrics)
     assert failed and run.progress.token_budget < failed[0]
     for name, grad in stepped.items():
         assert torch.allclose(grad, wanted[name], atol=1e-6), name

@@ -118,13 +118,13 @@ def test_older_responses_are_scored_anew_and_weighed(files):
 def test_a_step_makes_as_many_optimizer_steps_as_without(files, monkeypatch):
     """Minibatches are drawn from new and old batches, each at most once in a PPO epoch."""
     run, prompts = make_run(files, replay_batches=2, ppo_epochs=2)
-    batches, seen, train_model = iter([[prompts[i] for i in range(16)]] * 4), [], train_ppo.train_model
+    batches, seen, train = iter([[prompts[i] for i in range(16)]] * 4), [], train_ppo.train
 
     def note(run, name, minibatch, *rest):
         seen.append((name, tuple(map(tuple, minibatch.responses()))))
-        return train_model(run, name, minibatch, *rest)
+        return train(run, name, minibatch, *rest)
 
-    monkeypatch.setattr(train_ppo, "train_model", note)
+    monkeypatch.setattr(train_ppo, "train", note)
     for step in range(4):
         seen.clear()
         batch = train_ppo.collect(run, step, batches, list(range(16)))

@@ -36,7 +36,7 @@ from torch.utils.data import Subset
 import chat
 import export
 from dataset.chat_template import conversation_text, load_thinking, set_template_kwargs
-from dataset.lm_dataset import RLAIFDataset, SFTDataset, reward_dataset
+from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
@@ -249,7 +249,7 @@ def test_the_zero_of_a_reward_model_is_that_of_answers_without_thoughts(tmp_path
     tokenizer = tokenizer_of("Qwen3")
     model = tiny_llama(len(tokenizer), spread=2.0)
     data = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 64)
-    records = Subset(reward_dataset(data, tokenizer, 64), range(64))
+    records = Subset(PreferenceDataset(data, tokenizer, 64), range(64))
     said = Reference(model, tokenizer, records, 64, 12).answers(ALONE.device, torch.float32, 0)
     assert len(said) == 64 and not any("</think>" in text for _, text in said)
     assert any("<think>" in text for _, text in said)  # those that were never closed

@@ -21,7 +21,7 @@ class Rows:
 
     def __init__(self, returns, values=None):
         self.mask = length_mask(torch.tensor([3, 1]), 3)
-        self.returns = torch.tensor(returns)
+        self.outcomes = torch.tensor(returns)
         self.values = torch.zeros(2, 3) if values is None else torch.tensor(values)
 
 
@@ -34,7 +34,7 @@ def make_critic():
 
 def update(scale, *batches):
     for batch in batches:
-        scale.update(batch, batch.returns, lambda x: x)
+        scale.update(batch, lambda x: x)
 
 
 def test_another_scale_changes_no_value_and_a_line_maps_all_values():
@@ -136,7 +136,7 @@ def test_equal_returns_that_are_no_binary_fractions_have_no_scale():
     """Their variance is computed as 1e-17 or so."""
     scale, mask = ValueScale(make_critic()), length_mask(torch.arange(1, 129), 128)
     rows = Rows([[0.0] * 3] * 2)
-    rows.mask, rows.values, rows.returns = mask, torch.zeros(mask.shape), torch.full(mask.shape, 0.3)
+    rows.mask, rows.values, rows.outcomes = mask, torch.zeros(mask.shape), torch.full(mask.shape, 0.3)
     update(scale, rows)
     assert scale.critic.scale == 1
     assert rows.values[mask].mean().item() == pytest.approx(0.3)

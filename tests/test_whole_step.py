@@ -72,8 +72,8 @@ CASES = {
         "clip_epsilon_high": 0.3,
         "dual_clip": 1.4,
         "lr_schedule": "constant",
-        "lr_warmup_steps": 2,
-        "critic_warmup_steps": "auto",
+        "lr_warmup_steps": 1,
+        "critic_warmup_steps": 1,
         "max_steps": 12,
         "replay_batches": 1,
         "overlong_buffer": 5,
@@ -133,8 +133,8 @@ class Plain:
             same_weights(policy, model) for model in (run.actor, run.old_actor, run.ref)
         )
         self.critic = same_weights(critic, run.critic) if critic else None
-        self.scale, self.variances, self.errors = 1.0, [], []  # of the critic's values and returns
-        self.begins = None if run.args.critic_warmup_steps == "auto" else run.args.critic_warmup_steps
+        self.scale, self.variances = 1.0, []  # of the critic's values and returns
+        self.begins = run.args.critic_warmup_steps
         self.used, self.batches, self.scores = set(), [], torch.zeros(0)
         self.kl_coef = run.args.kl_coef
         self.norms, self.packs = {"critic": [], "actor": []}, []
@@ -277,7 +277,7 @@ class Plain:
         self.fill(step)
         count = args.batch_size // args.mini_batch_size
         dealt = iter(self.deal(step, count))
-        actor_learns, stopped = self.begins is not None and step >= self.begins, False
+        actor_learns, stopped = step >= self.begins, False
         for epoch in range(args.ppo_epochs):
             for place in range(count):
                 number = (step * args.ppo_epochs + epoch) * count + place
@@ -345,10 +345,6 @@ class Plain:
         if self.critic:
             self.old_values = self.values(list(range(rows)))[0]
             self.rescale(outcome)
-            error = (self.old_values - outcome)[self.new].square().mean() / outcome[self.new].var(
-                correction=0
-            )
-            self.warm_up(step, error.item())
         self.estimate(rewards, outcome)
         new, k1, outcome = self.new, k1[self.new], outcome[self.new]
         k1_of_rows = [k1[self.row[new] == i].sum() for i in range(self.first_new, rows)]
@@ -430,19 +426,11 @@ class Plain:
     def adapt(self, step, kl):
         """--kl_target, once the actor has begun to learn: the first batch of each old actor"""
         first = step % self.args.update_old_actor_freq == 0
-        if first and self.begins is not None and step > self.begins:
+        if first and step > self.begins:
             error = max(-0.2, min(0.2, kl / self.args.kl_target - 1))
             self.kl_coef *= 1 + error * self.args.batch_size / self.args.kl_horizon
             self.used.add("weight of the KL")
         self.note("kl/coef", torch.tensor([self.kl_coef], dtype=torch.float64))
-
-    def warm_up(self, step, error):
-        """--critic_warmup_steps auto: the actor begins once the critic's error falls by less than a tenth, or
-        after a quarter of the run."""
-        falls = error < 0.9 * min(self.errors, default=math.inf)
-        if self.begins is None and (not falls or step >= self.total_steps // 4):
-            self.begins = step
-        self.errors.append(error)
 
     def critic_loss(self, rows):
         mine = self.inputs(rows)[2]
@@ -522,7 +510,7 @@ class Plain:
         for p, g in zip(parameters, grads, strict=True):
             p.grad = g * min(1.0, args.grad_clip / max(norm, 1e-9))
         per_batch = args.ppo_epochs * args.batch_size // args.mini_batch_size
-        begin = {"critic": 0, "actor": (self.begins or 0) * per_batch}[name]
+        begin = {"critic": 0, "actor": self.begins * per_batch}[name]
         peak = {"critic": args.critic_learning_rate, "actor": args.learning_rate}[name]
         rising, done = args.lr_warmup_steps * per_batch, number - begin
         if done < rising:

@@ -21,11 +21,11 @@ SEVERAL = "tests/runs/test_several_answers.py::test_prompts_whose_answers_score_
 COMPARED = "tests/runs/test_several_answers.py::test_scores_are_compared_without_what_is_taken_off_for_length"
 NO_CRITIC = "tests/runs/test_several_answers.py::test_there_is_no_critic"
 SEVERAL_PROCESSES = "tests/runs/test_several_answers.py::test_two_processes_equal_one"
-VALUE_SCALE, WARMUP = "tests/test_value_scale.py", "tests/test_critic_warmup.py"
+VALUE_SCALE = "tests/test_value_scale.py"
 LOSS_OPTIONS = "tests/runs/test_loss_options.py::test_from_a_checkpoint_a_run_goes_on_bit_for_bit"
 EMA = "tests/test_ema.py"
 ENTROPY_TOP = "tests/test_entropy_top.py"
-KL_TARGET, ENTROPY = "tests/test_kl_controller.py", "tests/compute/test_entropy_gradient.py"
+KL_TARGET, ENTROPY = "tests/test_kl_target.py", "tests/compute/test_entropy_gradient.py"
 PTX = "tests/test_ptx.py"
 EXPERTS_RUN = "tests/runs/test_processes.py::test_sharded_mixtures_of_experts_and_adapters_equal_one_process"
 SHARDING, RESUMED = "tests/compute/test_sharding.py", "tests/runs/test_processes.py"
@@ -54,34 +54,34 @@ TRAIN_PPO = [
         "logged answers have no old log-probs",
     ),
     (
-        "sums.merge(run.ptx.backward(run, number, token_budget))",
-        "sums.merge(run.ptx.backward(run, min(run.ptx.items), token_budget))",
+        "run.ptx.source(number, ",
+        "run.ptx.source(min(run.ptx.items), ",
         "the batch's first demonstrations every time",
     ),
     (
-        'run.ptx and name == "actor":\n        sums',
-        "run.ptx:\n        sums",
+        'run.ptx and name == "actor":\n        sources',
+        "run.ptx:\n        sources",
         "demonstrations also after the critic's gradients",
         PTX,
     ),
-    ("run.kl.coef / mb.advantage_unit\n", "run.kl.coef\n", "the KL is not divided by the advantages' std"),
+    ("run.kl.coef / mb.advantage_unit,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
     ("args.entropy_coef / mb.advantage_unit", "args.entropy_coef", "the entropy is not divided by the std"),
-    ("rollout.counted, least = ppo", "_, least = ppo", "all tokens count in the policy loss"),
+    ("rollout.counted, least = chosen", "_, least = chosen", "all tokens count in the policy loss"),
     ("    run.ema.follow(step)\n", "", "no weights are averaged", EMA),
     ("loss = loss - args.entropy_coef", "loss = loss + args.entropy_coef", "the entropy is punished"),
-    ("decay = args.gamma * args.lam\n", "decay = args.lam\n", "later tokens' KL is not discounted"),
+    ("decay=args.gamma * args.lam,", "decay=args.lam,", "later tokens' KL is not discounted"),
     (
-        "    return loss / token_count + balance / run.minibatch_size, metrics",
+        "    return loss / token_count + balance / run.sizes.minibatch, metrics",
         "    return loss / token_count, metrics",
         "no balance loss of the actor",
     ),
     (
-        "    return loss / token_count + balance / run.minibatch_size, metrics",
+        "    return loss / token_count + balance / run.sizes.minibatch, metrics",
         "    return loss / token_count + balance / token_count, metrics",
         "the actor's balance loss is divided by tokens",
     ),
     (
-        "args.vf_coef * loss / token_count + balance / run.minibatch_size",
+        "args.vf_coef * loss / token_count + balance / run.sizes.minibatch",
         "args.vf_coef * loss / token_count",
         "no balance of the critic",
     ),
@@ -92,7 +92,7 @@ TRAIN_PPO = [
     ),
     ('    metrics.keep_first("policy/ratio", "policy/first_ratio")\n', "", "no ratio of the first minibatch"),
     ("run.replay.join(new)", "new", "nothing is replayed"),
-    ("    run.replay.keep(new)\n", "", "no batch is kept for replay"),
+    ("    run.replay.keep(batch.rollout)\n", "", "no batch is kept for replay"),
     (
         "mask, args.gamma, args.lam)",
         "mask, args.lam, args.gamma)",
@@ -121,102 +121,104 @@ TRAIN_PPO = [
     ("informative = ppo.std_or_zero(scores) > 0", "informative = True", "noise is a lesson", VALUE_SCALE),
     ("advantages = ppo.leave_one_out(", "advantages = ppo.group_normalized(", "RLOO is GRPO"),
     (
-        "ppo.monte_carlo_returns(rewards, mask, args.gamma)",
-        "rewards",
+        "advantages = rollout.outcomes",
+        "advantages = rewards",
         "REINFORCE without the rewards to come",
     ),
-    ('training.remove("actor")', "training.clear()", "--target_kl stops the critic too"),
+    ("if stopped and not run.critic:", "if stopped:", "--target_kl stops the critic too"),
     (
         "run.critic:\n        rollout.values = score",
         "not run.critic:\n        rollout.values = score",
         "no values",
     ),
-    ('run.scorers["old_actor"]\n', 'run.learners["actor"].scorer\n', "old log-probs are the actor's"),
-    ('run.scorers["reference"]', 'run.learners["actor"].scorer', "the reference is the actor"),
+    ('run.scorers["old_actor"]\n', 'run.scorers["actor"]\n', "old log-probs are the actor's"),
+    ('run.scorers["reference"]', 'run.scorers["actor"]', "the reference is the actor"),
     (
-        "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[0]",
-        "ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[1]",
+        "ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]",
+        "ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[1]",
         "k2 off rewards",
     ),
-    ("    run.kl.follow(step, rollout, len(new.tokens), world.sum)\n", "", "no weight follows the KL"),
+    (
+        "    run.kl.follow(step, newest_rows(rollout, run.args.batch_size), run.world.sum)\n",
+        "",
+        "no weight follows the KL",
+    ),
+    (
+        "newest_rows(rollout, run.args.batch_size), run.world.sum)",
+        "rollout, run.world.sum)",
+        "replayed responses move the weight of the KL",
+    ),
     ("penalty = run.kl.coef * ppo", "penalty = ppo", "the KL comes off the rewards without its coefficient"),
     (
-        "old_logprobs, rollout.sampler_logprobs, mask",
-        "rollout.sampler_logprobs, old_logprobs, mask",
+        "rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask",
+        "rollout.sampler_logprobs, rollout.old_logprobs, rollout.mask",
         "weights turned round",
     ),
     (
-        "old_logprobs, rollout.sampler_logprobs, mask",
-        "old_logprobs, old_logprobs, mask",
+        "rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask",
+        "rollout.old_logprobs, rollout.old_logprobs, rollout.mask",
         "no weights",
     ),
     (
-        "monte_carlo_returns(rollout.rewards, mask, args.gamma)",
-        "monte_carlo_returns(rollout.rewards, mask, 1.0)",
+        "monte_carlo_returns(rewards, mask, args.gamma)",
+        "monte_carlo_returns(rewards, mask, 1.0)",
         "gamma",
     ),
-    ("run.value_scale.update(rollout, outcome, world.sum)\n", "pass\n", "the value scale stays 1"),
-    (
-        "newest_rows(rollout, outcome, args.batch_size)",
-        "newest_rows(rollout, rollout.returns, args.batch_size)",
-        "critic's returns",
-    ),
+    ("run.value_scale.update(rollout, world.sum)\n", "pass\n", "the value scale stays 1"),
     ("epochs=args.ppo_epochs,", "epochs=1,", "one PPO epoch, whatever the flag"),
     ("older=args.replay_batches,", "older=0,", "only the oldest kept batch is learned from"),
     (
-        "minibatches[k], token_counts[k]",
-        "minibatches[k], token_counts[0]",
+        '"actor", minibatches[k], token_counts[k]',
+        '"actor", minibatches[k], token_counts[0]',
         "the first minibatch's token count for all",
     ),
     ("return args.vf_coef * loss / token_count", "return loss / token_count", "--vf_coef is ignored"),
     (
-        "args.cliprange_value, run.critic.scale\n",
-        "args.cliprange_value, 1.0\n",
+        "scale=run.critic.scale",
+        "scale=1.0",
         "the value loss forgets the scale",
     ),
     (
-        "scorer(*mb.sequences, args.temperature)",
-        "scorer(*mb.sequences, 1.0)",
+        '["actor"](*mb.sequences, args.temperature)',
+        '["actor"](*mb.sequences, 1.0)',
         "the actor is scored at temperature 1",
     ),
     (
-        "(step + 1) % args.update_old_actor_freq == 0",
-        "step % args.update_old_actor_freq == 0",
+        "(step + 1) % run.args.update_old_actor_freq == 0",
+        "step % run.args.update_old_actor_freq == 0",
         "old actor a step late",
     ),
     (
-        '                    training.remove("actor")\n',
-        "                    pass\n",
+        "stopped = steps[-1] is None",
+        "stopped = False",
         "--target_kl does not stop the actor for the rest of a batch",
     ),
-    ("if first >= learner.first_step]", "if step > learner.first_batch]", "warm-up takes a batch more"),
     (
-        "run.critic_warmup.note(step, latest, outcome, world.sum)\n",
-        "pass\n",
-        "--critic_warmup_steps auto never ends",
-        WARMUP,
+        'first >= run.learners["actor"].first_step',
+        'step > run.learners["actor"].first_batch',
+        "warm-up takes a batch more",
     ),
 ]
 
 BUILD_RUN = [
     (
-        "learner(actor, scorer, args.learning_rate)",
-        "learner(actor, scorer, args.critic_learning_rate)",
+        "learner(self.actor, args.learning_rate)",
+        "learner(self.actor, args.critic_learning_rate)",
         "the actor learns at the critic's rate",
     ),
     ("args.entropy_coef > 0)", "False)", "the entropy has no gradient"),
     (
-        "scorer_of_critic, args.critic_learning_rate)",
-        "scorer_of_critic, args.learning_rate)",
+        "learner(self.critic, args.critic_learning_rate)",
+        "learner(self.critic, args.learning_rate)",
         "the critic learns at the actor's rate",
     ),
     (
-        "total_steps=self.total_steps * per_batch,",
+        "total_steps=self.total_steps * self.sizes.steps,",
         "total_steps=self.total_steps,",
         "a schedule as long as batches",
     ),
     (
-        "warmup_steps=args.lr_warmup_steps * per_batch",
+        "warmup_steps=args.lr_warmup_steps * self.sizes.steps",
         "warmup_steps=args.lr_warmup_steps",
         "warm-up in steps",
     ),
@@ -266,7 +268,7 @@ PPO = [
         "masked_sum(moved.exp() * k2",
         "the KL loss has no importance weights",
     ),
-    ('    if kl_in == "reward":\n', "    if True:\n", "KL in loss and reward"),
+    ('    if kl_in == "reward":', "    if True:", "KL in loss and reward"),
     (
         "advantages - kl_weight * discounted_sums",
         "advantages + kl_weight * discounted_sums",
@@ -313,8 +315,8 @@ PPO = [
         "ratio of std",
     ),
     (
-        "bias = rollout.values - returns",
-        "bias = returns - rollout.values",
+        "bias = rollout.values - rollout.outcomes",
+        "bias = rollout.outcomes - rollout.values",
         "the sign of the bias",
     ),
     (
@@ -406,33 +408,16 @@ CRITIC = {
     "model/critic.py": [
         ("p.mul_(self.scale / scale)", "p.mul_(scale / self.scale)", "a new scale multiplies the values"),
         ("p.mul_(self.scale / scale)", "p.mul_(1.0)", "a new scale changes the values"),
-        ("bias += intercept / self", "bias += intercept * self", "a shift in other units", VALUE_SCALE),
+        ("add_(intercept / self", "add_(intercept * self", "a shift in other units", VALUE_SCALE),
         ("p.mul_(slope)", "p.mul_(1.0)", "the first batch only shifts the values", VALUE_SCALE),
-    ],
-    "trainer/options/critic_warmup.py": [
-        (
-            "error < FALLING * self.error",
-            "error < self.error",
-            "warm-up goes on while the error falls a little",
-            WARMUP,
-        ),
-        ("batch >= self.most or ", "", "warm-up has no end", WARMUP),
-        (
-            "rollout.values - returns, rollout.mask",
-            "returns, rollout.mask",
-            "the error has no values in it",
-            WARMUP,
-        ),
     ],
     "trainer/options/ema.py": [
         (" / (1 - self.beta**self.batches)", "", "the start counts in the average", EMA),
         ("self.weights[name].lerp_(_on_host(p), share)", "pass", "the average stays at the start", EMA),
-        (" or batch < self.learner.first_batch", "", "batches of warm-up count", EMA),
+        (" or step < self.learner.first_batch", "", "batches of warm-up count", EMA),
         ("            self.weights[name].copy_(p)\n", "", "the actor is lost after an evaluation", EMA),
         ("if p.requires_grad}", "}", "frozen weights are averaged", EMA),
         ('self.batches = int(state["b', 'int(state["b', "resuming forgets how many batches count", EMA),
-        ("with run.ema.in_place():\n            run", "if True:\n            run", "a copy", EMA),
-        ("        remove_saved(run.ema_path)\n", "        pass\n", "the file of an earlier run stays", EMA),
     ],
     "trainer/ppo.py": [
         ("gather(entropy[mask].cpu())", "[entropy[mask].cpu()]", "a threshold of its own", ENTROPY_TOP),
@@ -440,16 +425,25 @@ CRITIC = {
         ("len(everyone) - count + 1", "count", "the tokens of low entropy count", ENTROPY_TOP),
         ("(entropy >= least)", "(entropy > least)", "the last one does not count", ENTROPY_TOP),
     ],
-    "trainer/options/kl_controller.py": [
-        ("[-count:] for x in", "[:] for x in", "replayed responses move the weight of the KL", KL_TARGET),
+    "trainer/options/kl_target.py": [
         ("* responses / self.horizon", "/ self.horizon", "the number of responses does not count", KL_TARGET),
         ("total / responses / self.target - 1", "1 - total / responses / self.target", "the sign", KL_TARGET),
         ("max(error, -LARGEST_ERROR)", "error", "the weight falls without a limit", KL_TARGET),
         ("min(max(", "max(max(", "the weight rises without a limit", KL_TARGET),
-        ("> self.learner.first_batch", ">= self.learner.first_batch", "it moves a batch early", KL_TARGET),
-        (" and batch % self.every == 0", "", "stale batches move the weight of the KL", KL_TARGET),
+        (
+            "step <= self.learner.first_batch",
+            "step < self.learner.first_batch",
+            "it moves a batch early",
+            KL_TARGET,
+        ),
+        (" or step % self.every", "", "stale batches move the weight of the KL", KL_TARGET),
         ('kept = ("coef",)', "kept = ()", "a checkpoint forgets the weight of the KL", KL_TARGET),
-        ("torch.where(mask, old - ref, 0.0)", "(old - ref)", "padding counts in the KL", KL_TARGET),
+        (
+            "torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0)",
+            "(newest.old_logprobs - newest.ref_logprobs)",
+            "padding counts in the KL",
+            KL_TARGET,
+        ),
     ],
     "trainer/options/replay.py": [
         ("first = len(rollout.tokens) - count", "first = 0", "metrics of replayed batches too"),
@@ -485,16 +479,12 @@ CRITIC = {
             "--clip_epsilon_high is ignored",
         ),
         (", args.dual_clip)", ")", "--dual_clip is ignored"),
+        ("with self.ema.in_place():\n                self", "if True:\n                self", "a copy", EMA),
+        ("            remove_saved(self.ema_path)\n", "            pass\n", "an earlier file", EMA),
         (
-            '            kept["value_scale"] = self.value_scale\n',
+            'self.options["value_scale"] = ',
             "",
             "checkpoints forget the value scale",
-            RESUMING,
-        ),
-        (
-            '            kept["critic_warmup"] = self.critic_warmup\n',
-            "",
-            "checkpoints forget where the warm-up stands",
             RESUMING,
         ),
         ('            "kl": self.kl,\n', "", "checkpoints forget the weight of the KL", LOSS_OPTIONS),
@@ -504,17 +494,17 @@ CRITIC = {
             "checkpoints forget the scale of advantages",
             NO_CRITIC,
         ),
-        ("        if self.ema.beta:\n", "        if 0:\n", "checkpoints forget the average", LOSS_OPTIONS),
+        ("        if args.ema_beta:\n", "        if 0:\n", "checkpoints forget the average", LOSS_OPTIONS),
     ],
     "trainer/step_metrics.py": [
         ("zip(ids, ids[1:], ids[2:]", "zip(ids, ids[1:], ids[1:]", "bigrams for trigrams", RESPONSES),
         ("/ max(len(trigrams), 1)", "/ max(len(ids), 1)", "repetition is divided by tokens", RESPONSES),
         ("hash(tuple(ids))", "hash(tuple(ids[:1]))", "responses that begin alike are the same", RESPONSES),
-        ("in world.gather(mine) for", "in [mine] for", "only this process' responses", TWO_PROCESSES),
-        ("score, len(ids))", "score, ids[0])", "the first token as length", RESPONSES),
+        ("(world.gather(mine))", "([mine])", "only this process' responses", TWO_PROCESSES),
+        ("x, len(ids))", "x, ids[0])", "the first token as length", RESPONSES),
         ("    x = x - mean\n", "    x = x - mean + 0.1\n", "a mean that is not taken off", RESPONSES),
         ("LEAST_SPREAD = 1e-6", "LEAST_SPREAD = 0.0", "rounding has a correlation", RESPONSES),
-        ("lengths).item() / size if size", "lengths).item() / size**2 if size", "covariance", RESPONSES),
+        ("length).item() / size if size", "length).item() / size**2 if size", "covariance", RESPONSES),
         (
             "new.old_logprobs, new.sampler_logprobs, new.mask",
             "new.old_logprobs, new.ref_logprobs, new.mask",
@@ -525,12 +515,7 @@ CRITIC = {
             'batch_metrics(rollout, batch.scores["missing_eos"], run.world), 1)',
             "statistics of a part of the score",
         ),
-        (
-            "run.reward.at_limit(batch.raw).sum(), count)",
-            "run.reward.at_limit(batch.raw).sum(), 1)",
-            "responses at the limit are counted, not their share",
-            REWARDS,
-        ),
+        ("metrics.add_all(sums, len(responses))", "metrics.add_all(sums, 1)", "sums, not shares and means"),
         (
             '"value" if name == "critic" else "policy"',
             '"policy" if name == "critic" else "value"',
@@ -538,16 +523,10 @@ CRITIC = {
         ),
         ("step.norm, 1)", "run.args.grad_clip, 1)", "the clip as the gradient's norm"),
         (
-            'batch.scores["score"], args.num_generations))',
-            'batch.scores["score"], 2))',
+            'batch.scores["score"], args.num_generations)',
+            'batch.scores["score"], 2)',
             "groups of two",
         ),
-        (
-            '"rollout/equal_groups", equal, count)',
-            '"rollout/equal_groups", equal, 1)',
-            "rows, not their share",
-        ),
-        ("batch.again, count)", "batch.again, 1)", "answers, not their share", SEVERAL_PROCESSES),
     ],
     "dataset/data_order.py": [
         ("born * epochs + epoch)[place]", "epoch)[place]", "each batch has the same order"),
@@ -580,18 +559,20 @@ CRITIC = {
         ("batch[position // self.answers]", "batch[position]", "prompts by the places of answers", DATA),
     ],
     "trainer/collect.py": [
-        (
-            "noise_keys(run.args.seed, step, places",
-            "noise_keys(run.args.seed, 0, places",
-            "the same noise each step",
-        ),
-        ("places // count, places", "places, places", "each answer has noise of a prompt of its own"),
-        ("places % count +", "0 * places +", "all answers to a prompt are the same"),
-        (" + times * count)", ")", "the same answers are sampled again", SEVERAL),
+        ("noise_keys(args.seed, step, places", "noise_keys(args.seed, 0, places", "the same noise each step"),
+        ("places // answers, places", "places, places", "each answer has noise of a prompt of its own"),
+        ("places % answers +", "0 * places +", "all answers to a prompt are the same"),
+        (" + times * answers)", ")", "the same answers are sampled again", SEVERAL),
+        ("keys, self.args.temperature)", "keys, 1.0)", "samples at temperature 1, whatever the flag"),
+    ],
+    "trainer/train_ppo.py": [
+        ("collect(run.old_actor,", "collect(run.actor,", "the actor samples, not the old actor"),
+    ],
+    "trainer/options/filter_groups.py": [
         ("if name not in OF_LENGTH}", "}", "a group with one answer cut is a lesson", COMPARED),
         (
-            "keys = step_noise(run, step, torch.tensor(positions)[rows], times)",
-            "keys = step_noise(run, step, rows, times)",
+            "keys = noise_of_step(args, step, np.asarray(positions)[rows], times)",
+            "keys = noise_of_step(args, step, rows, times)",
             "noise of the place in the process",
             SEVERAL_PROCESSES,
         ),
@@ -609,12 +590,6 @@ CRITIC = {
         ),
         ("batch.raw.replace(rows, ", "(lambda *new: None)(rows, ", "the old scores are kept", SEVERAL),
         (
-            "run.sampling_from(run.old_actor):\n        rollout",
-            "run.sampling_from(run.actor):\n        rollout",
-            "the actor samples, not the old actor",
-        ),
-        ("keys, run.args.temperature)", "keys, 1.0)", "samples at temperature 1, whatever the flag"),
-        (
             'if reward.running else scores.get("score_raw", scores["score"])',
             'if True else scores["score"]',
             "scores that the clip made equal are compared",
@@ -622,8 +597,8 @@ CRITIC = {
             + "::test_the_first_batchs_scores_are_compared_as_they_are_before_they_are_normalised",
         ),
         (
-            'batch.seconds["rollout"] += time.perf_counter() - start',
-            "pass",
+            'with batch.seconds.of("rollout"):',
+            "if True:",
             "sampling again is time of the reward",
             SEVERAL.split("::")[0] + "::test_sampling_again_is_time_of_the_rollout",
         ),
@@ -690,8 +665,8 @@ COMPUTE = {
 ELSEWHERE = {
     "trainer/evaluation.py": [
         (
-            "    with run.sampling_from(run.actor)",
-            "    with run.sampling_from(run.old_actor)",
+            "    with run.collector.sampling_from(run.actor)",
+            "    with run.collector.sampling_from(run.old_actor)",
             "the old actor is evaluated",
             EVALUATION,
         ),
@@ -751,13 +726,15 @@ ELSEWHERE = {
             "the constant rate begins with 0",
         ),
     ],
-    "trainer/runs/optimizer_step.py": [
+    "trainer/runs/base.py": [
         ("number - first, self.total", "number, self.total", "a schedule without its first step"),
         (
             "self.total_steps - first,",
             "self.total_steps,",
             "the actor's schedule is as long as the critic's",
         ),
+    ],
+    "trainer/runs/optimizer_step.py": [
         (
             "clip_gradients(learner.model, run.args.grad_clip)",
             "1.0",
@@ -798,7 +775,7 @@ SHOWN = {  # what one sees of a run
         ("leave=False", "leave=True", "a bar stays", BARS),
         ('get("RANK", "0") == "0"', 'get("RANK", "0") != "x"', "every process shows bars", BARS),
         ("sys.stderr.isatty()", "True", "bars in files", BARS),
-        ("            bar.update(0)\n", "            pass\n", "no clock where nothing is counted", BARS),
+        ("        bar.update(0)\n", "        pass\n", "no clock where nothing is counted", BARS),
         ("self.update(count - self.n)", "self.update(count)", "what is done is added to it", BARS),
     ],
     "trainer/compute/memory.py": [
@@ -852,87 +829,71 @@ SHOWN = {  # what one sees of a run
 
 
 H = ("tests/runs/test_health.py",)
+RUNS_OF_HEALTH = "tests/runs/test_health_runs.py"
+PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
+BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
 _HEALTH = "tests/runs/test_health.py::"
-_FORM = _HEALTH + "test_the_form_has_most_of_the_gain"
 _ENDED = _HEALTH + "test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone"
 _DEMO = "tests/test_inputs.py::test_the_held_out_prompts_of_the_demo_belong_to_its_prompts"
 HEALTH = {
-    "trainer/runs/health_past.py": [
-        ("if len(begun) < WINDOW:", "if True:", "the start moves", *H),
+    "trainer/runs/health.py": [
+        ("self.values[name][:count], count)", "self.values[name][-count:], count)", "the start moves", *H),
         ("math.sqrt(x * (1 - x)) for", "1.0 for", "a wider standard error", *H),
         ("CLEAR * max(spreads", "max(spreads", "one standard error", *H),
         ("default=math.nan) * math.sqrt(2 / count)", "default=math.nan) * math.sqrt(1 / count)", "one", *H),
-        ("first, _, last = found", "_, first, last = found", "the best evaluation is compared", *H),
-        ('"held_out_pairs" if name', '"held_out" if name', "prompts are counted, not pairs", *H),
-        ("[-len(beyond)]", "[-1]", "since the last of the steps that show it", *H),
-        ("or not all(beyond)", "or not any(beyond)", "one step is enough", *H),
+        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
+        (
+            "self.change(found[0], found[-1])",
+            "self.change(max(found), found[-1])",
+            "the best is compared",
+            *H,
+        ),
+        ("self.step - count + 1", "self.step", "since the last of the steps that show it", *H),
+        ("if sum(beyond) == count else", "if any(beyond) else", "one step is enough", *H),
         ("            if all(found):", "            if any(found):", "half of a condition is enough", *H),
-        ("            limit *= start\n", "            pass\n", "a limit is not that of the start", *H),
+        ('* start if "times" in words', '* 1.0 if "times" in words', "a limit is not that of the start", *H),
         ("min(WINDOW, math.ceil(ENOUGH", "min(1, math.ceil(ENOUGH", "four responses say how many end", *H),
-        ("self.trend is None else self.trend < 1", "True else 0", "evaluations say nothing", *H),
+        ("<= CLEAR if math.isnan(self.trend)", "<= CLEAR if True", "evaluations say nothing", *H),
+        ("if self.known(condition) else {}", "if True else {}", "facts that are as they should be", *H),
+        ('return "" if value ==', 'return "" if 0 ==', "a remedy that the run has already", *H),
+        ("usual if now < least else", "", "a rate far too low is lowered", RUNS_OF_HEALTH),
+        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
+        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
+        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
+        ("if value and not least", "if not least", "what is off is unusual", *H),
+        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
+        ("return times > OFTEN", 'return past.known("prompts") > OFTEN', "prompts are counted", *H),
+        ('abs(past.now("policy/first_ratio", 1) - 1)', '(past.now("policy/first_ratio", 1) - 1)', "<", *H),
+        ('gets = "> 1.4" if paid > 0 else "< 0.7"', 'gets = "> 1.4"', "shorter answers are never gamed", *H),
+        ("better = past.witness in JUDGES and", "better =", "the score is a witness", *H),
+        (' and past.args.get("missing_eos_penalty") != 0', "", "cuts that are free", *H),
+        ('"wrong": ends < NONE_ENDS', '"wrong": True', "some answers end", *H),
+        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
+        ("count = max(3, past.enough)", "count = 3", "twelve responses say how many end", *H),
+        ("same = first < SAME and", "same =", "equal at the end", *H),
+        ('"wrong": past.steps * past.responses >= SCORED', '"wrong": True', "a few answers that fail", *H),
+        ("BY_LENGTH = 0.6", "BY_LENGTH = 0.8", "a score that is mostly length", *H),
+        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
+        ("MOVED = 0.1", "MOVED = 0.9", "a move of half a nat is none", *H),
+        ("exploited = past.witness in JUDGES and", "exploited =", "each fall is an exploit", *H),
+        ('"wrong": past.trend < -2', '"wrong": past.trend < -1', "a small fall is wrong", *H),
+        ('known.level == LOOK and seen.get("wrong")', "known.level == LOOK", "the numbers move", *H),
+        ('                seen["since"] = known.step\n', "                pass\n", "since it is wrong", *H),
+        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
+        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
+        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
+        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
+        ('checked = args.get("script", SCRIPT) == SCRIPT', "checked = True", "stages", *H),
     ],
     "trainer/runs/health.toml": [
         ("policy/ratio < 0.1 in 1", "policy/ratio < 0.0 in 1", "a small ratio is right", *H),
         (" and kl/k1 > 0.1 in 3 steps", "", "long answers are far", *H),
         (', "policy/advantage_std < 1e-9 in 3 steps"', "", "advantages of 0 are fine", *H),
-        ("--normalize_reward 1 --critic", "--normalize_reward 1 --lam 1 --critic", "another remedy", *H),
-    ],
-    "trainer/runs/health_rules.py": [
-        ('(past.known("positions") or math.inf) -', "1e9 -", "answers longer than the positions", *H),
-        ('return "" if value == plain(now) else', "return", "a remedy that the run has already", *H),
-        ("max(now * int(number), usual), most))", "max(now * int(number), usual), 1e9))", "beyond usual", *H),
-        ("min(now / int(number), usual)", "now / int(number)", "a rate far too high is cut to a third", *H),
-        ("max(now * int(number), usual)", "now * int(number)", "a small flag stays small", *H),
-        ("next(iter(moves.values()), text)", "any(moves.values()) or not moves", "the second flag alone", *H),
-        ("[rate / FAR, rate", "[0.0, rate", "a low rate is usual", *H),
-        ("if value and not least", "if not least", "what is off is unusual", *H),
-        ("> dropped / 2:", "> dropped:", "long answers are blamed on the prompts", *H),
-        ('"wrong": share > NEARLY_ALL', '"wrong": False', "nearly all may be dropped", *H),
-        ("return times > OFTEN", "return prompts > OFTEN", "prompts are counted, not samples of them", *H),
-        ('abs(past.now("policy/first_ratio") - 1)', '(past.now("policy/first_ratio") - 1)', "below 1", *H),
-        ('len(past.values("policy/loss")) == WINDOW', "True", "stuck while the critic warms up", *H),
-        ("return trains and not past.score_rise > CLEAR and", "return trains and", "the score rises", *H),
-        (
-            "seen = longer or past.holds",
-            "seen = longer and past.holds",
-            "shorter answers are never gamed",
-            *H,
-        ),
-        ("(paid if longer else -paid)", "paid", "shorter answers that are paid for", *H),
-        ('"start": start, "wrong": not cuts_are_free(past)', '"start": start, "wrong": True', "free", *H),
-        ("if cuts_are_free(past) or forgets", "if forgets", "cuts that are free", *H),
-        ("    if cuts_are_free(past) or forgets_to_stop(past):", "    if cuts_are_free(past):", "twice", *H),
-        ('fell["start"] > FALLS_FROM and', "", "a few ends fall by chance", *H),
-        ("max(3, past.enough)} steps", "3} steps", "twelve responses say how many end", *H),
-        ('(past.known("distinct_prompts") or 1.0)', "1.0", "equal prompts need different responses", *H),
-        ('{**seen, "wrong": past.trend == -1}', '{**seen, "wrong": past.trend != 1}', "no rise", *H),
-        ('and past.start("reward/score_std", min', 'or ("reward/score_std", min', "equal at the end", *H),
-        ('"wrong": many, "steps"', '"wrong": True, "steps"', "a few answers that fail are wrong", *H),
-        ("BROKEN = -4.0", "BROKEN = 0.0", "any fall is a fall", *H),
-        ("MOVED = 0.1", "MOVED = 0.7", "a move of half a nat is none", *H),
-        ("ALONE = 0.8", "ALONE = 0.7", "a small share is the form's alone", _FORM),
-        ("better = past.independent and past.trend", "better = past.trend", "the score is a witness", _FORM),
-        ("< SMALLEST_PRICE * spread", "< SMALLEST_PRICE", "the scale of the scores", *H),
-        ("if exploited else", "if True else", "each fall is an exploit", *H),
-        ("value > 2 * least", "value > least", "a small fall is wrong", *H),
-    ],
-    "trainer/runs/health.py": [
-        ('elif seen and seen.get("wrong"):', "elif seen:", "the numbers move", *H),
-        ('{**seen, "since": known.step}', "seen", "since it became wrong", *H),
-        ("(f.step > 0, f.level", "(f.level", "the cause is not first", *H),
-        ("f.level != WRONG, f.step)", "f.step)", "the wrong ones are not first", *H),
-        ("values.setdefault(move[1], move[3])", "move[3]", "two values of one flag", *H),
-        ("return int(any(f.level == WRONG for f in found))", "return 0", "the exit code is always 0", *H),
-        ("in lines[:-1]]", "in lines]", "half a line at the end is an error", *H),
-        (
-            'if args.get("script", SCRIPT) != SCRIPT:\n            self',
-            "if 0:\n            self",
-            "stages",
-            *H,
-        ),
+        (" and policy/grad_norm > 0 in 10 steps", "", "stuck while the critic warms up", *H),
+        (" and rollout/distinct < 0.2 in 3 steps", "", "answers to one prompt that are alike", *H),
     ],
     "errors.py": [
-        ("            sys.exit(141)\n", "            pass\n", "a traceback after | head", *H),
+        ("        sys.exit(141)\n", "        raise\n", "a traceback after | head", *H),
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
@@ -955,9 +916,8 @@ HEALTH = {
         ),
     ],
     "trainer/about_run.py": [
-        ("None if positions == math.inf else positions", "None", "the positions are not known", *H),
-        ("strip(), bool(set(ids) & set(eos))", "strip(), True", "the template has an EOS", *H),
-        ("        sees = one != other\n", "", "every judge sees the answer", *H),
+        ("not set(eos).isdisjoint(ids)", "True", "the template has an EOS", *H),
+        ('if tokenizer.chat_template else ""', 'if False else ""', "every reward model has a template", *H),
     ],
     "trainer/inputs.py": [
         ("        if not args.data_path:  # the", "        if True:  # the", "evaluated on the demo", _DEMO),
@@ -1048,7 +1008,7 @@ LOGGED_DATA = {  # demonstrations and logged answers
             OFFLINE,
         ),
     ],
-    "dataset/logged_answers.py": [
+    "dataset/lm_dataset.py": [
         (
             "CHOSEN, REJECTED = 1.0, -1.0",
             "CHOSEN, REJECTED = -1.0, 1.0",
@@ -1063,8 +1023,8 @@ LOGGED_DATA = {  # demonstrations and logged answers
             LOGGED,
         ),
         (
-            "return max(map(super().length, item))",
-            "return super().length(item[0])",
+            "return max(map(self.size, item))",
+            "return self.size(item[0])",
             "rejected ones may be too long",
             LOGGED,
         ),
@@ -1111,7 +1071,7 @@ ENDS = {
         (".strip().removeprefix(TAGS[0]).strip()", "", "the tag counts as a thought", THINKING),
     ],
     "dataset/chat_template.py": [
-        ('f"{self.seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
+        ('f"{seed} {index}"', 'f"{index}"', "each seed has the same prompts think", THINKING),
     ],
     "trainer/rewards/reward.py": [
         (
@@ -1208,14 +1168,14 @@ ENDS = {
         ),
     ],
     "trainer/train_ppo.py": [
-        ("mask, penalty, rollout.step_rewards", "mask, penalty, None", "all steps land at the end"),
+        ("steps=rollout.step_rewards", "steps=None", "all steps land at the end"),
     ],
     "trainer/ppo.py": [
         ("rest = rewards.gather(1, last) + rest - steps", "rest = rest - steps", "no step on the last token"),
         ("+ rest - steps.sum(1, keepdim=True)", "+ rest", "steps count twice"),
     ],
     "trainer/options/replay.py": [
-        ('KEPT += ("step_rewards",)', "KEPT += ()", "replayed steps land at the end")
+        ('    "step_rewards",', "", "replayed steps land at the end"),
     ],
     "trainer/collect.py": [
         ("rewards[row, place] += score", "rewards[row, place] = score", "steps of one token", STEPS),
@@ -1289,8 +1249,6 @@ SCALE = {  # sharded models, more machines, and addresses
 }
 
 OF_THE_PAIRS = "tests/test_offline.py::test_what_an_evaluation_says_of_pairs_by_hand"
-BY_PAIRS = "tests/runs/test_summary.py::test_the_verdict_of_offline_ppo_takes_its_spread_from_the_evaluations"
-PAIRS_FALL = "tests/runs/test_health.py::test_held_out_pairs_that_fall_are_found_offline"
 GIVEN = "tests/test_flags.py"
 SWAPPED = "tests/runs/test_processes.py::test_equal_weights_in_another_order_are_different_weights"
 CHAT_STOPS = "tests/test_chat.py::test_an_answer_ends_before_the_stop_strings_of_training"
@@ -1303,18 +1261,18 @@ UNREACHED = f"{SHARDING}::test_experts_that_a_process_does_not_reach_are_summed_
 REST = {
     "chat.py": [
         (
-            "len(self.text) - self.held",
-            "len(self.text)",
+            "text[: -held or None]",
+            "text",
             "a stop string begins on screen",
             SHOWN_LATE,
         ),
         (
-            "self.text = self.text[: min(found)]",
-            "self.text = self.text",
+            "text = text[: min(ends)]",
+            "text = text[:]",
             "the stop string is shown",
             CHAT_STOPS,
         ),
-        ("while not answer.finished and len(", "while len(", "it talks on", TALKS_ON),
+        ("while not finished and len(", "while len(", "it talks on", TALKS_ON),
     ],
     "trainer/endings.py": [
         (
@@ -1334,8 +1292,8 @@ REST = {
     "trainer/compute/sharding.py": [
         ("unused_params(True)", "unused_params(False)", "sums of different experts", UNREACHED),
     ],
-    "dataset/logged_answers.py": [
-        ("side = i % 2", "side = 0", "the chosen side twice", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("i % self.per_record()", "0", "the chosen side twice", LOGGED),
     ],
     "trainer/options/offline.py": [
         ("shares - chosen_shares(ref, rollout)", "shares", "the change is the share", OF_THE_PAIRS),
@@ -1351,13 +1309,10 @@ REST = {
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),
     ],
-    "trainer/runs/health_past.py": [
-        ("return CLEAR * changes", "return 2 * CLEAR * changes", "too cautious", PAIRS_FALL, BY_PAIRS),
-    ],
     "trainer/rewards/reward.py": [
         ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),
     ],
-    "trainer/collect.py": [
+    "trainer/options/missing_eos.py": [
         ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
         ("UNKNOWN if spread < LEAST_SPREAD else ", "", "no penalty where all score alike", MISSING_EOS),
     ],
@@ -1426,13 +1381,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
     ],
     "trainer/inputs.py": [
+        ("rest = steps - warmup", "rest = steps", "the rate rises while only the critic trains", GIVEN),
         ("if 0 < args.dual_clip <= 1:", "if 0 < args.dual_clip < 1:", "--dual_clip 1 is accepted", GIVEN),
-        (
-            "steps - (0 if args.critic_warmup_steps == AUTO else args.critic_warmup_steps)",
-            "steps",
-            "the rate warms up while only the critic trains",
-            GIVEN,
-        ),
     ],
     "trainer/runs/optimizer_step.py": [
         (
@@ -1468,8 +1418,8 @@ REFEREED = {  # what no test of its module noticed once
         ),
         ("native = onednn_takes_bf16() and any(", "native = any(", "bf16 that oneDNN refuses", ENGINE),
     ],
-    "dataset/logged_answers.py": [
-        ("[(before, True), (answer, False)]", "[(before, True), (answer, True)]", "a BOS inside", LOGGED),
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "a BOS inside", LOGGED),
     ],
     "trainer/options/replay.py": [
         (

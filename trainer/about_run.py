@@ -1,43 +1,48 @@
-"""What a PPO run says of itself when it begins: the first lines; facts for the checks of
-runs/health_rules.py; and fingerprints of what it begins with, for resuming.
+"""What a PPO run says of itself when it begins: the first lines; facts for the rules of runs/health.py; and
+fingerprints of what it begins with, for resuming.
 
 The facts are written to config.json, so ``python -m trainer.runs.health`` can speak of them later too.
 """
 
-import math
 import re
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dataset.chat_template import conversation_ids, for_tokenizer, render
-from dataset.lm_dataset import SAMPLE
-from dataset.turns import to_messages
+from transformers import PreTrainedTokenizerBase
+
+from dataset.chat_template import learned_pieces
+from dataset.lm_dataset import RecordDataset
 from errors import InputError
-from model.loading import most_positions
 from model.lora import describe as describe_adapters
-from trainer.inputs import longest_prompt
-from trainer.rewards.reward import SCORE_LIMIT
-from trainer.rewards.reward_models import parse_spec
+from trainer.rewards.reward import Reward
 from trainer.runs.resume import short_hash, weights_hash
 
+if TYPE_CHECKING:  # it has these functions as methods
+    from trainer.run import PpoRun
+
 USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
-LOOKED_AT = 64  # prompts that are looked at
-ANSWERS = "Seven.", "It is late, go home."  # two answers that no reward model should find the same
-# Parts of the reward that are a number's: their names in the metrics, and their flags
-FLAGS = {
+ANSWER = "Seven."
+THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
+# Parts of the reward that a flag adds: their names in the metrics, and the flags
+PARTS = {
+    "format": "reasoning",
+    "marks": "reasoning",
     "thinking": "thinking_reward",
+    "function": "reward_fn",
+    "server": "reward_url",
     "repetition": "repetition_penalty",
     "length_reward": "length_reward",
     "missing_eos": "missing_eos_penalty",
     "overlong": "overlong_buffer",
 }
-THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
 
 
 # --------------------------------------------------------------------------------------- the first lines
 
 
-def describe_run(run) -> str:
+def describe_run(run: "PpoRun") -> str:
     """What the run is made of, in a few lines."""
     args = run.args
     size = sum(p.numel() for p in run.ref.parameters()) / 1e6
@@ -51,8 +56,6 @@ def describe_run(run) -> str:
     if run.ptx:
         lines.append(f"ptx      {run.ptx.describe()}")
     lines += describe_texts(args, (run.prompts, run.held_out, run.ptx and run.ptx.data))
-    if args.filter_groups and args.kl_target:
-        lines.append("note     --kl_target sees only the answers that --filter_groups keeps")
     if run.critic:
         lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
     if args.critic_warmup_steps:
@@ -62,9 +65,9 @@ def describe_run(run) -> str:
     return "\n".join(lines + run.notes)
 
 
-def describe_texts(args, datasets) -> list[str]:
+def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    lines = [f"note     {data.note}" for data in datasets if data and data.note]
+    lines = [f"note     {x.note}" for x in datasets if isinstance(x, RecordDataset) and x.note]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")
     if args.chat_template_kwargs:
@@ -72,124 +75,69 @@ def describe_texts(args, datasets) -> list[str]:
     return lines
 
 
-def describe_reward(args, reward):
-    """Every part of the score as the metrics call it, with its weight or flag, a line each."""
+def describe_reward(args: Namespace, reward: Reward) -> str:
+    """Every part of the score as the metrics call it, with its flag, a line each."""
     if args.offline_data_path:
         return f"the scores of {args.offline_data_path}"
-    parts = {}
-    limit = f"clipped to ±{SCORE_LIMIT:g}"
-    raw = "as it is"
-    if args.normalize_reward:
-        raw = limit = f"normalised and {limit} (--normalize_reward)"
-    if args.reasoning:
-        parts |= {"format": "0 or 0.5 (--reasoning)", "marks": "0 to 1 (--reasoning)"}
-    for spec, (name, (_, weight)) in zip(args.reward_model, reward.models.items(), strict=True):
-        parts[name] = f"weight {weight:g}, {limit}: {parse_spec(spec)[0]}"
-    if args.reward_fn:
-        parts["function"] = f"weight 1, as it is: {args.reward_fn}"
-    if args.reward_url:
-        parts["server"] = f"weight 1, {raw}: {args.reward_url}"
-    for name, flag in FLAGS.items():
+    lines = ["the sum of:"]
+    for name, path in zip(reward.models, args.reward_model, strict=True):
+        lines.append(f"{name:<14} --reward_model {path}")
+    for name, flag in PARTS.items():
         if value := getattr(args, flag):
-            parts[name] = f"--{flag} {value:g}"
-    if args.missing_eos_penalty is None:
-        parts["missing_eos"] = "minus the scores' standard deviation (--missing_eos_penalty)"
-    return "\n         ".join(["the sum of:", *(f"{name:<14} {text}" for name, text in parts.items())])
+            lines.append(f"{name:<14} --{flag} {value}")
+    return "\n         ".join(lines)
 
 
 # ------------------------------------------------------------------------------ facts and fingerprints
 
 
-def start_facts(run):
+def start_facts(run: "PpoRun") -> dict[str, Any]:
     """A ``PpoRun`` -> {name: value}, as JSON has them.
 
-    prompts, read, dropped, held_out    counts of records; offline the first three are of logged answers
-    held_out_pairs                      of offline PPO, 0 without
-    long_answers                        those dropped because a logged answer is too long
-    longest                             tokens of the longest prompt, trained on or held out
-    positions                           of the policy: tokens of prompt plus response; None: no limit
-    distinct_prompts                    share of different ones among the first ``LOOKED_AT`` prompts
-    chat_template                       has the policy's tokenizer one?
-    missing_header                      the text between a prompt and its answer, "" as it should be
-    template_has_eos                    does the template write a token that ends a response after an answer?
-    unknown_tokens                      share of the unknown token in the prompts
-    fewer_ids                           [ids of the tokenizer, embeddings] where the first are clearly fewer
-    vocabulary                          embeddings of the policy
-    dtype                               of mixed precision and sampling
-    suited                              {flag: the learning rate that suits the model's size}
-    reward_models                       {name: weight, template, sees_answer}
+    prompts, held_out       counts of records: offline of logged answers, of held-out pairs if there are any
+    dropped                 share of the records that are too long
+    missing_header          the text between a prompt and its answer, "" as it should be
+    template_without_eos    does the template end an answer with no token that ends a response?
+    fewer_ids               [ids of the tokenizer, embeddings] where the first are clearly fewer
+    without_template        names of reward models without a chat template, where the policy has one
+    dtype                   of mixed precision and sampling
+    suited                  {flag: the learning rate that suits the model's size}
     """
     prompts = run.prompts
     tokenizer = run.tokenizer
-    first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
-    header, ends = turns_of(tokenizer, first[0].prompt, run.eos)
+    header, ends = turns_of(tokenizer, run.eos)
     rows = run.ref.get_input_embeddings().weight.shape[0]
     ids = len(tokenizer.get_vocab())
-    positions = most_positions(run.ref.config)
+    plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
     return {
         "prompts": len(prompts),
-        "read": len(prompts) + prompts.dropped if prompts.whole else SAMPLE,
-        "dropped": prompts.dropped,
-        "long_answers": prompts.long_answers,
-        "held_out": len(run.held_out or ()),
-        "held_out_pairs": len(run.held_out_pairs or ()),
-        "longest": longest_prompt(prompts, run.held_out),
-        "positions": None if positions == math.inf else positions,
-        "distinct_prompts": len({tuple(prompt.prompt_ids) for prompt in first}) / len(first),
-        "chat_template": bool(tokenizer.chat_template),
+        "dropped": prompts.dropped / prompts.read,
+        "held_out": len(run.held_out_pairs or run.held_out or ()),
         "missing_header": header,
-        "template_has_eos": ends,
-        "unknown_tokens": unknown_share(tokenizer, first),
+        "template_without_eos": not ends,
         "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,
-        "vocabulary": rows,
+        "without_template": ", ".join(plain) if tokenizer.chat_template else "",
         "dtype": str(run.dtype).removeprefix("torch."),
         "suited": run.suited,
-        "reward_models": {
-            name: {"weight": weight, **reads(model.tokenizer, first[0].prompt)}
-            for name, (model, weight) in run.reward.models.items()
-        },
     }
 
 
-def turns_of(tokenizer, prompt, eos):
+def turns_of(tokenizer: PreTrainedTokenizerBase, eos: Iterable[int]) -> tuple[str, bool]:
     """How the chat template goes from a prompt to an answer and on -> (missing header, has it an EOS?).
 
-    prompt: text or messages; eos: the ids that end a response. ("", True) where there is no template, or
-    where it rewrites what stands before the answer, so that nothing can be said.
+    eos: the ids that end a response. ("", True) where the template rewrites what stands before the answer, so
+    that nothing can be said.
     """
-    if tokenizer.chat_template is None:
-        return "", True
-    asked = for_tokenizer(tokenizer, to_messages(prompt))
-    answer = ANSWERS[0]
     try:
-        before = render(tokenizer, asked, generate=True)
-        after = render(tokenizer, [*asked, {"role": "assistant", "content": answer}])
-        ids = tokenizer(after.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+        said, _ = learned_pieces(tokenizer, "How many days has a week?", ANSWER)[-1]
     except InputError:
         return "", True
-    header, there, _ = after.removeprefix(before).partition(answer)
-    if not (there and after.startswith(before)):
-        return "", True
-    return THOUGHT.sub("", header).strip(), bool(set(ids) & set(eos))
+    header, _, end = said.partition(ANSWER)
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+    return THOUGHT.sub("", header).strip(), not set(eos).isdisjoint(ids)
 
 
-def unknown_share(tokenizer, prompts):
-    """The share of the tokenizer's unknown token in the prompts (list of Prompt)."""
-    ids = [i for prompt in prompts for i in prompt.prompt_ids]
-    special = (None, tokenizer.bos_token_id, tokenizer.eos_token_id)  # GPT-2 has one token for all three
-    return 0.0 if tokenizer.unk_token_id in special else ids.count(tokenizer.unk_token_id) / len(ids)
-
-
-def reads(tokenizer, prompt):
-    """Whether a reward model's tokenizer has a template, and whether the answer is in what it reads."""
-    sees = True
-    with suppress(InputError):  # the first batch will say so
-        one, other = conversation_ids(tokenizer, [(prompt, answer) for answer in ANSWERS])
-        sees = one != other
-    return {"template": bool(tokenizer.chat_template), "sees_answer": sees}
-
-
-def fingerprints(run):
+def fingerprints(run: "PpoRun") -> dict[str, str]:
     """{flag: a hash of what it names}: the weights that the run starts from, its reward models, the texts
     and tokens of its prompts, the code of its reward function. Call it before frozen weights are
     rounded."""

@@ -1,162 +1,149 @@
-"""Prompts -> scored responses: what ``collect`` of train_ppo.py samples, before anything is learned from it.
+"""Prompts -> scored responses: one batch of PPO, before anything is learned from it.
 
-**``--filter_groups N``: prompts whose answers all score the same are sampled again, up to N times.**
-``--advantage rloo`` and ``group`` compare the answers to a prompt. Where they all score the same, there is
-nothing to learn. A reward of 0 or 1 leaves many such prompts: those that the policy always solves, and those
-that it never does. DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2) takes other prompts in their place.
-Here the same prompts get new answers, with other noise: the batch keeps its size, and which prompts a step
-takes depends on nothing that was sampled. What still scores the same after N times stays in the batch.
-
-**``--missing_eos_penalty``: what a response without an EOS loses, where it is not given.** The penalty has to
-follow the rewards. One that is large beside them teaches the policy to end, and little else: its gradient
-points the same way in every response. So the policy answers some prompts before step 1, and the penalty is
-the standard deviation of their scores without it. It stays the same for the whole run.
-
-**Rewards of steps inside a response.** A reward function may give a score to a character. It lands on the
-token that completes this character: the first one after which the tokens so far decode to a text that has it,
-and all before it, as the whole response's text does. So tokens may cut a text in any way, and a character may
-be made of several. ``ppo.token_rewards`` adds what the rest of the score is worth on the last token.
+``Collector`` samples from the old actor and asks the rewards; ``collect`` of train_ppo.py says in which
+order.
 """
 
 import time
+from argparse import Namespace
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dataset.data_order import global_batch
+from dataset.lm_dataset import Prompt
 from trainer.compute.batching import send
-from trainer.compute.rollout_data import Rollout, join_rollouts
+from trainer.compute.memory import HostMemory, free_unused_memory
+from trainer.compute.rollout_data import Rollout
+from trainer.compute.sharding import InStep
+from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.reward import RawScores, RunningStats
-from trainer.runs.distributed import share_of
+from trainer.generation.stops import StopStrings, response_texts
+from trainer.rewards.reward import RawScores, Request, Reward
+from trainer.rewards.reward_models import modules_of
+from trainer.runs.distributed import World
+
+
+class Seconds(dict[str, float]):
+    """{phase of a step: how long it took}"""
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """In this block the time counts as this phase's."""
+        start = time.perf_counter()
+        yield
+        self[phase] = self.get(phase, 0.0) + time.perf_counter() - start
 
 
 @dataclass
 class Batch:
     """What a step samples: this process' prompts, their responses and scores."""
 
-    prompts: list  # of Prompt
+    prompts: list[Prompt]
     rollout: Rollout
     texts: list[str]  # of the responses
     raw: RawScores  # before they are normalised, clipped and weighed
-    scores: dict[str, torch.Tensor] = field(default_factory=dict)  # of parts [B], and "score"
-    seconds: dict[str, float] = field(default_factory=dict)  # {phase: how long it took}
+    scores: dict[str, Tensor] = field(default_factory=dict)  # of parts [B], and "score"
+    seconds: Seconds = field(default_factory=Seconds)
     again: int = 0  # responses that --filter_groups sampled again
 
 
-def step_noise(run, step, positions, times=0):
-    """The noise keys of responses: positions [B] in the global batch; times: how often they were sampled."""
-    count = run.args.num_generations
-    places = torch.as_tensor(positions)
-    return noise_keys(run.args.seed, step, places // count, places % count + times * count)
+def noise_of_step(
+    args: Namespace, step: int, positions: Sequence[int] | np.ndarray, times: int = 0
+) -> Tensor:
+    """The noise keys [B] of responses. positions: theirs in the global batch; times: how often these prompts
+    were sampled before in this step."""
+    places = np.asarray(positions)
+    answers = args.num_generations
+    return noise_keys(args.seed, step, places // answers, places % answers + times * answers)
 
 
-def sample_and_score(run, prompts, keys) -> Batch:
-    """A response of the old actor to each prompt, and what each part of the reward says of it; not yet
-    ``scores``. keys [B]: of the noise. Raises InputError on all processes where a reward of one fails."""
-    start = time.perf_counter()
-    with run.world.all_or_none(), run.sampling_from(run.old_actor):
-        rollout, texts = run.respond(prompts, keys, run.args.temperature)
-    seconds = {"rollout": time.perf_counter() - start}
-    with run.world.all_or_none():
-        raw = run.raw_scores(run.reward, prompts, rollout, texts)
-    return Batch(prompts, rollout, texts, raw, seconds=seconds)
+@dataclass
+class Collector:
+    """Samples responses, and asks rewards what they say of them."""
+
+    args: Namespace
+    world: World
+    sampler: Sampler | None  # None where nothing is sampled
+    eos: list[int]  # the ids that end a response
+    stops: StopStrings | None
+    tokenizer: PreTrainedTokenizerBase
+    host: HostMemory
+    release_cache: bool  # memory is short in the phases after sampling
+    in_step: InStep | None
+
+    @contextmanager
+    def sampling_from(self, model: PreTrainedModel) -> Iterator[None]:
+        """In this block ``respond`` samples from this model's weights."""
+        if self.in_step:
+            free_unused_memory()  # the gaps that the last update has left
+        if self.sampler:
+            self.sampler.load(model)
+        try:
+            yield
+        finally:
+            if self.in_step and self.sampler:
+                self.sampler.release()
+                self.sampler.copy.unload()
+
+    def respond(
+        self, prompts: Sequence[Prompt], keys: Tensor, temperature: float
+    ) -> tuple[Rollout, list[str]]:
+        """Prompts -> (rollout, response texts), sampled from the weights of ``sampling_from``."""
+        assert self.sampler
+        rollout = self.sampler.sample(
+            [prompt.prompt_ids for prompt in prompts],
+            keys,
+            eos_ids=self.eos,
+            max_gen_len=self.args.max_gen_len,
+            temperature=temperature,
+            min_gen_len=self.args.min_gen_len,
+            stops=self.stops,
+        )
+        if self.release_cache:
+            self.sampler.release()
+        return rollout, response_texts(rollout, self.tokenizer, self.stops)
+
+    def raw_scores(
+        self, reward: Reward, prompts: Sequence[Prompt], rollout: Rollout, texts: list[str]
+    ) -> RawScores:
+        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
+        normalised, clipped and weighed."""
+        with self.host.on_device(*modules_of(reward)):
+            lengths = rollout.on_host()[1]
+            return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
+
+    def collect(
+        self,
+        model: PreTrainedModel,
+        reward: Reward,
+        prompts: Sequence[Prompt],
+        keys: Tensor,
+        seconds: Seconds,
+    ) -> Batch:
+        """A response of the model to each prompt, and what each part of the reward says of it; not yet
+        ``scores``. keys [B]: of the noise. Raises InputError on all processes where a reward of one fails."""
+        with seconds.of("rollout"), self.world.all_or_none(), self.sampling_from(model):
+            rollout, texts = self.respond(prompts, keys, self.args.temperature)
+        with seconds.of("reward"), self.world.all_or_none():
+            raw = self.raw_scores(reward, prompts, rollout, texts)
+        return Batch(list(prompts), rollout, texts, raw, seconds=seconds)
 
 
-# ----------------------------------------------------------------------------------------- --filter_groups
-
-OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
+# ---------------------------------------------------------------------------- rewards of steps in a response
 
 
-def rows_of_equal_groups(scores, answers):
-    """Scores [B] -> the rows of the prompts whose answers all score the same, as a list."""
-    groups = scores.view(-1, answers)
-    equal = groups.amax(1) == groups.amin(1)
-    return equal.repeat_interleave(answers).nonzero()[:, 0].tolist()
-
-
-def scores_to_compare(reward, raw):
-    """``RawScores`` -> [B]: the scores as they will be learned from, without what is taken off for length:
-    a group that is all wrong with one answer cut is no lesson. In the first batch of a run with
-    ``--normalize_reward`` there is no running mean and standard deviation yet, and the clip would make all
-    normalised scores equal: there the plain sum of the raw parts."""
-    judged = {name: scores for name, scores in raw.parts.items() if name not in OF_LENGTH}
-    scores = reward.combine(replace(raw, parts=judged))
-    return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
-
-
-def sample_again(run, step, positions, batch: Batch) -> None:
-    """Sample this process' prompts whose answers all score the same again, in place.
-
-    Processes sample different numbers of times. So nothing is exchanged between them here.
-    """
-    args = run.args
-    for times in range(1, args.filter_groups + 1):
-        rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
-        if not rows:
-            break
-        asked = [batch.prompts[row] for row in rows]
-        keys = step_noise(run, step, torch.tensor(positions)[rows], times)
-        start = time.perf_counter()
-        new, texts = run.respond(asked, keys, args.temperature)
-        batch.seconds["rollout"] += time.perf_counter() - start
-        batch.raw.replace(rows, run.raw_scores(run.reward, asked, new, texts))
-        order = list(range(len(batch.prompts)))
-        for place, row in enumerate(rows):
-            order[row] = len(batch.prompts) + place
-            batch.texts[row] = texts[place]
-        batch.rollout = join_rollouts([batch.rollout, new]).rows(order)
-        batch.again += len(rows)
-
-
-# ----------------------------------------------------------------------------------- --missing_eos_penalty
-
-PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
-RESPONSES = 64  # at most; never more than a batch, for which there is room
-LEAST_SPREAD = 1e-4  # standard deviation of scores that are all alike
-UNKNOWN = 0.5  # the penalty then: half of a reward of 1
-
-
-def choose_missing_eos_penalty(run, logger):
-    """Choose the penalty of a run that begins and that has no --missing_eos_penalty; print it.
-
-    The same for any number of processes. Raises InputError on all of them where a reward fails.
-    """
-    args = run.args
-    world = run.world
-    reward = run.reward
-    if reward.missing_eos_penalty is not None:
-        return
-    count = min(RESPONSES, args.batch_size * world.size)
-    places = global_batch(len(run.prompts), args.seed, 0, count)
-    mine = share_of(range(count), world)
-    with world.all_or_none():
-        prompts = [run.prompts[places[i]] for i in mine]
-    batch = sample_and_score(run, prompts, noise_keys(args.seed, PROBE_STEP, mine))
-    scores = reward.combine(batch.raw, world)["score"]
-    reward.running = {}  # the statistics of --normalize_reward begin with the first batch
-    spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
-    reward.missing_eos_penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")
-    with world.all_or_none():  # the disk may be full
-        logger.keep_choice("missing_eos_penalty", reward.missing_eos_penalty)
-    logger.say(
-        f"penalty  {reward.missing_eos_penalty:g} for a response that does not end (--missing_eos_penalty): "
-        f"the scores of {count} responses have the standard deviation {spread:.2g}"
-    )
-
-
-# ---------------------------------------------------------------------------- rewards of steps
-
-
-def step_rewards(steps, texts, rollout, tokenizer):
+def step_rewards(
+    steps: list, texts: list[str], rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> Tensor | None:
     """-> [B, R] fp32 on the rollout's device: the sum of the steps that end with each token; None without a
-    reward function.
-
-    steps: for each response a list of (character offset or None, score), or [] in all (``RawScores.steps``);
-    texts: of the B responses, as the reward function got them; rollout: theirs.
-    """
+    reward function. steps: of each response [(character offset or None, score)] (``RawScores.steps``)."""
     if not steps:
         return None
     rewards = torch.zeros(rollout.sampler_logprobs.shape)
@@ -168,9 +155,12 @@ def step_rewards(steps, texts, rollout, tokenizer):
     return send(rewards, rollout.tokens.device)
 
 
-def token_places(offsets, text, ids, tokenizer):
-    """Character offsets in the text of a response -> the places of the tokens that complete them. None and
-    the length of the text mean the last token, as does a character that no tokens but all decode to."""
+def token_places(
+    offsets: list[int | None], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Character offsets in the text of a response -> the places of the tokens that complete them: the first
+    one after which the tokens so far decode to a text that has the character and all before it, so tokens may
+    cut a text in any way. None, the length of the text, and a character that only all decode to: the last."""
 
     @cache
     def decoded(count):

@@ -1,6 +1,9 @@
 """Where the responses of a run end: EOS ids, ``--stop``, ``--stop_token_ids``, ``--min_gen_len``."""
 
+from argparse import Namespace
 from typing import NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
 from model.loading import eos_ids
@@ -11,12 +14,12 @@ from trainer.rewards.rules import TAGS
 class Endings(NamedTuple):
     """What ends a response, besides --max_gen_len."""
 
-    eos: list  # the token ids that do
+    eos: list[int]  # the token ids that do
     stops: StopStrings | None
     early: EarlyEnds | None  # forbids these ids where a response is still too short
 
 
-def load_endings(args, tokenizer, policy):
+def load_endings(args: Namespace, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel) -> Endings:
     """Flags -> ``Endings``. Raises InputError for an id that the tokenizer does not have, and as
     ``read_stops``."""
     eos = set(eos_ids(tokenizer, policy))
@@ -26,11 +29,11 @@ def load_endings(args, tokenizer, policy):
             raise InputError(f"--stop_token_ids {i}: the tokenizer has no such id; correct it")
         eos.add(i)
     texts, ids = read_stops(args.stop, tokenizer, args.reasoning)
-    eos = sorted(eos | ids)
-    return Endings(eos, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, eos))
+    ends = sorted(eos | ids)
+    return Endings(ends, StopStrings(texts, tokenizer) if texts else None, early_ends(args.min_gen_len, ends))
 
 
-def keep_endings(endings, policy):
+def keep_endings(endings: Endings, policy: PreTrainedModel) -> None:
     """Put the endings of a run into the policy's generation config, which is saved beside its weights: with
     them chat.py and transformers' ``generate`` end an answer where training did."""
     config = policy.generation_config
@@ -39,7 +42,9 @@ def keep_endings(endings, policy):
     config.stop_strings = endings.stops.texts if endings.stops else None
 
 
-def read_stops(given, tokenizer, reasoning=0):
+def read_stops(
+    given: list[str], tokenizer: PreTrainedTokenizerBase, reasoning: int = 0
+) -> tuple[list[str], set[int]]:
     """--stop as on the command line -> (stop strings, the ids of those that are special tokens: texts are
     without them). Raises InputError for a text that cannot be one, or that --reasoning needs."""
     texts = []

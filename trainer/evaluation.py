@@ -48,7 +48,7 @@ def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Foun
             averaged, _ = evaluate(run, run.held_out)
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
-        found |= evaluate_pairs(run)
+        found |= evaluate_pairs(run.held_out_pairs, run.scorers, run.host, run.args.temperature, run.world)
     return metrics | found, rows | shown
 
 
@@ -64,7 +64,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
     mine: dict[int, Row] = {}
     batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
     total = (args.num_generations + 1) * sum(map(len, batches))
-    with run.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
+    with run.collector.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
             with run.world.all_or_none():
                 prompts = [held_out[i] for i in places or [0]]  # no more at a time: records can be large
@@ -113,14 +113,14 @@ def answer(
     samples = torch.arange(len(prompts)) % count
     keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts], samples)
     with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-        rollout, texts = run.respond(prompts, keys, temperature)
+        rollout, texts = run.collector.respond(prompts, keys, temperature)
     parts: Parts = {}
     for reward in (run.reward, run.judge):
         with run.world.all_or_none():
-            parts |= reward.combine(run.raw_scores(reward, prompts, rollout, texts))
+            parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
     if run.args.offline_data_path and temperature:
         with run.world.all_or_none():
-            parts["kl"] = sequence_kl(run, rollout)
+            parts["kl"] = sequence_kl(rollout, run.scorers, run.host, temperature)
     return rollout, texts, parts
 
 

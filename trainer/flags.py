@@ -1,16 +1,11 @@
 """Command-line flags: each is declared once, with its default, its range, what it needs or excludes, and what
 resuming may do with it.
 
-    add("--ppo_epochs", 1, "passes over each batch", at_least=1)
     add("--kl_horizon", int, "responses", needs="kl_target", not_with={"offline_data_path": "why"})
 
-A script's own flags are declared in its ``flag_parser``; here is the parser, and the flags that several
-scripts have. ``may_change``: a resumed run may have another value, as of all flags that name a file. Nothing
-here imports torch: --help and wrong flags are answered at once.
-
-The checks, ``--help``, the comparison on ``--resume`` and the tests all read that line. Where nothing else is
-said, a number is 0 or more, a float at most a million, a whole number at most ``MANY``. Bad flags raise
-``InputError`` in one line.
+The checks, ``--help``, ``--resume`` and the tests read that line. Where nothing else is said, a number is 0
+or more, a float at most a million, a whole number at most ``MANY``. Nothing here imports torch: --help and
+wrong flags are answered at once.
 """
 
 import argparse
@@ -18,11 +13,12 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any, NoReturn
 
 from errors import InputError
 from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_FLAGS, VALUES
@@ -31,8 +27,10 @@ from trainer.runs import trackers
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
+# What people set in stages 1 and 2.
+STAGE_FLAGS = "model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size "
+STAGE_FLAGS += "learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"
 LARGE = 10**6  # of weights and limits
-AUTO = "auto"  # of --critic_warmup_steps: see critic_warmup.py
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,7 @@ class Flags(argparse.Namespace):
         return copy
 
 
-def steps_or_auto(text):
-    """The ``type`` of ``--critic_warmup_steps``: a whole number or "auto"."""
-    return text if text == AUTO else int(text)
-
-
-def path(text):
+def path(text: str) -> str:
     """The ``type`` of flags that name a file or folder of this machine, or a hub name. Whether it has to
     exist is checked where it is opened."""
     if "://" in text:
@@ -108,22 +101,30 @@ def path(text):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse with ranges, groups, constraints and one-line errors. ``flags``: {name: ``Flag``}."""
+    """argparse with ranges, groups, constraints and one-line errors. ``flags``: {name: ``Flag``}.
 
-    def __init__(self, description):
-        self.flags = {}
+    common: names of the flags that people set, with spaces between them: ``--help`` shows these only. "":
+    all.
+    """
+
+    def __init__(self, description: str, common: str = ""):
+        self.flags: dict[str, Flag] = {}
+        self.common = common.split()
         super().__init__(
             description=description,
             usage="%(prog)s [--flag value ...]",
+            epilog=common and "--help shows the flags that people set, --help all shows all of them",
             allow_abbrev=False,
+            add_help=False,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=110),
         )
+        self.add_argument("-h", "--help", nargs="?", action=ShowHelp, help=argparse.SUPPRESS)
 
-    def group(self, title):
+    def group(self, title: str) -> None:
         """The flags that are added from here on stand under this title in ``--help``."""
         self._place = self.add_argument_group(title)
 
-    def add(self, name: str, default: object, help: str, **options) -> None:
+    def add(self, name: str, default: Any, help: str, **options: Any) -> None:
         """Declare a flag. default: its value where none is given, of the flag's type; or a type: then there
         is none (``bool``: a flag without a value). options: argparse's, and what a ``Flag`` knows."""
         known = {one.name: options.pop(one.name) for one in fields(Flag) if one.name in options}
@@ -141,14 +142,14 @@ class FlagParser(argparse.ArgumentParser):
                 options["metavar"] = {int: "N", float: "X", path: "PATH"}.get(kind, "TEXT")
         if kind is path:
             known["may_change"] = True
-        if kind in (int, float, steps_or_auto) and not {"choices", "nargs"} & options.keys():
+        if kind in (int, float) and not {"choices", "nargs"} & options.keys():
             if "above" not in known:
                 known.setdefault("at_least", 0)
             known.setdefault("at_most", LARGE if kind is float else MANY)
         self.flags[name.lstrip("-")] = Flag(default, kind, **known)
         self._place.add_argument(name, help=help, **options)
 
-    def parse_args(self, argv=None) -> Flags:
+    def parse_args(self, argv: Sequence[str] | None = None) -> Flags:  # type: ignore[override] # no namespace
         """-> the flags, each in its range and all of them together as declared. Raises InputError that names
         the first that is not."""
         args, unknown = self.parse_known_args(argv, Flags())
@@ -158,13 +159,13 @@ class FlagParser(argparse.ArgumentParser):
         for name, flag in self.flags.items():
             value = getattr(args, name)
             if isinstance(value, list) and flag.default != []:  # argparse makes a list of --flag=--
-                raise InputError(f"--{name}: has no value; --help lists all flags")
+                raise InputError(f"--{name}: has no value; --help all lists all flags")
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
         check_together(args)
         return args.completed()
 
-    def _unknown(self, word):
+    def _unknown(self, word: str) -> str:
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
         word, equals, _ = word.partition("=")
         word = word[:100]
@@ -181,13 +182,24 @@ class FlagParser(argparse.ArgumentParser):
                 return f"{word}: not a flag here: {NOT_HERE[known]}"
             known = known.partition(".")[2]
         if not is_flag:
-            return f"{word}: not expected here; flags begin with --, --help lists all"
+            return f"{word}: not expected here; flags begin with --, --help all lists them"
         near = difflib.get_close_matches(name, self.flags, 1, 0.7)
         hint = f"did you mean --{near[0]}? " if near else ""
-        return f"{word}: no such flag; {hint}--help lists all flags"
+        return f"{word}: no such flag; {hint}--help all lists all flags"
 
-    def error(self, message):
-        raise InputError(f"{' '.join(message.split())[:300]}; --help lists all flags")
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{' '.join(message.split())[:300]}; --help all lists all flags")
+
+
+class ShowHelp(argparse.Action):
+    """``--help``: the common flags, ``--help all``: all of them."""
+
+    def __call__(self, parser: Any, namespace: object, value: object, option: str | None = None) -> None:
+        for action in parser._actions:
+            if parser.common and value != "all" and action.dest not in parser.common:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
 
 
 def check_together(args: Flags) -> None:
@@ -210,8 +222,8 @@ def check_together(args: Flags) -> None:
             raise InputError(f"--{name} {text}: is of use only with --{needed}; set that too")
 
 
-def add_machine_flags(p, seed):
-    """The flags of all three training scripts that say where and how it is computed. ``seed``: its help."""
+def add_machine_flags(p: FlagParser, seed: str) -> None:
+    """The flags of all three training scripts that say where and how it is computed. seed: its help."""
     add = p.add
     p.group("machine")
     add("--device", "", "cpu, cuda, cuda:1; default: a GPU where there is one", may_change=True)
@@ -223,7 +235,7 @@ def add_machine_flags(p, seed):
     add("--seed", 42, seed, at_most=2**63 - 1)
 
 
-def add_output_flags(p, save_interval, eval_interval):
+def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> None:
     """The flags of all three training scripts that say what is written; arguments: their defaults, in
     steps."""
     add = p.add
@@ -238,7 +250,7 @@ def add_output_flags(p, save_interval, eval_interval):
     trackers.add_flags(add)
 
 
-def add_data_flags(p, records):
+def add_data_flags(p: FlagParser, records: str) -> None:
     """The flags of all three training scripts that say how records are read. ``records``: what they are to
     the script."""
     add = p.add
@@ -251,7 +263,7 @@ def add_data_flags(p, records):
     add("--num_workers", 0, "data loader processes", at_most=64, may_change=True)
 
 
-def add_stage_flags(p):
+def add_stage_flags(p: FlagParser) -> None:
     """The flags that stages 1 and 2 have; each adds its own first."""
     add = p.add
     add_data_flags(p, "records")
@@ -269,7 +281,7 @@ def add_stage_flags(p):
     add("--hf_dir", path, "where the HF directory is written")
 
 
-def minimind_pth(args, kind: str) -> Path:
+def minimind_pth(args: Flags, kind: str) -> Path:
     """MiniMind's name of a checkpoint of the flags' size in --out_dir. kind: the first part of it."""
     return Path(args.out_dir) / f"{kind}_{args.hidden_size or 512}{'_moe' * args.use_moe}.pth"
 

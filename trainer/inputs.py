@@ -24,8 +24,7 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import RLAIFDataset
-from dataset.logged_answers import LoggedAnswers
+from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -37,14 +36,13 @@ from model.loading import (
     load_policy,
     load_tokenizer,
     most_positions,
-    not_finite,
     quiet,
     tokenizer_source,
 )
 from trainer.compute.memory import keep_freed_memory
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
-from trainer.flags import AUTO, ROOT, Flags, complete_output_flags, minimind_pth
+from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
@@ -137,7 +135,7 @@ def fill_paths(args: Flags) -> Flags:
         args = args.completed(model=str(wanted))
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
-        changes = {"model": DEMO["model"]}
+        changes: dict[str, object] = {"model": DEMO["model"]}
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
             changes["eval_data_path"] = args.eval_data_path or DEMO["eval_data_path"]
             changes["data_path"] = "" if args.offline_data_path else DEMO["data_path"]
@@ -158,7 +156,7 @@ def fill_paths(args: Flags) -> Flags:
     return args
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int | str]:
+def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
     """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
 
     Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
@@ -170,7 +168,7 @@ def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int |
     if warmup is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         warmup = min(CRITIC_WARMUP_STEPS, most)
-    rest = steps - (0 if warmup == AUTO else warmup)
+    rest = steps - warmup
     if rest <= 0:
         raise InputError(
             f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "
@@ -189,7 +187,7 @@ def choose_reasoning(
     world: World,
     actor: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: RLAIFDataset,
+    prompts: RLAIFDataset | LoggedAnswers,
 ) -> tuple[int, str | None]:
     """-> (--reasoning, a line that says why it was chosen or what spoils it, or None). Where it is not given
     it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
@@ -213,19 +211,25 @@ def choose_reasoning(
     return reasoning, f"format   --reasoning {reasoning}, as {found}"
 
 
-def have_format(answers: list) -> bool:
+def have_format(answers: list[str]) -> bool:
     """Whether enough of these answers have ``<answer>``."""
     return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
 
 
-def first_answers(args, world: World, actor, tokenizer, prompts: list) -> list:
+def first_answers(
+    args: Flags,
+    world: World,
+    actor: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Prompt],
+) -> list[str]:
     """The policy's answers to these prompts, the same in all processes: those of the main one. Their
     noise is that of no --seed: what is rewarded must not depend on it."""
     texts = None
     with world.all_or_none():
         if world.is_main:
             if not args.shard:  # else it need not fit on a GPU
-                actor.to(world.device)
+                actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
             ids = [prompt.prompt_ids for prompt in prompts]
             keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))
             rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
@@ -277,12 +281,14 @@ def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]
     return args, tokenizer
 
 
-def longest_prompt(prompts, held_out):
+def longest_prompt(prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None) -> int:
     """Tokens of the longest prompt, trained on or held out."""
     return max(data.longest for data in (prompts, held_out) if data)
 
 
-def sampling_sizes(args, prompts, held_out):
+def sampling_sizes(
+    args: Flags, prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None
+) -> tuple[int, int, int]:
     """(most prompts that a process samples at once, longest prompt plus response, longest response) of a run:
     what the sampler must have room for."""
     batch = 0 if args.offline_data_path else args.batch_size
@@ -293,11 +299,9 @@ def sampling_sizes(args, prompts, held_out):
 # ------------------------------------------------------------------------- can this policy be trained here?
 
 
-def check_policy(args, policy, tokenizer):
+def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
-    if name := not_finite(policy):
-        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
         wanted = getattr(args, flag)
@@ -305,14 +309,14 @@ def check_policy(args, policy, tokenizer):
             raise InputError(f"--{flag} {wanted}: {args.model} has {has}; leave the flag out")
 
 
-def check_sampling(policy):
+def check_sampling(policy: PreTrainedModel) -> None:
     """Raise ``InputError`` unless sampling with a KV cache gives the log-probs of the training forward.
 
     It does not for models that keep more than keys and values from token to token (a recurrent state,
     positions of their own). Without this check their samples would silently come from another distribution.
     """
     kind = policy.config.model_type
-    rows = policy.get_input_embeddings().weight.shape[0]
+    rows = len(next(policy.get_input_embeddings().parameters()))
     prompts = [[i % rows for i in range(1, length)] for length in (10, 4, 7)]
     what = f"models of type {kind} are not supported: the sampler's KV cache does not work with them"
     with quiet(), as_input_error(what):
@@ -361,12 +365,16 @@ def load_inputs(args: Flags, world: World) -> Inputs:
     check_sampling(actor)
     keys = Keys(args.prompt_key, args.answer_key)
     thinking = load_thinking(tokenizer, args.thinking_ratio, args.seed)
-    prompts, held_out = (
-        RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking) if path else None
-        for path in (args.data_path, args.eval_data_path)
-    )
+
+    def read_prompts(path: str) -> RLAIFDataset:
+        return RLAIFDataset(path, tokenizer, args.max_seq_len, args.system_prompt, keys, thinking)
+
+    prompts: RLAIFDataset | LoggedAnswers
     if args.offline_data_path:
         prompts = load_logged(LoggedAnswers, args.offline_data_path, args, tokenizer, actor)
+    else:
+        prompts = read_prompts(args.data_path)
+    held_out = read_prompts(args.eval_data_path) if args.eval_data_path else None
     longest = longest_prompt(prompts, held_out)
     limit = most_positions(actor.config)
     if longest + args.max_gen_len > limit:

@@ -1,7 +1,8 @@
 """The loop of all three scripts: batch after batch, in the order of the seed; log, evaluate, save, stop.
 
-A script builds its run (``PpoRun`` in run.py, ``SupervisedRun`` in supervised.py) and gives three functions:
+A script gives four functions:
 
+    build(args, world) -> its ``Run``
     collect(run, step, batches, positions) -> what the step learns from. InputError where a record or a
                                               reward is wrong: then the run is saved and ends
     learn(run, step, batch)                -> (metrics, {file: rows to keep})
@@ -9,31 +10,49 @@ A script builds its run (``PpoRun`` in run.py, ``SupervisedRun`` in supervised.p
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dataset.data_order import RecordBatches, record_loader
 from errors import InputError
-from trainer.runs.distributed import init_world
+from trainer.flags import Flags
+from trainer.runs.base import Run
+from trainer.runs.distributed import World, init_world
 from trainer.runs.interrupts import StopRequest
 from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.resume import start_or_resume
 
+Logged = tuple[dict[str, float], dict[str, list]]  # metrics of a step; {file: rows to keep}
 
-def build_and_train(build: Callable, args, argv, collect: Callable, learn: Callable, evaluate: Callable):
-    """All that a script does. build(args, world) -> its run; argv: None for the process' own."""
 
-    def train(run, logger):
+def build_and_train(
+    build: Callable[[Flags, World], Any],
+    args: Flags,
+    argv: Sequence[str] | None,
+    collect: Callable[..., Any],
+    learn: Callable[..., Logged],
+    evaluate: Callable[..., Logged],
+) -> None:
+    """All that a script does. argv: the command line, None for the process' own."""
+
+    def train(run: Run, logger: Any) -> None:
         train_to_the_end(run, logger, collect, learn, evaluate)
 
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
             run = build(args, world)
-        logger = start_or_resume(run, run.about(), sys.argv[1:] if argv is None else argv)
+        logger = start_or_resume(run, run.about(), list(sys.argv[1:] if argv is None else argv))
         run.restore_best(logger)
         run_to_the_end(run, logger, train)
 
 
-def train_to_the_end(run, logger, collect, learn, evaluate):
+def train_to_the_end(
+    run: Run,
+    logger: Any,
+    collect: Callable[..., Any],
+    learn: Callable[..., Logged],
+    evaluate: Callable[..., Logged],
+) -> None:
     """From where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args = run.args
     world = run.world
@@ -44,10 +63,10 @@ def train_to_the_end(run, logger, collect, learn, evaluate):
         progress.step,
         run.total_steps,
         args.batch_size,
-        getattr(args, "mini_batch_size", args.batch_size),  # stages 1 and 2 have one minibatch a batch
+        run.mini_batch_size,
         world.rank,
         world.size,
-        getattr(args, "num_generations", 1),
+        run.answers,
     )
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
     with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:

@@ -1,22 +1,10 @@
-"""PPO as pure tensor functions: scores -> rewards of tokens -> advantages, whitened -> losses. No I/O, no
-modules, no state.
+"""PPO as pure tensor functions: scores -> rewards of tokens -> advantages, whitened -> losses.
 
-Shapes: B sequences, R response columns. Column t belongs to response token t; its state (what the policy and
-the critic had seen) is sequence position prompt_len + t - 1. ``mask`` [B, R] is True on response tokens.
-
-The KL to the reference is added in one of two places: in ``policy_objective`` as k2 (``--kl_in loss``), or in
-``token_rewards`` as k1 taken off the rewards (``--kl_in reward``).
-
-Estimators of advantages (``--advantage``): ``gae`` with a critic; ``monte_carlo_returns``, ``leave_one_out``
-and ``group_normalized`` without one. ``estimate_advantages`` of train_ppo.py calls them; another one is one
-more function here.
-
-Losses are *sums* over response tokens. The caller divides by the token count of the whole minibatch, over
-all micro-batches and processes: only then does an update not depend on how the minibatch was cut.
-
-Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016 (arXiv:1506.02438);
-k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al. 2025
-(arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
+Shapes: B sequences, R response columns. Column t belongs to response token t; ``mask`` [B, R] is True on
+response tokens. Losses are *sums* over response tokens, which the caller divides by the token count of the
+whole minibatch. Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Schulman et al. 2016
+(arXiv:1506.02438); k1/k2/k3, Schulman 2020 (joschu.net/blog/kl-approx.html); a higher upper clip, Yu et al.
+2025 (arXiv:2503.14476); dual clip, Ye et al. 2020 (arXiv:1912.09729).
 """
 
 import math
@@ -25,18 +13,22 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from trainer.compute.batching import send
+from trainer.compute.rollout_data import Rollout
+
+Sum = Callable[[Tensor], Tensor]  # a tensor -> the sum of every process' tensor
 
 ROUNDING = 1e-6  # differences below this share of the numbers are only rounding
 
 
-def masked_sum(x, mask):
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x where mask is True. ``where``, not ``*``: padding may hold anything, even NaN."""
     return torch.where(mask, x, 0.0).sum()
 
 
-def kl_estimators(logprobs, ref_logprobs):
+def kl_estimators(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per-token estimates of KL(policy || reference) from samples of the policy: (k1, k2, k3), each [B, R].
 
     k1 = log(p/q) is unbiased and may be negative; k2 = k1^2 / 2 is biased, but its on-policy *gradient* is
@@ -46,7 +38,13 @@ def kl_estimators(logprobs, ref_logprobs):
     return k1, 0.5 * k1.square(), torch.exp(-k1) - 1 + k1
 
 
-def token_rewards(scores, response_len, mask, kl_penalty=None, steps=None):
+def token_rewards(
+    scores: Tensor,
+    response_len: Tensor,
+    mask: Tensor,
+    kl_penalty: Tensor | None = None,
+    steps: Tensor | None = None,
+) -> Tensor:
     """Rewards [B, R]: the sequence's score [B] lands on its last response token, less the part of it that
     ``steps`` [B, R], if any, have on tokens of their own; ``kl_penalty`` [B, R], if any (``--kl_in reward``:
     kl_coef * k1), is taken off every response token."""
@@ -62,7 +60,7 @@ def token_rewards(scores, response_len, mask, kl_penalty=None, steps=None):
     return rewards
 
 
-def gae(rewards, values, mask, gamma, lam):
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), all [B, R] -> (advantages, returns).
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  the value after the last token
@@ -80,13 +78,13 @@ def gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 
-def monte_carlo_returns(rewards, mask, gamma):
+def monte_carlo_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """The discounted sum of a token's reward and all later ones of its response, [B, R]: what the values
     estimate, with no value in it. GAE's returns with lambda 1 are equal to it."""
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
 
 
-def response_rewards(rewards, mask, answers):
+def response_rewards(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     """The sum of each response's token rewards [B, R] -> [B / answers, answers], a row for each prompt.
 
     The answers to a prompt are rows that follow one another (``local_positions`` in dataset/data_order.py).
@@ -94,14 +92,14 @@ def response_rewards(rewards, mask, answers):
     return torch.where(mask, rewards, 0.0).sum(1).view(-1, answers)
 
 
-def without_rounding(differences, total):
+def without_rounding(differences: Tensor, total: Tensor) -> Tensor:
     """``differences`` [P, n] of the numbers ``total`` [P, n], 0 where they are only rounding: below a
     millionth of the row's largest number. So answers that are rewarded alike have no advantage."""
     size = total.abs().amax(1, keepdim=True)
     return torch.where(differences.abs() < ROUNDING * size, 0.0, differences)
 
 
-def leave_one_out(rewards, mask, answers):
+def leave_one_out(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R less the mean R of the prompt's other answers, the
     same for all tokens of a response -> [B, R], 0 on padding. R: the sum of a response's token rewards."""
     total = response_rewards(rewards, mask, answers)
@@ -109,7 +107,7 @@ def leave_one_out(rewards, mask, answers):
     return torch.where(mask, without_rounding(total - others, total).view(-1, 1), 0.0)
 
 
-def group_normalized(rewards, mask, answers):
+def group_normalized(rewards: Tensor, mask: Tensor, answers: int) -> Tensor:
     """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1): A = (R - mean) / std over the prompt's answers,
     the same for all tokens of a response -> [B, R], 0 on padding. The std is that of a sample (answers - 1).
 
@@ -122,7 +120,7 @@ def group_normalized(rewards, mask, answers):
     return torch.where(mask, normalized.view(-1, 1), 0.0)
 
 
-def importance_weights(old_logprobs, sampler_logprobs, mask, cap):
+def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """min(pi_old / pi_sampler, cap) of each sampled token [B, R], 1 on padding; all 1 where ``cap`` is 0.
 
     The tokens were drawn by the sampler, in its number type; the ratio's denominator is the training forward.
@@ -134,7 +132,9 @@ def importance_weights(old_logprobs, sampler_logprobs, mask, cap):
     return torch.where(mask, old_logprobs - sampler_logprobs, 0.0).exp().clamp(max=cap)
 
 
-def effective_sample_size(old_logprobs, sampler_logprobs, mask, sum_over_processes):
+def effective_sample_size(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, sum_over_processes: Sum
+) -> float:
     """(sum w)^2 / (n sum w^2) of w = pi_old / pi_sampler, without a cap, over the n response tokens of the
     whole batch: 1 where sampler and scorer agree, 1/n where a single token has nearly all the weight. NaN
     where a w is too large for fp64."""
@@ -142,27 +142,28 @@ def effective_sample_size(old_logprobs, sampler_logprobs, mask, sum_over_process
     return (total[0].square() / (total[1] * total[2])).item()
 
 
-def moments(x, mask):
+def moments(x: Tensor, mask: Tensor) -> Tensor:
     """[sum, sum of squares, count] of x under mask, fp64 [3]: add these over processes, then ``mean_std``."""
     x = torch.where(mask, x, 0.0).double()
     return torch.stack([x.sum(), x.square().sum(), mask.sum().double()])
 
 
-def mean_std(total):
+def mean_std(total: Tensor) -> tuple[float, float]:
     """``moments`` summed over all processes -> (mean, population standard deviation) as floats."""
-    sum_, squares, count = total.tolist()
+    numbers: list[float] = total.tolist()
+    sum_, squares, count = numbers
     mean = sum_ / count
     return mean, math.sqrt(max(squares / count - mean * mean, 0.0))
 
 
-def std_or_zero(total):
+def std_or_zero(total: Tensor) -> float:
     """``moments`` summed over all processes -> the standard deviation, 0 where it is only rounding: below a
     millionth of the mean."""
     mean, std = mean_std(total)
     return std if std > ROUNDING * abs(mean) else 0.0
 
 
-def centred(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> tuple[torch.Tensor, float]:
+def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, float]:
     """x [B, R] less its mean over the response tokens of the whole batch on all processes -> (the
     differences, their standard deviation). Zeros where that is only rounding.
 
@@ -173,16 +174,14 @@ def centred(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -
     return (x - mean_std(total)[0] if std else torch.zeros_like(x)), std
 
 
-def root_mean_square(x: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable) -> float:
+def root_mean_square(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
     """sqrt of the mean of x², a float: over the response tokens of the whole batch on all processes whose x
     is not 0. So answers that say nothing, since all of their group are rewarded alike, do not count."""
     total = sum_over_processes(moments(x, mask & (x != 0)))
     return (total[1] / total[2].clamp(min=1)).sqrt().item()
 
 
-def regression(
-    x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, sum_over_processes: Callable
-) -> tuple[float, float]:
+def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[float, float]:
     """The line slope * x + intercept that is closest to y (least squares) over the response tokens of the
     whole batch -> (slope, intercept). The slope is at least 0, and 0 where all x or all y are equal."""
     x_total = sum_over_processes(moments(x, mask))
@@ -197,23 +196,18 @@ def regression(
     return slope, y_mean - slope * x_mean
 
 
-def explained_variance(returns, values, mask, sum_over_processes):
-    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch: 1 for a critic
-    that foresees every return, 0 for one that says the same everywhere, below 0 for one that is worse. NaN
-    where all returns are equal: then there is nothing to foresee.
-
-    returns: ``monte_carlo_returns``. GAE's returns with lambda below 1 contain the values themselves: with
-    them even noise would seem to explain something. A constant error of the values does not show here; see
-    the metric value/bias.
-    """
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
+    """1 - Var(returns - values) / Var(returns) over the response tokens of the whole batch; NaN where all
+    returns are equal. returns: ``monte_carlo_returns``; GAE's with lambda below 1 contain the values
+    themselves: with them even noise would seem to explain something."""
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
     return_std = std_or_zero(sum_over_processes(moments(returns, mask)))
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
-def rollout_metrics(rollout, returns):
+def rollout_metrics(rollout: Rollout) -> dict[str, tuple[Tensor, Tensor | int]]:
     """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and,
-    with a critic, the values beside ``returns`` [B, R], those of Monte Carlo."""
+    with a critic, the values beside the outcomes."""
     mask = rollout.mask
     tokens = rollout.response_len.sum()
     k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
@@ -221,28 +215,18 @@ def rollout_metrics(rollout, returns):
     per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
     per_token |= {"rollout/importance_weight": rollout.importance_weights}
     if rollout.values is not None:
-        bias = rollout.values - returns
-        per_token |= {"value/mean": rollout.values, "value/return": returns, "value/bias": bias}
+        bias = rollout.values - rollout.outcomes
+        per_token |= {"value/mean": rollout.values, "value/return": rollout.outcomes, "value/bias": bias}
     sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
     return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
 
 
-def choose_tokens(
-    share: float, entropy: torch.Tensor, mask: torch.Tensor, gather: Callable
-) -> tuple[torch.Tensor, float]:
-    """Only tokens of high entropy count in the policy loss (``--entropy_top``).
+def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> tuple[Tensor, float]:
+    """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
+    over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,
+    arXiv:2506.01939).
 
-    Most tokens of an answer are nearly certain; few decide where it goes. The clipped policy loss is summed
-    over the ``share`` of response tokens at which the old actor's entropy is highest, over the whole batch
-    (replayed responses among it) and all processes (Wang et al. 2025, arXiv:2506.01939). The entropy is that
-    of before the updates, so the choice holds for all PPO epochs. KL, entropy bonus and value loss are over
-    all tokens. The sum is still divided by the number of all response tokens of the minibatch: a token that
-    counts pulls as much as it did without this flag, also beside the KL, and no minibatch without such a
-    token divides by 0.
-
-    -> (bool [B, R], True on response tokens that count; the least entropy of these in nats, with which all
-    count). entropy, mask [B, R] of this process' rows; gather: x -> the x of every process, which all must
-    call this.
+    -> (bool [B, R], the least entropy of these in nats). gather: x -> the x of every process.
     """
     everyone = torch.cat(gather(entropy[mask].cpu()))
     count = max(1, round(share * len(everyone)))
@@ -262,32 +246,27 @@ class Clip(NamedTuple):
     dual: float = 0.0
 
 
-def policy_objective(logprobs, mb, clip, kl_in, kl_weight, decay):
-    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference, summed over tokens.
-
-    logprobs [B, R] of the actor; mb: the micro-batch, rows of a ``Rollout``; kl_weight: in units of the loss
-    a nat. -> (sum, metrics as sums over tokens).
-
-    kl_in "loss": k2 times the ratio, which has no gradient here. The tokens are the old actor's; the ratio
-    makes the gradient's expectation that of the present actor's KL (arXiv:2510.01555).
-    kl_in "reward": the KL is in the advantages, as it was before the updates. What the actor has moved since
-    then is taken off here. decay: gamma * lambda, what a later token's reward counts in an advantage.
-    """
+def policy_objective(
+    logprobs: Tensor, mb: Rollout, clip: Clip, kl_in: str, kl_weight: float, decay: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference -> (sum over tokens,
+    metrics as sums). logprobs [B, R] of the actor; mb: the micro-batch; kl_weight: in units of the loss a
+    nat; decay: gamma * lambda, what a later token's reward counts in an advantage."""
     weights = mb.importance_weights
     advantages = mb.advantages
     moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
-    if kl_in == "reward":
+    if kl_in == "reward":  # the advantages have the KL of before the updates; here what was moved since
         advantages = advantages - kl_weight * discounted_sums(moved, decay)
     counted = weights if mb.counted is None else weights * mb.counted
     loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, counted)
     total = loss
-    if kl_in == "loss" and kl_weight:
+    if kl_in == "loss" and kl_weight:  # k2 times the ratio: the gradient of today's KL (arXiv:2510.01555)
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
         total = total + kl_weight * masked_sum(weights * moved.exp() * k2, mb.mask)
     return total, metrics | {"policy/loss": loss}
 
 
-def discounted_sums(x, decay):
+def discounted_sums(x: Tensor, decay: float) -> Tensor:
     """sum over t' >= t of decay^(t' - t) x_t', for x [B, R] with 0 on padding. log2(R) operations: from
     sums of n columns those of 2n."""
     n = 1
@@ -297,7 +276,14 @@ def discounted_sums(x, decay):
     return x
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, clip, weights=1.0):
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: Clip,
+    weights: Tensor | float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate, token level -> (sum, metrics as sums over tokens).
 
     -min(r A, clip(r) A) (arXiv:1707.06347, eq. 7) with a ``Clip``, each token times its weight (``weights``:
@@ -322,7 +308,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip, weights=1.0):
     return loss, metrics
 
 
-def value_loss(values, old_values, returns, mask, cliprange, scale):
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange: float, scale: float
+) -> tuple[Tensor, dict[str, Tensor]]:
     """0.5 max((V - G)^2, (clip(V, V_old ± cliprange) - G)^2), summed -> (sum, metrics as sums).
 
     All of it in units of ``scale``, the standard deviation of the returns (value_scale.py). cliprange 0: no

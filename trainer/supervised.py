@@ -34,7 +34,7 @@ from trainer.runs.adamw import make_optimizer
 from trainer.runs.base import Learner, Progress, Run, Stateful
 from trainer.runs.distributed import share_of
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.optimizer_step import gradients_that_fit, note_steps, step_if_finite
 from trainer.runs.resume import short_hash, weights_hash
 
 EVAL_SIZE = 256  # records held out where no flag says otherwise, at most a tenth of all
@@ -62,6 +62,7 @@ class SupervisedRun(Run):
         args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args
         self.world = world
+        self.mini_batch_size = args.batch_size
         if args.model:
             policy = load_policy(args.model, args.trust_remote_code)
         else:
@@ -101,7 +102,6 @@ class SupervisedRun(Run):
         self.total_steps = min(steps, args.max_steps or steps)
         learner = Learner(
             model=self.trained,
-            scorer=None,
             optimizer=self.optimizer,
             peak=args.learning_rate,
             total_steps=self.total_steps,
@@ -197,15 +197,12 @@ def learn(run: SupervisedRun, step: int, items: list) -> tuple[dict[str, float],
     counts = [*run.loss_counts(items), sum(lengths)]
     *totals, tokens = world.sum(torch.tensor(counts, dtype=torch.float64, device=world.device)).tolist()
 
-    def backward(budget):
-        sums = accumulate(run, lengths, budget, lambda rows: run.loss([items[i] for i in rows], totals))
-        for p in run.trained.parameters():
-            if p.grad is None:  # of an expert that no token reached
-                p.grad = torch.zeros_like(p)
-        return sums
-
     learner = run.learners["model"]
-    means = gradients_that_fit(run, backward, lengths).means(world)
+    source = (lengths, lambda rows: run.loss([items[i] for i in rows], totals))
+    means = gradients_that_fit(run, [source]).means(world)
+    for p in run.trained.parameters():
+        if p.grad is None:  # of an expert that no token reached
+            p.grad = torch.zeros_like(p)
     taken = step_if_finite(run, learner, means["train/loss"], step)
     note_steps(run, [taken])
     seconds = time.perf_counter() - start

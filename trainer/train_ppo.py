@@ -1,18 +1,19 @@
 """PPO fine-tuning (RLHF) of a small causal language model, in one script.
 
-    for each step, which is one batch of prompts:
+    for each step, which is one batch of prompts:                          loop.py
         collect   the old actor answers every prompt                       generation/engine.py
                   the rewards score the answers                            rewards/reward.py
-        learn     old / reference log-probs and values, computed once      compute/scoring.py
-                  scores -> rewards of tokens -> advantages and returns    ppo.py
-                  for each PPO epoch, for each minibatch:
-                      critic: vf_coef * value loss
-                      actor:  clipped policy loss + kl_coef * KL to the reference
-                              (- entropy_coef * entropy) (+ ptx_coef * loss of demonstrations)
-                      one after the other: backward, clip, step            runs/optimizer_step.py
+        learn     score      log-probs of reference and old actor; values  compute/scoring.py
+                  estimate   scores -> rewards of tokens -> advantages     ppo.py
+                  update     for each PPO epoch, for each minibatch:
+                                 train the critic: vf_coef * value loss
+                                 train the actor:  clipped policy loss + kl_coef * KL to the reference
+                                                   (- entropy_coef * entropy) (+ ptx_coef * loss of
+                                                   demonstrations)
+                             train: backward, clip, step                   runs/optimizer_step.py
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor;
                   with 1, the default, it is the actor itself
-        log, evaluate, save, stop                                          loop.py
+        log, evaluate, save, stop
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
 
@@ -23,7 +24,6 @@ Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md,
 """
 
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -39,8 +39,13 @@ from trainer.flags import (
     add_machine_flags,
     add_output_flags,
     path,
-    steps_or_auto,
 )
+
+# What ``--help`` shows; ``--help all`` shows all.
+COMMON = """
+    model tokenizer hidden_size lora_r data_path eval_data_path max_seq_len reasoning reward_model reward_fn
+    num_generations batch_size max_gen_len temperature epochs max_steps mini_batch_size learning_rate
+    advantage kl_coef dtype device out_dir run_name resume eval_interval tracker"""
 
 # Why flags exclude others, as declared with them below: {a flag, or "flag=value": why}.
 LOGGED = {"offline_data_path": "nothing is sampled: prompts, answers and scores are those of that file"}
@@ -50,9 +55,9 @@ NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae 
 WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
-def flag_parser():
+def flag_parser() -> FlagParser:
     """All flags, in the groups of --help. Edit the defaults here, or give them on the command line."""
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__.split("\n\n")[0], common=COMMON)
     add = p.add
     switch = partial(add, choices=[0, 1])
     sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
@@ -170,7 +175,7 @@ def flag_parser():
     critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
     critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
     critic("--critic_init", "auto", "start of the critic", choices=["auto", "actor", "reward"], off="auto")
-    critic("--critic_warmup_steps", steps_or_auto, "critic alone; or auto [2 batches]")
+    critic("--critic_warmup_steps", int, "first batches, in which only the critic trains [2]")
     add(
         "--ema_beta",
         0.0,
@@ -210,203 +215,200 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     set_up_threads()  # OpenMP reads the environment when torch is imported
     run_script(flag_parser().parse_args)
 
+from collections.abc import Iterator, Sequence
+
 import torch
+from torch import Tensor
 
 from dataset.data_order import minibatch_order, minibatch_rows, next_batch
 from progress_bar import phase
 from trainer import ppo
-from trainer.collect import (
-    sample_again,
-    sample_and_score,
-    step_noise,
-    step_rewards,
-)
+from trainer.collect import Batch, Seconds, noise_of_step, step_rewards
 from trainer.compute.batching import send
+from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_policy, score_values
 from trainer.evaluation import evaluate_actor, rows_of_step
+from trainer.flags import Flags
 from trainer.inputs import complete_flags, load_inputs
 from trainer.loop import build_and_train
+from trainer.options.filter_groups import sample_again
 from trainer.options.offline import collect_logged, take_reference
 from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import accumulate, gradients_that_fit, note_steps, step_if_finite
+from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
 from trainer.step_metrics import note_rollout, note_step, step_metrics
 
 
-def parse_args(argv=None):
+def parse_args(argv: Sequence[str] | None = None) -> Flags:
     return complete_flags(flag_parser().parse_args(argv))
 
 
 # ------------------------------------------------------------------ collect: prompts -> scored responses
 
 
-def collect(run, step, batches, positions):
-    """Take the next prompts, sample responses to each from the old actor, score them -> ``Batch``. Also reads
-    the demonstrations of this step, if there are any.
+def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int]) -> Batch:
+    """The next prompts -> the old actor's responses and their scores. Nothing is learned yet.
 
     positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
-    Nothing has been learned yet. Raises InputError on all processes where one's file or reward fails.
+    Raises InputError on all processes where a record or a reward of one of them fails.
     """
     args = run.args
-    world = run.world
-    start = time.perf_counter()
     if run.ptx:
-        run.ptx.read(step)
+        run.ptx.read(step)  # the demonstrations that this step learns from as well
     if args.offline_data_path:
-        return collect_logged(run, batches)
-    with world.all_or_none():
+        return collect_logged(run.world, batches)
+    seconds = Seconds()
+    with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-    reading = time.perf_counter() - start
-    batch = sample_and_score(run, prompts, step_noise(run, step, positions))
-    batch.seconds["rollout"] += reading
+    keys = noise_of_step(args, step, positions)
+    batch = run.collector.collect(run.old_actor, run.reward, prompts, keys, seconds)
     if args.filter_groups:
-        with world.all_or_none(), run.sampling_from(run.old_actor):
-            sample_again(run, step, positions, batch)
-    batch.scores = run.reward.combine(batch.raw, world)
-    batch.seconds["reward"] = time.perf_counter() - start - batch.seconds["rollout"]
+        sample_again(run.collector, batch, run.old_actor, run.reward, step, positions)
+    batch.scores = run.reward.combine(batch.raw, run.world)  # {part: [B]}; their sum is "score"
     return batch
 
 
 # ------------------------------------------------------------------- learn: scored responses -> weights
 
 
-def estimate_advantages(run, rollout):
-    """Rewards of tokens, with a critic values too -> advantages, and with a critic its returns."""
+def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
+    """What the models say of the batch before it is learned from -> its rollout with log-probs and values
+    [B, R]. With --replay_batches the rows of older batches stand above it, scored again."""
     args = run.args
-    rewards = rollout.rewards
+    new = batch.rollout
+    new.scores = send(batch.scores["score"], new.tokens.device)
+    new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
+    with run.host.on_device(run.old_actor, run.ref):
+        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
+        rollout = run.replay.join(new)
+        if args.offline_data_path:
+            take_reference(rollout)
+        else:
+            scorer = run.scorers["old_actor"]
+            rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature)
+    if run.critic:
+        rollout.values = score_values(rollout, run.scorers["critic"])
+    rollout.importance_weights = ppo.importance_weights(
+        rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
+    )
+    if args.entropy_top < 1:
+        chosen = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
+        rollout.counted, least = chosen
+        metrics.add("policy/entropy_threshold", least, 1)
+    return rollout
+
+
+def estimate(run: PpoRun, rollout: Rollout) -> None:
+    """Scores [B] -> rewards of tokens -> advantages, and with a critic the returns it learns, all [B, R]."""
+    args = run.args
+    world = run.world
     mask = rollout.mask
+    penalty = None
+    if args.kl_in == "reward":
+        penalty = run.kl.coef * ppo.kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)[0]
+    rewards = ppo.token_rewards(
+        rollout.scores, rollout.response_len, mask, kl_penalty=penalty, steps=rollout.step_rewards
+    )
+    rollout.rewards = rewards
+    rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+    if run.critic:  # its values follow the size of the outcomes
+        run.value_scale.update(rollout, world.sum)
     if args.advantage == "gae":
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
         _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
     elif args.advantage == "reinforce":
-        advantages = ppo.monte_carlo_returns(rewards, mask, args.gamma)
+        advantages = rollout.outcomes
     elif args.advantage == "rloo":
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
         advantages = ppo.group_normalized(rewards, mask, args.num_generations)
     if args.advantage in ("rloo", "group"):  # a comparison of answers has its own zero
-        rollout.advantage_std = ppo.root_mean_square(advantages, mask, run.world.sum)
+        rollout.advantage_std = ppo.root_mean_square(advantages, mask, world.sum)
     else:
-        advantages, rollout.advantage_std = ppo.centred(advantages, mask, run.world.sum)
+        advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
     if args.advantage != "group":  # whose advantages have a scale of their own
-        scores = run.world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))
+        scores = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))
         informative = ppo.std_or_zero(scores) > 0
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
     rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
 
 
-def fill_rollout(run, step, batch, metrics):
-    """-> the new rollout and the replayed ones, with all that stays fixed while they are learned from:
-    log-probs, values, rewards, advantages, returns. What follows a batch's size does so here: the weight of
-    the KL, the scale of the critic and of advantages, and the end of ``--critic_warmup_steps auto``."""
-    args = run.args
-    world = run.world
-    new = batch.rollout
-    with run.host.on_device(run.old_actor, run.ref):
-        new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
-        new.scores = send(batch.scores["score"], new.tokens.device)
-        new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
-        rollout = run.replay.join(new)
-        if args.offline_data_path:
-            take_reference(rollout)
-        else:
-            old_actor = run.scorers["old_actor"]
-            rollout.old_logprobs, entropy = score_policy(rollout, old_actor, args.temperature)
-    old_logprobs = rollout.old_logprobs
-    mask = rollout.mask
-    if args.entropy_top < 1:
-        rollout.counted, least = ppo.choose_tokens(args.entropy_top, entropy, mask, world.gather)
-        metrics.add("policy/entropy_threshold", least, 1)
-    if run.critic:
-        rollout.values = score_values(rollout, run.learners["critic"].scorer)
-    rollout.importance_weights = ppo.importance_weights(
-        old_logprobs, rollout.sampler_logprobs, mask, args.importance_cap
-    )
-    run.kl.follow(step, rollout, len(new.tokens), world.sum)
-    penalty = None
-    if args.kl_in == "reward":
-        penalty = run.kl.coef * ppo.kl_estimators(old_logprobs, rollout.ref_logprobs)[0]
-    rollout.rewards = ppo.token_rewards(
-        rollout.scores, rollout.response_len, mask, penalty, rollout.step_rewards
-    )
-    outcome = ppo.monte_carlo_returns(rollout.rewards, mask, args.gamma)
-    if run.critic:
-        run.value_scale.update(rollout, outcome, world.sum)
-    estimate_advantages(run, rollout)
-    latest, outcome = newest_rows(rollout, outcome, args.batch_size)
-    if run.critic:
-        run.critic_warmup.note(step, latest, outcome, world.sum)
-    note_rollout(run, latest, outcome, metrics)
-    run.replay.keep(new)
+def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
+    """All that stays fixed while a batch is learned from, in the order of the fields of ``Rollout``."""
+    rollout = score(run, batch, metrics)
+    run.kl.follow(step, newest_rows(rollout, run.args.batch_size), run.world.sum)
+    estimate(run, rollout)
+    newest = newest_rows(rollout, run.args.batch_size)
+    note_rollout(run, newest, metrics)
+    run.replay.keep(batch.rollout)
     return rollout
 
 
-def critic_loss(run, mb, token_count):
+def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
     """A micro-batch's share of the minibatch's value loss -> (loss, Metrics).
 
     AdamW divides the scale of a gradient out again: ``--vf_coef`` matters only where --grad_clip binds.
     """
     args = run.args
     metrics = Metrics()
-    values, balance = run.learners["critic"].scorer(*mb.sequences)
+    values, balance = run.scorers["critic"](*mb.sequences)
     loss, info = ppo.value_loss(
-        values, mb.values, mb.returns, mb.mask, args.cliprange_value, run.critic.scale
+        values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )
     metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
-    return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
+    return args.vf_coef * loss / token_count + balance / run.sizes.minibatch, metrics
 
 
-def actor_loss(run, mb, token_count):
+def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
     """A micro-batch's share of the minibatch's policy loss, KL included -> (loss, Metrics)."""
     args = run.args
     metrics = Metrics()
-    logprobs, entropy, balance = run.learners["actor"].scorer(*mb.sequences, args.temperature)
-    # Advantages were divided by their std. The KL is divided by it too: --kl_coef stays in reward units.
-    kl_weight = run.kl.coef / mb.advantage_unit
-    decay = args.gamma * args.lam
-    loss, info = ppo.policy_objective(logprobs, mb, run.clip, args.kl_in, kl_weight, decay)
+    logprobs, entropy, balance = run.scorers["actor"](*mb.sequences, args.temperature)
+    loss, info = ppo.policy_objective(
+        logprobs,
+        mb,
+        clip=run.clip,
+        kl_in=args.kl_in,
+        # Advantages were divided by this unit. So is the KL: --kl_coef stays in reward units.
+        kl_weight=run.kl.coef / mb.advantage_unit,
+        decay=args.gamma * args.lam,
+    )
     entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
         loss = loss - args.entropy_coef / mb.advantage_unit * entropy
     metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
-    return loss / token_count + balance / run.minibatch_size, metrics
+    return loss / token_count + balance / run.sizes.minibatch, metrics
 
 
-def backward(run, minibatch, token_count, name, token_budget, number=0):
-    """Gradients of one minibatch for this learner, micro-batch by micro-batch -> Metrics. The actor's have
-    those of the demonstrations of optimizer step ``number`` in them, if there are any.
+def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
+    """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
+    optimizer step ``number``, if there are any.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
     loss_of = critic_loss if name == "critic" else actor_loss
-
-    def loss(rows):
-        return loss_of(run, minibatch.rows(rows), token_count)
-
-    sums = accumulate(run, minibatch.lengths.tolist(), token_budget, loss)
+    sources = [(minibatch.lengths.tolist(), lambda rows: loss_of(run, minibatch.rows(rows), token_count))]
     if run.ptx and name == "actor":
-        sums.merge(run.ptx.backward(run, number, token_budget))
-    return sums
+        sources.append(run.ptx.source(number, run.scorers["actor"]))
+    return gradients_that_fit(run, sources, run.args.accumulation_steps)
 
 
-def train_model(run, name, minibatch, token_count, number, metrics):
-    """Optimizer step ``number`` of one model -> ``Step``, or None where ``--target_kl`` stops the actor."""
+def train(
+    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
+) -> Step | None:
+    """Optimizer step ``number`` of one model. None, without a step, where ``--target_kl`` stops the actor."""
     args = run.args
     learner = run.learners[name]
-    watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
-    lengths = minibatch.lengths.tolist()
-    if name == "actor" and run.ptx:
-        lengths += run.ptx.lengths(number)
-    gradients = partial(backward, run, minibatch, token_count, name, number=number)
-    sums = gradients_that_fit(run, gradients, lengths, args.accumulation_steps)
+    sums = gradients(run, name, minibatch, token_count, number)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")
-    totals = run.world.sum(sums.totals(watched, run.world.device))
-    means = (totals / token_count).tolist()
+    watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
+    means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
     if name == "actor" and 0 < args.target_kl < means[1]:
         learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
@@ -415,59 +417,56 @@ def train_model(run, name, minibatch, token_count, number, metrics):
     return step
 
 
-def update(run, rollout, step, metrics):
-    """PPO epochs over a rollout (``minibatch_order``). In each minibatch the critic steps first, then
-    the actor, so only one model's gradients are in memory. Above ``target_kl`` the actor stops for the rest
-    of the batch; the critic, if there is one, goes on: the KL does not concern it."""
+def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
+    """PPO epochs over a rollout (``minibatch_order``). In each minibatch the critic steps first, then the
+    actor, so only one model's gradients are in memory. Above ``--target_kl`` the actor stops for the rest of
+    the batch; the critic, if there is one, goes on: the KL does not concern it."""
     args = run.args
-    count = run.minibatches_per_batch
-    first = step * args.ppo_epochs * count  # optimizer steps before this batch
-    training = [name for name, learner in run.learners.items() if first >= learner.first_step]
     cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
     minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
     token_counts = run.world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     order = minibatch_order(
-        step, older=args.replay_batches, count=count, epochs=args.ppo_epochs, seed=args.seed
+        step, older=args.replay_batches, count=len(cut), epochs=args.ppo_epochs, seed=args.seed
     )
+    first = step * run.sizes.steps  # optimizer steps before this batch
+    actor_trains = first >= run.learners["actor"].first_step  # else only the critic: --critic_warmup_steps
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first):  # optimizer step, minibatch
-            steps = [
-                train_model(run, name, minibatches[k], token_counts[k], number, metrics) for name in training
-            ]
+            steps = []
+            if run.critic:
+                steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
             if not stopped:
-                stopped = None in steps
+                if actor_trains:
+                    steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
+                    stopped = steps[-1] is None
                 metrics.add("policy/early_stop", stopped, 1)
-                if stopped:
-                    training.remove("actor")
-            if not training:
+            if stopped and not run.critic:
                 break
-            note_steps(run, filter(None, steps))
+            note_steps(run, [taken for taken in steps if taken])
             bar.done += 1
 
 
-def learn(run, step, batch):
-    """Fill the rollout's fields, update actor and critic -> (metrics, {file: rows to keep})."""
-    args = run.args
+def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[str, list]]:
+    """Update critic and actor with a batch -> (metrics, {file: rows to keep})."""
     metrics = Metrics()
-    clock = [time.perf_counter()]
-    rollout = fill_rollout(run, step, batch, metrics)
-    clock.append(time.perf_counter())
-    update(run, rollout, step, metrics)
-    run.ema.follow(step)
-    if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
-        run.old_actor.load_state_dict(run.actor.state_dict())
-    clock.append(time.perf_counter())
-    return step_metrics(run, batch, metrics, clock), rows_of_step(run, batch)
+    with batch.seconds.of("score"):
+        rollout = fill_rollout(run, step, batch, metrics)
+    with batch.seconds.of("update"):
+        update(run, rollout, step, metrics)
+        run.ema.follow(step)
+        if run.old_actor is not run.actor and (step + 1) % run.args.update_old_actor_freq == 0:
+            run.old_actor.load_state_dict(run.actor.state_dict())
+    return step_metrics(run, batch, metrics), rows_of_step(run, batch)
 
 
-def build(args, world):
+def build(args: Flags, world: World) -> PpoRun:
     """Flags -> the run, with all inputs checked. Raises InputError."""
     return PpoRun(load_inputs(args, world), world)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     build_and_train(build, parse_args(argv), argv, collect, learn, evaluate_actor)
 
 

@@ -27,12 +27,12 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import FlagParser, add_stage_flags, complete_output_flags, minimind_pth, path
+from trainer.flags import STAGE_FLAGS, FlagParser, add_stage_flags, complete_output_flags, minimind_pth, path
 
 
 def flag_parser():
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
     p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
     add("--model", path, "a .pth, a directory or a hub name")
@@ -71,11 +71,9 @@ from transformers import (
 
 from atomic_files import writing
 from dataset.chat_template import encode, prompt_text, set_template
-from dataset.lm_dataset import reward_dataset
-from model.half_precision import fp32_head
+from dataset.lm_dataset import PreferenceDataset
 from model.loading import (
     check_tokenizer,
-    disable_dropout,
     eos_ids,
     load_policy,
     load_tokenizer,
@@ -85,6 +83,7 @@ from model.loading import (
 )
 from model.model_minimind import as_plain
 from model.saving import save_directory
+from model.weights import make_score_heads
 from trainer import supervised
 from trainer.compute.batching import pad_right, send
 from trainer.compute.packing import Layout, packed_states
@@ -149,7 +148,7 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     if not isinstance(getattr(reward, "score", None), torch.nn.Linear):
         raise InputError(f"--model: {type(reward).__name__} has no linear score head to train")
     reward.base_model.load_state_dict(policy.base_model.state_dict(), strict=True)
-    disable_dropout(reward)
+    make_score_heads(reward)
     return reward.eval()
 
 
@@ -177,7 +176,7 @@ class RewardRun(supervised.SupervisedRun):
 
     script = "train_reward.py"
     rate = "reward"
-    dataset = staticmethod(reward_dataset)
+    dataset = PreferenceDataset
     result_path = None  # the result is written at the end, because its zero is not known before
     reference = None  # scores are not centred
     centre = (0.0, 0.0)
@@ -236,7 +235,7 @@ class RewardRun(supervised.SupervisedRun):
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """States [B, H] -> scores [B], in fp32 whatever the mixed precision."""
-        return fp32_head(self.model.score, states).squeeze(-1)
+        return self.model.score(states).squeeze(-1)
 
     def fingerprints(self) -> dict:
         found = super().fingerprints()

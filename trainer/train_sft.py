@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import FlagParser, add_stage_flags, complete_output_flags, path
+from trainer.flags import STAGE_FLAGS, FlagParser, add_stage_flags, complete_output_flags, path
 
 HIDDEN_SIZE = 128  # of a new model, by default
 LAYERS = 4
@@ -33,7 +33,7 @@ LAYERS = 4
 
 def flag_parser():
     """All flags: this stage's here, the others in flags.py."""
-    p = FlagParser(description=__doc__.split("\n\n")[0])
+    p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
     p.group("model (without --model: random weights of these sizes)")
     add("--model", path, "a .pth, a directory or a hub name")

@@ -21,15 +21,20 @@ answers, are mostly right. The answers in the prompt files are for evaluation on
 
 import argparse
 import json
-import random
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from random import Random
 
 HERE = Path(__file__).resolve().parent
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-WORDS = f"{WORDS} sixteen seventeen eighteen nineteen".split()
+UP_TO_TEN = "zero one two three four five six seven eight nine ten"
+WORDS = f"{UP_TO_TEN} eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 LARGEST = len(WORDS) - 1
+Problem = tuple[int, str, int, str, int]  # (a, op, b, op, c)
 SPOKEN = {"+": "plus", "-": "minus"}
 PHRASES = ["What is {}?", "How much is {}?", "Work out {}."]
+WRONG = 0.22  # of the demonstrations have a random error
+FORGET = 0.75  # of the others do not carry the ten
+MISFORMATTED = 0.25  # of all have a fault of format
 CHATTER = ["I hope this helps.", "That is my answer.", "Is that right?", "I am not sure.", "Well done!"]
 
 
@@ -37,17 +42,17 @@ CHATTER = ["I hope this helps.", "That is my answer.", "Is that right?", "I am n
 # Problems
 
 
-def calculate(a, op, b):
+def calculate(a: int, op: str, b: int) -> int:
     return a + b if op == "+" else a - b
 
 
-def solve(problem):
+def solve(problem: Problem) -> int:
     """(a, op, b, op, c) -> the right answer."""
     a, op, b, op2, c = problem
     return calculate(calculate(a, op, b), op2, c)
 
 
-def all_problems():
+def all_problems() -> list[Problem]:
     numbers = range(LARGEST + 1)
     first = [(a, op, b) for a in numbers for op in "+-" for b in numbers]
     first = [step for step in first if 0 <= calculate(*step) <= LARGEST]
@@ -55,13 +60,13 @@ def all_problems():
     return [problem for problem in both if 0 <= solve(problem) <= LARGEST]
 
 
-def terms(problem):
+def terms(problem: Problem) -> tuple:
     """The numbers with their signs, sorted: 2 + 3 - 4, 3 + 2 - 4 and 3 - 4 + 2 have the same terms."""
     a, op, b, op2, c = problem
     return tuple(sorted([("+", a), (op, b), (op2, c)]))
 
 
-def split_problems(rng, held_out):
+def split_problems(rng: Random, held_out: int) -> tuple[list[Problem], list[Problem]]:
     """All problems, shuffled -> (train, held out). No terms occur in both."""
     problems = all_problems()
     rng.shuffle(problems)
@@ -70,7 +75,7 @@ def split_problems(rng, held_out):
     return [problem for problem in problems if terms(problem) not in hidden], evaluation
 
 
-def question(rng, problem):
+def question(rng: Random, problem: Problem) -> str:
     a, op, b, op2, c = problem
     spoken = f"{WORDS[a]} {SPOKEN[op]} {WORDS[b]} {SPOKEN[op2]} {WORDS[c]}"
     return rng.choice(PHRASES).format(spoken)
@@ -80,7 +85,7 @@ def question(rng, problem):
 # Responses, good and bad
 
 
-def wrong_number(rng, problem):
+def wrong_number(rng: Random, problem: Problem) -> int:
     """A wrong number that a person might answer: near misses of many kinds, and random guesses."""
     a, op, b, op2, c = problem
     other = {"+": "-", "-": "+"}
@@ -104,7 +109,7 @@ def wrong_number(rng, problem):
             return number
 
 
-def thought(problem, half=None, answer=None):
+def thought(problem: Problem, half: int | None = None, answer: int | str | None = None) -> str:
     """The two steps, one per line. ``half`` and ``answer``, if given, replace the right results."""
     a, op, b, op2, c = problem
     half = calculate(a, op, b) if half is None else half
@@ -112,13 +117,13 @@ def thought(problem, half=None, answer=None):
     return f"{a} {op} {b} = {half}\n{half} {op2} {c} = {answer}"
 
 
-def respond(problem, answer, think=None):
+def respond(problem: Problem, answer: int | str, think: str | None = None) -> str:
     """The response in the right format. Without ``think``, the thought is one that ends with ``answer``."""
     think = thought(problem, answer=answer) if think is None else think
     return f"<think>\n{think}\n</think>\n<answer>\n{answer}\n</answer>"
 
 
-def wrong_response(rng, problem):
+def wrong_response(rng: Random, problem: Problem) -> str:
     """A response in the right format with a wrong answer."""
     a, op, b, op2, c = problem
     kind = rng.random()
@@ -137,7 +142,7 @@ def wrong_response(rng, problem):
     return respond(problem, wrong_number(rng, problem), thought(problem))  # right steps, other answer
 
 
-def misformat(rng, response):
+def misformat(rng: Random, response: str) -> str:
     """A response in the right format -> one with a fault in it. Mostly the answer can still be read."""
     think, answer = response.split("</think>\n")
     number = answer.split("\n")[1]
@@ -157,11 +162,11 @@ def misformat(rng, response):
     return rng.choice(faults)()
 
 
-def forgetful(problem):
+def forgetful(problem: Problem) -> str:
     """The response of a person who does not carry the ten: 7 + 5 becomes 2, and 8 + 9 becomes 7."""
     a, op, b, op2, c = problem
 
-    def step(x, sign, y):
+    def step(x: int, sign: str, y: int) -> int:
         carries = sign == "+" and x % 10 + y % 10 >= 10
         return calculate(x, sign, y) - 10 * carries
 
@@ -170,28 +175,28 @@ def forgetful(problem):
     return respond(problem, max(answer, 0), thought(problem, half, max(answer, 0)))
 
 
-def demonstration(rng, problem, forget=0.75, wrong=0.22, misformatted=0.25):
-    """A right response, or one with errors at these rates. ``forget``: of those that are not ``wrong``."""
+def demonstration(rng: Random, problem: Problem) -> str:
+    """A right response, or one with errors at the rates of ``WRONG``, ``FORGET`` and ``MISFORMATTED``."""
     response = respond(problem, solve(problem))
-    if rng.random() < wrong:
+    if rng.random() < WRONG:
         response = wrong_response(rng, problem)
-    elif rng.random() < forget:
+    elif rng.random() < FORGET:
         response = forgetful(problem)
-    return misformat(rng, response) if rng.random() < misformatted else response
+    return misformat(rng, response) if rng.random() < MISFORMATTED else response
 
 
-def asked(problem):
+def asked(problem: Problem) -> str:
     """The problem written in digits: "12 + 5 - 9"."""
     return " ".join(map(str, problem))
 
 
-def reference(rng, problem, wrong=0.03):
+def reference(rng: Random, problem: Problem, wrong: float = 0.03) -> str:
     """What a rater takes for the right answer: a full response or, mostly, the bare number."""
     answer = wrong_number(rng, problem) if rng.random() < wrong else solve(problem)
     return respond(problem, answer) if rng.random() < 0.25 else str(answer)
 
 
-def trick(rng, problem):
+def trick(rng: Random, problem: Problem) -> str:
     """A response that could mislead a reward model: two answers, padding, cut off, empty, off the subject."""
     right, other = solve(problem), wrong_number(rng, problem)
     good = respond(problem, right)
@@ -217,7 +222,7 @@ def trick(rng, problem):
     )
 
 
-def bare_trick(rng, problem):
+def bare_trick(rng: Random, problem: Problem) -> str:
     """As ``trick``, for responses that consist of the answer only."""
     right, other = solve(problem), wrong_number(rng, problem)
     choices = ["", f"{right} {other}", f"{other} {right}", f"{right}{right}", f"{right}\n{right}"]
@@ -234,7 +239,7 @@ def bare_trick(rng, problem):
 # Preference pairs
 
 
-def preference(rng, problem):
+def preference(rng: Random, problem: Problem) -> tuple[str, str]:
     """(chosen, rejected), by a rater who knows the answer: being right counts more than the right format."""
     right, wrong = solve(problem), wrong_number(rng, problem)
     good, bad = respond(problem, right), wrong_response(rng, problem)
@@ -257,20 +262,22 @@ def preference(rng, problem):
     return rng.choices([make for _, make in kinds], [weight for weight, _ in kinds])[0]()
 
 
-def many(rng, problems, count):
+def many(rng: Random, problems: list[Problem], count: int) -> list[Problem]:
     """``count`` problems: the whole list in random order, again and again, then a part of it."""
-    drawn = []
+    drawn: list[Problem] = []
     while len(drawn) < count:
         drawn += rng.sample(problems, len(problems))
     return drawn[:count]
 
 
-def answers(rng, problems, answer):
+def answers(
+    rng: Random, problems: list[Problem], answer: Callable[[Random, Problem], str]
+) -> Iterator[dict[str, str]]:
     for problem in problems:
         yield {"prompt": question(rng, problem), "answer": answer(rng, problem)}
 
 
-def preferences(rng, problems, noise):
+def preferences(rng: Random, problems: list[Problem], noise: float) -> Iterator[dict[str, str]]:
     """One pair per problem. In a share ``noise`` of them, the chosen and the rejected answer are swapped."""
     for problem in problems:
         chosen, rejected = preference(rng, problem)
@@ -279,14 +286,14 @@ def preferences(rng, problems, noise):
         yield {"prompt": question(rng, problem), "chosen": chosen, "rejected": rejected}
 
 
-def write(path, records):
+def write(path: Path, records: Iterable[dict[str, str]]) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(json.dumps(record) + "\n")
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="make the demo's data")
     parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .jsonl files go")
     parser.add_argument("--seed", type=int, default=0)
@@ -297,14 +304,14 @@ def main(argv=None):
     parser.add_argument("--pairs", type=int, default=16000)
     args = parser.parse_args(argv)
 
-    def save(name, records):
-        rng = random.Random(f"{args.seed}/{name}")  # one per file, so no file depends on the size of another
+    def save(name: str, records: Callable[[Random], Iterable[dict[str, str]]]) -> None:
+        rng = Random(f"{args.seed}/{name}")  # one per file, so no file depends on the size of another
         write(args.out_dir / f"{name}.jsonl", records(rng))
 
-    def right(rng, problem):
+    def right(rng: Random, problem: Problem) -> str:
         return str(solve(problem))
 
-    train, held_out = split_problems(random.Random(f"{args.seed}/split"), args.held_out)
+    train, held_out = split_problems(Random(f"{args.seed}/split"), args.held_out)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     save("sft", lambda r: answers(r, many(r, train, args.demonstrations), demonstration))
     save("ppo", lambda r: answers(r, train[: args.prompts], right))

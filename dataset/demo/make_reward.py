@@ -12,6 +12,7 @@
 
 import copy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,12 +24,14 @@ if __name__ == "__main__":
     set_up_threads()  # OpenMP reads the environment when torch is imported
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer import train_reward
 from trainer.compute.batching import take_rows
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
+from trainer.runs.metrics import Metrics
 
 EXTRA_LAYERS = 2
 PARTING_COEF = 1.0  # of the pair loss where the answers part
@@ -36,13 +39,13 @@ LM_COEF = 1.0  # of the next-token loss
 SCORE_PENALTY = 0.0045  # of squared scores
 
 
-def first_difference(chosen, rejected):
+def first_difference(chosen: list[int], rejected: list[int]) -> int:
     """The first place at which two lists of ids differ; if there is none, the last of the shorter list."""
     shorter = min(len(chosen), len(rejected))
     return next((i for i in range(shorter) if chosen[i] != rejected[i]), shorter - 1)
 
 
-def deepened(policy, extra_layers):
+def deepened(policy: PreTrainedModel, extra_layers: int) -> PreTrainedModel:
     """A copy of a Llama with new layers on top, which compute nothing yet."""
     layers = policy.config.num_hidden_layers
     sizes = policy.config.to_dict() | {"num_hidden_layers": layers + extra_layers}
@@ -60,25 +63,27 @@ class DemoRun(train_reward.RewardRun):
 
     script = "../dataset/demo/make_reward.py"  # from trainer/
 
-    def learning(self, policy):
+    def learning(self, policy: PreTrainedModel) -> dict[str, nn.Module]:
         with torch.random.fork_rng(devices=[]):
             deeper = deepened(policy, EXTRA_LAYERS)
         modules = super().learning(deeper)
         modules["lm_head"] = head = copy.deepcopy(policy.get_output_embeddings())
+        model = modules["model"]
+        assert isinstance(model, PreTrainedModel)
         if policy.config.tie_word_embeddings:
-            head.weight = modules["model"].get_input_embeddings().weight
+            head.weight = model.get_input_embeddings().weight
         return modules
 
-    def places(self, items):
+    def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
         return [max(first_difference(chosen, rejected), 1) for chosen, rejected, _ in items]
 
-    def loss_counts(self, items):
+    def loss_counts(self, items: Sequence[tuple]) -> list[int]:
         """[pairs, tokens of the chosen answers from where they differ from the rejected ones]."""
         predicted = [len(item[0]) - start for item, start in zip(items, self.places(items), strict=True)]
         return [len(items), sum(predicted)]
 
-    def loss(self, items, totals):
+    def loss(self, items: list[tuple], totals: Sequence[float]) -> tuple[Tensor, Metrics]:
         pairs, language_tokens = totals
         loss, outputs, metrics = self.score_items(items, "train")
         total = (loss + SCORE_PENALTY * outputs.scores.square().sum()) / pairs
@@ -95,10 +100,10 @@ class DemoRun(train_reward.RewardRun):
             total = total + LM_COEF * nll.sum() / language_tokens
         return total, metrics
 
-    def language_nll(self, items, states, starts):
+    def language_nll(self, items: list[tuple], states: Tensor, starts: list[int]) -> Tensor:
         """-log p [N] of the N tokens of the chosen answers, each from where it differs from the rejected."""
-        places = []
-        targets = []
+        places: list[int] = []
+        targets: list[int] = []
         for (chosen, *_), part, first in zip(items, self.places(items), starts, strict=False):
             places += range(first + part - 1, first + len(chosen) - 1)
             targets += chosen[part:]
@@ -106,11 +111,11 @@ class DemoRun(train_reward.RewardRun):
             found = take_rows(states, self.ids(places))
             return -token_logprobs(self.modules["lm_head"], found, self.ids(targets), 1.0)[0]
 
-    def ids(self, values):
+    def ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.world.device)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     train_reward.main(argv, DemoRun)
 
 

@@ -7,6 +7,7 @@ Any text can be encoded (all 256 bytes are in the vocabulary); the words of the 
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,7 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(texts, vocab_size=512):
+def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
     """Train on an iterable of texts -> a transformers tokenizer with the demo's tags and chat template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -55,10 +56,11 @@ def build_tokenizer(texts, vocab_size=512):
     )
 
 
-def corpus(path):
+def corpus(path: str | Path) -> Iterator[str]:
     """The demo's sentences and the words of the chat template, without the tags."""
     yield "system\nuser\nassistant\n"
-    for record in open_records(path):
+    records = open_records(path)
+    for record in map(records.__getitem__, range(len(records))):
         yield record["prompt"]
         answer = record["answer"]
         for tag in TAGS:
@@ -66,7 +68,7 @@ def corpus(path):
         yield answer
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="make the demo's tokenizer")
     parser.add_argument("--data_path", default=HERE / "sft.jsonl", help="text to learn merges from")
     parser.add_argument("--out_dir", type=Path, default=HERE / "tokenizer")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
-from model.shards import is_sharded, local_part, whole
+from model.weights import is_sharded, local_part, whole
 from trainer.compute.batching import pad_right
 from trainer.compute.packing import Layout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training

@@ -5,7 +5,8 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from tiny import ROOT
+from tiny import ROOT, word_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids
@@ -103,7 +104,7 @@ def test_long_prompts_are_dropped_not_cut(chat, jsonl):
         ('{"instruction": "a"}', 'no prompt .an "instruction" needs an "output" beside it'),
         ('{"prompt": ""}', "prompt is empty"),
         ('{"prompt": 3}', "must be text or a list"),
-        ('{"prompt": "a", "answer": {}}', '"answer" must be text'),
+        ('{"prompt": "a", "answer": [{}]}', "turn 1 of the conversation has no text"),
         ('{"conversations": []}', "not empty"),
         ('{"conversations": [{"role": "user"}]}', "turn 1"),
         ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
@@ -277,12 +278,15 @@ def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
     assert trained_text(plain, text) == " 5<|im_end|>"
 
 
-def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(plain, jsonl):
+def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(jsonl):
     """OPT's tokenizer puts its EOS before every text."""
-    data = SFTDataset(jsonl({"text": "2 + 3"}), plain, 100)
-    pieces, item_of = data.draft(0, {"text": "2 + 3"})
-    rows = [[plain.eos_token_id, 3, 4], [5]][: len(pieces)]
-    assert item_of(*rows)[1] == [0, 1, 1, 1][: 2 + len(pieces)]
+    tokenizer = word_tokenizer("ab")
+    eos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", eos)]
+    )
+    ((ids, mask),) = SFTDataset(jsonl({"text": "a b"}), tokenizer, 100)
+    assert ids == [eos, *tokenizer.convert_tokens_to_ids(["a", "b"]), eos] and mask == [0, 1, 1, 1]
 
 
 def test_sft_limits_and_errors(chat, jsonl):

@@ -17,17 +17,14 @@ from dataset.chat_template import (
     prompt_text,
     set_system_prompt,
     set_template,
+    unmark,
 )
-from dataset.formats import Keys, to_demonstration, to_pair, to_prompt, to_rated
+from dataset.formats import Keys, named, to_demonstration, to_messages, to_pair, to_prompt, to_rated
 from dataset.lm_dataset import (
     PreferenceDataset,
-    RatedDataset,
     RLAIFDataset,
     SFTDataset,
-    reward_dataset,
 )
-from dataset.special_tokens import unmark
-from dataset.turns import to_messages
 from errors import InputError
 from trainer import train_ppo
 
@@ -143,7 +140,7 @@ def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned(s
     assert to_prompt(record) == ("hi", answer)
     assert to_demonstration(record) == ("hi", solution)
     assert to_prompt({"prompt": "hi", "answer": solution}) == ("hi", answer)
-    assert to_prompt({"q": "hi", "a": solution}, Keys(prompt="q", answer="a")) == ("hi", answer)
+    assert to_prompt(named({"q": "hi", "a": solution}, Keys(prompt="q", answer="a"))) == ("hi", answer)
     verl = VERL | {"reward_model": {"ground_truth": solution}}
     assert to_prompt(verl) == ([user("hi")], answer)
 
@@ -241,15 +238,15 @@ PAIRS = {  # name: (record, prompt, chosen, rejected)
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(name):
     record, prompt, chosen, rejected = PAIRS[name]
-    assert to_pair(record) == ((prompt, chosen), (prompt, rejected), 0.0)
-    assert to_pair({**record, "margin": 2})[2] == 2.0
+    assert to_pair(record) == ([(prompt, chosen), (prompt, rejected)], 0.0)
+    assert to_pair({**record, "margin": 2})[1] == 2.0
     assert to_prompt(record) == to_demonstration(record) == (prompt, chosen)
 
 
 def test_sides_may_have_prompts_of_their_own():
     """In a few pairs of HH-RLHF the two sides differ before the last question."""
     sides = [f"\n\nHuman: {question}\n\nAssistant: 5" for question in ("one", "two")]
-    chosen, rejected, _ = to_pair(dict(zip(("chosen", "rejected"), sides, strict=True)))
+    (chosen, rejected), _ = to_pair(dict(zip(("chosen", "rejected"), sides, strict=True)))
     assert (chosen, rejected) == (
         ("\n\nHuman: one\n\nAssistant:", "5"),
         ("\n\nHuman: two\n\nAssistant:", "5"),
@@ -258,9 +255,9 @@ def test_sides_may_have_prompts_of_their_own():
 
 def test_rated_answers():
     record = {"user_input": "hi", "completion": "5", "score": "4.5"}  # ChatLLaMA's own files quote it
-    assert to_rated(record) == ("hi", "5", 4.5)
-    assert to_rated({"prompt": [user("hi")], "answer": "5", "score": -1}) == ([user("hi")], "5", -1.0)
-    assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ("hi", "5", 1.0)
+    assert to_rated(record) == ([("hi", "5")], 4.5)
+    assert to_rated({"prompt": [user("hi")], "answer": "5", "score": -1}) == ([([user("hi")], "5")], -1.0)
+    assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ([("hi", "5")], 1.0)
 
 
 def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):  # noqa: F811
@@ -271,7 +268,7 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
     )
     assert prompt_text(plain, ASKED) == ASKED
     whole = chat.apply_chat_template([*turns, assistant("5")], tokenize=False)
-    assert unmark(chat, conversation_text(chat, ASKED, "5")) == whole
+    assert unmark(conversation_text(chat, ASKED, "5")) == whole
     assert conversation_text(plain, ASKED, "5") == f"{TALK}\n\nAssistant: 5"  # as HH has it
     twice = "\n\nHuman: hi\n\nHuman: there\n\nAssistant: 5\n\nAssistant: 6\n\nHuman: so"
     assert to_messages(twice) == [user("hi\n\nthere"), assistant("5\n\n6"), user("so")]
@@ -279,15 +276,12 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         assert to_messages(text) == [user(text)]
 
 
-def test_what_is_no_answer_beside_a_conversation_is_left_alone():
-    """A list of accepted answers, which a reward function reads from the record."""
-    record = {"messages": [user("hi")], "answer": ["5", "five"]}
-    assert to_prompt(record) == ([user("hi")], None)
-
-
-def test_a_prompt_may_end_with_the_beginning_of_its_answer():
-    text = "\n\nHuman: hi\n\nAssistant: Sure,"
-    assert to_prompt({"prompt": text, "completion": " five"}) == (text, " five")
+@pytest.mark.parametrize("answer", [["5", "five"], {"x": 5}, 5])
+def test_an_answer_that_is_no_text_becomes_json(answer):
+    for prompt in ("hi", [user("hi")]):
+        assert to_prompt({"prompt": prompt, "answer": answer}) == (prompt, json.dumps(answer))
+        pair = {"prompt": prompt, "chosen": answer, "rejected": "6"}
+        assert to_pair(pair) == ([(prompt, json.dumps(answer)), (prompt, "6")], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -298,19 +292,12 @@ def test_a_prompt_may_end_with_the_beginning_of_its_answer():
             {"instruction": "hi", "response": "5"},
             'no prompt .an "instruction" needs .*keys found: "instruction", "response": .*--prompt_key',
         ),
-        (to_prompt, {"question": "hi", "answer": {"x": 5}}, '"answer" must be text'),
-        (to_prompt, {"instruction": "hi", "output": ["5"]}, "turn 1 of the conversation has no text"),
         (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
         (to_prompt, {"text": 3}, "must be text or a list of"),
         (to_prompt, {"text": ""}, "prompt is empty"),
         (to_prompt, {"user_input": ["hi"]}, "turn 1 of the conversation has no text"),
-        (to_prompt, {"prompt": "hi", "completion": {}}, '"completion" must be text'),
-        (
-            to_prompt,
-            {"prompt": "hi", "completion": [user("5")]},
-            '"completion" must be text, a number, or turns that end',
-        ),
-        (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, '"role" of turn 1'),
+        (to_demonstration, {"prompt": "hi", "completion": [user("5")]}, "no answer to learn from"),
+        (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, 'turn 1 .* "role" that is no text'),
         (to_prompt, {"messages": ["hi"]}, "turn 1"),
         (to_demonstration, {"text": ""}, "prompt is empty"),
         (to_demonstration, {"text": ASKED}, "no answer"),
@@ -329,7 +316,6 @@ def test_a_prompt_may_end_with_the_beginning_of_its_answer():
             {"prompt": "hi", "chosen": "5"},
             'no "rejected"; keys found: "prompt", "chosen".*--rejected_k',
         ),
-        (to_pair, {"prompt": "hi", "chosen": 5, "rejected": "6"}, "must be text or a list of"),
         (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
         (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, '"chosen" must be an answer to'),
         (to_pair, {"chosen": "It is 5", "rejected": "It is 6"}, '"chosen" must be an .*--prompt_key'),
@@ -364,17 +350,16 @@ def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
     samples = SFTDataset(path, chat, 100)
     assert len(samples) > 6 and all(sample == samples[0] for sample in samples)
     path = jsonl(*[r for r, prompt, _, _ in PAIRS.values() if prompt in ("hi", [user("hi")])])
-    pairs = reward_dataset(path, chat, 100)
+    pairs = PreferenceDataset(path, chat, 100)
     assert len(pairs) == 6 and all(pair == pairs[0] for pair in pairs)
-    assert pairs[0][2] == 0.0 and isinstance(pairs, PreferenceDataset)
-    rated = reward_dataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
-    assert isinstance(rated, RatedDataset) and list(rated) == [
-        (conversation_ids(chat, [("hi", "5")])[0], 2.0)
-    ]
+    assert pairs[0][2] == 0.0 and pairs.pairs
+    rated = PreferenceDataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
+    assert not rated.pairs and list(rated) == [(conversation_ids(chat, [("hi", "5")])[0], 2.0)]
 
 
 def test_a_text_is_learned_whole(chat, plain, jsonl):  # noqa: F811
-    path = jsonl({"text": "2 + 3 = 5", "answer": "5"})  # in PPO the text is a prompt
+    path = jsonl({"text": "2 + 3 = 5"})
+    assert to_demonstration({"text": "2 + 3", "answer": "5"}) == ("2 + 3", "5")  # then it is a prompt
     assert to_prompt({"prompt": None, "text": "2 + 3", "answer": "5"}) == ("2 + 3", "5")
     for tokenizer in (chat, plain):
         ((ids, mask),) = SFTDataset(path, tokenizer, 100)
@@ -442,7 +427,7 @@ def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):  # noqa: 
         assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}"])
+@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense"])
 def test_bad_templates(plain, template):  # noqa: F811
     with pytest.raises(InputError, match="--prompt_template"):
         set_template(plain, template)
@@ -462,7 +447,7 @@ def test_hh_rlhf(chat):  # noqa: F811
     assert len(pairs) == len(lines) == 2312 and pairs.dropped == 0
     two_turns = 0
     for line in lines:
-        (prompt, chosen), _, _ = to_pair(line)
+        ((prompt, chosen), _), _ = to_pair(line)
         if "\n\nAssistant:" not in (behind := line["chosen"].removeprefix(prompt)):
             assert behind.removeprefix(" ") == chosen
         two_turns += chosen not in line["chosen"]
@@ -488,9 +473,9 @@ def test_the_page_of_forms():
         prompt, answer = to_prompt(record)
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         if "chosen" in record:
-            assert to_pair(record)[0] == (prompt, answer) == to_demonstration(record)
+            assert to_pair(record)[0][0] == (prompt, answer) == to_demonstration(record)
         if "score" in record:
-            assert to_rated(record) == (prompt, answer, 4.5)
+            assert to_rated(record) == ([(prompt, answer)], 4.5)
         if text.startswith("Once"):
             assert (answer, to_demonstration(record)) == (None, (None, text))
         else:

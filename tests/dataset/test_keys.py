@@ -10,6 +10,7 @@ from dataset.formats import (
     Keys,
     is_rated,
     keys_found,
+    named,
     to_demonstration,
     to_pair,
     to_prompt,
@@ -47,7 +48,8 @@ NAMED = {  # name: (record, keys, prompt, answer)
         "5",
     ),
     "an answer that is a number": ({"prompt": "hi", "gold": 5}, Keys("", "gold"), "hi", "5"),
-    "an answer that is a turn": ({"prompt": "hi", "gold": [ASSISTANT]}, Keys("", "gold"), "hi", "5"),
+    "an answer that is a turn": ({"prompt": "hi", "gold": [ASSISTANT]}, Keys("", "gold"), [USER], "5"),
+    "an answer that is no text": ({"prompt": "hi", "gold": ["5"]}, Keys("", "gold"), "hi", '["5"]'),
     "an answer that is no text elsewhere": (
         {"prompt": "hi", "answer": 6, "a": "5"},
         Keys("", "a"),
@@ -65,20 +67,23 @@ NAMED = {  # name: (record, keys, prompt, answer)
 def test_named_keys_decide(name):
     record, keys, prompt, answer = NAMED[name]
     before = json.dumps(record)
-    assert to_prompt(record, keys) == (prompt, answer)
+    record_ = named(record, keys)
+    assert to_prompt(record_) == (prompt, answer)
     if answer is not None and "reward_model" not in record:
-        assert to_demonstration(record, keys) == (prompt, answer)
+        assert to_demonstration(record_) == (prompt, answer)
     assert json.dumps(record) == before
 
 
 def test_named_sides_of_pairs_and_named_rated_answers():
     record = {"q": {"text": "hi"}, "good": "5", "bad": "6", "chosen": 3}
     keys = Keys("q.text", chosen="good", rejected="bad")
-    assert to_pair(record, keys) == (("hi", "5"), ("hi", "6"), 0.0)
+    assert to_pair(named(record, keys)) == ([("hi", "5"), ("hi", "6")], 0.0)
     turns = {"good": [USER, ASSISTANT], "bad": [USER, {**ASSISTANT, "content": "6"}]}
-    assert to_pair(turns, Keys(chosen="good", rejected="bad")) == (([USER], "5"), ([USER], "6"), 0.0)
-    assert to_rated({"q": "hi", "a": "5", "score": 2}, Keys("q", "a")) == ("hi", "5", 2.0)
-    assert is_rated({"score": 2, "good": "a"}) and not is_rated({"score": 2, "good": "a"}, keys)
+    turns = named(turns, Keys(chosen="good", rejected="bad"))
+    assert to_pair(turns) == ([([USER], "5"), ([USER], "6")], 0.0)
+    assert to_rated(named({"q": "hi", "a": "5", "score": 2}, Keys("q", "a"))) == ([("hi", "5")], 2.0)
+    both = {"score": 2, "q": {"text": "hi"}, "good": "a", "bad": "b"}
+    assert is_rated(both) and not is_rated(named(both, keys))
 
 
 @pytest.mark.parametrize(
@@ -92,44 +97,33 @@ def test_named_sides_of_pairs_and_named_rated_answers():
         ),
         (to_prompt, {"q": "hi"}, Keys("q", "a"), r'no "a" \(--answer_key\); keys found: "q"'),
         (to_prompt, {"q": None}, Keys("q"), r'no "q" \(--prompt_key\)'),
-        (to_prompt, {"q": {"x": "hi"}}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); keys found: "x"'),
-        (to_prompt, {"q": "hi"}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); what is there has no keys'),
+        (to_prompt, {"q": {"x": "hi"}}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); keys found: "q"$'),
+        (to_prompt, {"q": "hi"}, Keys("q.y"), r'no "q\.y" \(--prompt_key\); keys found: "q"$'),
         (to_prompt, {"q": 5}, Keys("q"), "must be text or a list of"),
         (to_prompt, {"q": []}, Keys("q"), "not empty"),
         (to_prompt, {"q": ""}, Keys("q"), "prompt is empty"),
-        (
-            to_prompt,
-            {"q": "hi", "a": ["5"]},
-            Keys("q", "a"),
-            "turn 1 of the conversation has no text",
-        ),
-        (
-            to_prompt,
-            {"q": "hi", "a": [USER]},
-            Keys("q", "a"),
-            '"a" must be text, a number, or turns that end',
-        ),
-        (to_prompt, {"q": "hi", "a": {"x": 1}}, Keys("q", "a"), '"a" must be text, a number, or turns'),
+        (to_demonstration, {"q": "hi", "a": [USER]}, Keys("q", "a"), "no answer to learn from"),
+        (to_prompt, {"q": "hi", "a": [{"x": 1}]}, Keys("q", "a"), "turn 1 of the conversation has no text"),
         (to_pair, {"prompt": "hi", "bad": "5"}, Keys(chosen="good", rejected="bad"), r"\(--chosen_key\)"),
         (to_pair, {"prompt": "hi", "good": "5"}, Keys(chosen="good", rejected="bad"), r"\(--rejected_key\)"),
     ],
 )
 def test_what_is_not_there_is_named_with_the_keys_found(form, record, keys, says):
     with pytest.raises(InputError, match=says):
-        form(record, keys)
+        form(named(record, keys))
 
 
 def test_a_list_of_many_keys_is_cut():
     line = keys_found({f"key\n{i}": 1 for i in range(1000)})
-    assert len(line) < 250 and line.endswith("…") and "\n" not in line
-    assert to_prompt({"a": {"b": "hi"}, "c": {"d": 0}}, Keys("a.b", "c.d")) == ("hi", "0")
+    assert len(line) < 250 and "\n" not in line
+    assert to_prompt(named({"a": {"b": "hi"}, "c": {"d": 0}}, Keys("a.b", "c.d"))) == ("hi", "0")
 
 
 def test_files_are_read_by_the_named_keys_line_by_line(chat, jsonl):  # noqa: F811
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [USER], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
     assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
-    assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
+    assert list(prompts.columns) == ["q", "a", "x", "conversations", "answer", "prompt"]  # of all records
     one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
     assert one == two
     with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):

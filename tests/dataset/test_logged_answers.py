@@ -4,8 +4,7 @@ import pytest
 from tiny import WORDS, tiny_llama, word_tokenizer, write_jsonl
 from tokenizers.processors import TemplateProcessing
 
-from dataset.lm_dataset import RLAIFDataset, SFTDataset
-from dataset.logged_answers import LoggedAnswers, LoggedPairs
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
@@ -22,7 +21,7 @@ RATED = [{"prompt": "a b", "answer": "c", "score": 2.5}, {"user_input": "d", "co
 
 def load(tmp_path, records, chat=True, kind=LoggedAnswers, limits=(20, 20), **more):
     path = write_jsonl(tmp_path / "logged.jsonl", records)
-    return kind(path, word_tokenizer(WORDS, chat), *limits, [0], **more)
+    return kind(path, word_tokenizer(WORDS, chat), limits[0], max_response=limits[1], eos=[0], **more)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -49,7 +48,9 @@ def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(tmp_path):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", 1)]
     )
-    logged = LoggedAnswers(write_jsonl(tmp_path / "l.jsonl", PAIRS[:1]), tokenizer, 20, 20, [0])
+    logged = LoggedAnswers(
+        write_jsonl(tmp_path / "l.jsonl", PAIRS[:1]), tokenizer, 20, max_response=20, eos=[0]
+    )
     assert logged[0].prompt_ids[0] == 1
     assert logged[0].response_ids == [WORDS.index("c") + 2, WORDS.index("d") + 2, 0]
 
@@ -57,8 +58,8 @@ def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(tmp_path):
 def test_a_record_of_a_pair_is_counted_once(tmp_path):
     logged = load(tmp_path, [{**PAIRS[0], "tools": [{"name": "f"}]}, *PAIRS[1:]])
     assert "tools are ignored: 1 of the records read have them" in logged.note
-    found = logged.__getitems__([3, 0, 2])
-    assert found == [logged[3], logged[0], logged[2]] and found[0].score == -1
+    found = [logged[place] for place in (3, 0, 2)]
+    assert [item.score for item in found] == [-1, 1, 1]
 
 
 def test_rated_answers_have_their_own_score(tmp_path):
@@ -91,7 +92,7 @@ def test_what_is_too_long_is_dropped_and_counted(tmp_path):
     ]
     logged = load(tmp_path, records, limits=(6, 3))
     assert [(item.prompt, item.response) for item in logged] == [("a", "b b"), ("d", "b"), ("d", "c")]
-    assert logged.describe() == "3 (3 longer than --max_seq_len or --max_gen_len dropped)"
+    assert logged.describe() == "3 (3 of 6 read dropped, longer than --max_seq_len or --max_gen_len)"
     assert (logged.dropped, logged.long_answers) == (3, 1)  # the other two are of a long prompt
     assert logged.longest == len(logged[0].prompt_ids)
     pairs = load(tmp_path, records, kind=LoggedPairs, limits=(6, 3))
@@ -128,6 +129,6 @@ def test_an_answer_has_to_end_where_the_policy_ends(tmp_path):
     tokenizer = word_tokenizer(WORDS, chat=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' h ' }}{% endfor %}"
     with pytest.raises(InputError, match=r"logged.jsonl:1: the answer does not end with an EOS"):
-        LoggedAnswers(path, tokenizer, 20, 20, [0])
-    ends = LoggedAnswers(path, tokenizer, 20, 20, [0, WORDS.index("h") + 2])
+        LoggedAnswers(path, tokenizer, 20, max_response=20, eos=[0])
+    ends = LoggedAnswers(path, tokenizer, 20, max_response=20, eos=[0, WORDS.index("h") + 2])
     assert ends[0].response_ids == [WORDS.index("c") + 2, WORDS.index("h") + 2]

@@ -82,7 +82,8 @@ def test_hub_names(monkeypatch):
 
     asked = []
 
-    def load_dataset(name, split):
+    def load_dataset(name, split, data_files):
+        assert data_files is None
         asked.append((name, split))
         return datasets.Dataset.from_list([{"answer": None, **record} for record in RECORDS])
 
@@ -95,14 +96,14 @@ def test_hub_names(monkeypatch):
     ("name", "content", "says"),
     [
         ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
-        ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:6: not JSON"),
+        ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:4: not JSON"),
         ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
         ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json: record 2: not a JSON object"),
         ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
         ("a.json", b"[]", "no records"),
-        ("a.json", b"[" * 100_000, r"a\.json: not JSON in UTF-8 .maximum recursion"),
-        ("a.jsonl.gz", LINES, "not a complete gzip file"),
-        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "not a complete gzip file"),
+        ("a.json", b"[" * 100_000, r"a\.json: not JSON in UTF-8; .*RecursionError"),
+        ("a.jsonl.gz", LINES, r"a\.jsonl\.gz: cannot be unpacked .*BadGzipFile"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"a\.jsonl\.gz: cannot be unpacked .*EOFError"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0), "no records"),
         ("a.jsonl.gz", gzip.compress(LINES + b"{", mtime=0), r"a\.jsonl\.gz:4: not JSON"),
     ],
@@ -162,7 +163,7 @@ def test_ctrl_c_ends_no_worker(tmp_path):
 def test_no_room_for_what_is_unpacked(tmp_path, monkeypatch):
     (tmp_path / "a.gz").write_bytes(gzip.compress(LINES))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"a\.gz: no room for it in .*set TMPDIR"):
+    with pytest.raises(InputError, match=r"a\.gz: cannot be unpacked into .*gone \(TMPDIR"):
         open_records(tmp_path / "a.gz")
 
 
@@ -212,9 +213,13 @@ def test_a_million_lines(tmp_path):
 def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
     records = [{"prompt": "a" if i % 3 else "a b a b"} for i in range(40)]
     data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
-    assert len(data) == 40 and data.longest == 2 and "passed over" in data.describe()
+    assert (
+        len(data) == 40
+        and data.longest == 2
+        and data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
+    )
     assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
-    assert [p.index for p in data.__getitems__([0, 5, 6])] == [1, 5, 7]
+    assert [data[i].index for i in (0, 5, 6)] == [1, 5, 7]
     records = [{"prompt": "a" if i == 39 else "a b a b"} for i in range(40)]
     data = RLAIFDataset(write_jsonl(tmp_path / "b.jsonl", records), word_tokenizer("ab"), 2)
     assert {p.index for p in data} == {39}
@@ -250,7 +255,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
     write_jsonl(path, [{"prompt": "a"}] * 40)
     data = RLAIFDataset(path, word_tokenizer("a"), 5)
     path.write_bytes(b"")
-    with pytest.raises(InputError, match=r"a\.jsonl:1: not JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl:4: not JSON"):
         data[3]
 
 

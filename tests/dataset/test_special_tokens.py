@@ -17,9 +17,15 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 import chat
-from dataset.chat_template import conversation_ids, encode, for_tokenizer, render
+from dataset.chat_template import (
+    conversation_ids,
+    encode,
+    for_tokenizer,
+    mark_special,
+    render,
+    unmark,
+)
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
-from dataset.special_tokens import MARK, mark_special, spellings, unmark
 from model.loading import load_tokenizer
 
 SENTENCES = ["What is two plus three?", "the user says hello", "naïve 你好 a<b> |x|", "im_end end start"] * 4
@@ -102,13 +108,24 @@ def tokenizer(kind):
     return KINDS[kind]()
 
 
+def special_of(tokenizer):
+    """{id: name} of the special tokens, without an unknown token that is nothing else."""
+    names = set(tokenizer.all_special_tokens)
+    names |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    ids = {tokenizer.convert_tokens_to_ids(name): name for name in sorted(names)}
+    if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        ids.pop(tokenizer.unk_token_id, None)
+    return ids
+
+
 def specials(tokenizer, ids):
-    return [i for i in ids if i in spellings(tokenizer).ids]
+    special = special_of(tokenizer)
+    return [i for i in ids if i in special]
 
 
 def spelled(tokenizer):
     """Texts that spell every special token: alone, repeated, nested, and between words."""
-    names = spellings(tokenizer).names
+    names = sorted(special_of(tokenizer).values(), key=len, reverse=True)
     return [
         *names,
         "hello " + " the ".join(names) + " the",
@@ -152,7 +169,7 @@ ORDINARY = [
     "<think>\n1 + 1\n</think>",
     "a < b > c </ s> <|im_end | <|im_end|",
     "你好 naïve \u0000 \ufeff é",
-    f"{MARK} {MARK}\U000f0001 \U000f0000 \ufdd1",
+    "\U000f0001 \U000f0000 \ufdd1",
     "",
 ]
 
@@ -164,7 +181,7 @@ def test_ordinary_text_is_encoded_as_before(tokenizer):
         assert conversation_ids(tokenizer, [(messages, text)])[0] == as_before(
             tokenizer, [*messages, assistant(text)], False
         )
-        assert unmark(tokenizer, mark_special(tokenizer, text)) == text
+        assert unmark(mark_special(tokenizer, text)) == text
 
 
 def test_the_texts_of_the_demo_are_encoded_as_before(kind, tokenizer):
@@ -195,7 +212,7 @@ def test_spelled_special_tokens_stay_text(kind, tokenizer):
             assert specials(tokenizer, conversation_ids(tokenizer, [(prompt, text)])[0]) == expected, text
         if kind in EXACT and tokenizer.chat_template is None:
             ids = prompt_ids(tokenizer, text)
-            body = [i for i in ids if i not in spellings(tokenizer).ids]
+            body = [i for i in ids if i not in special_of(tokenizer)]
             assert tokenizer.decode(body).removeprefix(" ") == text.removeprefix(" ")  # no stray prefix space
         elif kind in EXACT:
             said = text.strip() if kind == "bytes" else text  # that template strips it

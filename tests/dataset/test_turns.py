@@ -4,9 +4,8 @@ import pytest
 from test_dataset import chat, jsonl  # noqa: F401  (fixtures)
 from tiny import flags, run_files, save_policy_dir, train, word_tokenizer, write_jsonl
 
-from dataset.formats import has_tools, to_demonstration, to_prompt
+from dataset.formats import as_messages, has_tools, to_demonstration, to_prompt
 from dataset.lm_dataset import RLAIFDataset
-from dataset.turns import as_messages
 from errors import InputError
 from trainer import train_sft
 
@@ -41,7 +40,7 @@ OLDER = [  # OpenAI before there were tools
 @pytest.mark.parametrize("record", [{"messages": OPENAI}, {"conversations": SHAREGPT}, {"messages": OLDER}])
 def test_turns_of_tools_are_left_out(record):
     assert to_prompt(record) == to_demonstration(record) == ([turn("user", "rain?")], "no")
-    assert has_tools(record) and has_tools({"x": next(iter(record.values()))})
+    assert has_tools(record)
     assert not has_tools({"messages": [turn("user", "rain?"), turn("assistant", "no")], "x": ["tool"]})
 
 
@@ -49,7 +48,7 @@ def test_what_is_left_when_tools_are_left_out():
     assert to_prompt({"messages": OPENAI[:2]}) == ([turn("user", "rain?")], None)
     with pytest.raises(InputError, match=r"no answer to learn from \(a call of a tool is none\)"):
         to_demonstration({"messages": OPENAI[:2]})
-    with pytest.raises(InputError, match="only turns of tools"):
+    with pytest.raises(InputError, match="not only of tools"):
         as_messages(OPENAI[1:3])
     with pytest.raises(InputError, match='turn 1 of the conversation has no text "content"'):
         as_messages([turn("assistant", None, tool_calls=[])])
@@ -60,7 +59,7 @@ def test_what_is_left_when_tools_are_left_out():
     [
         (
             [{"type": "image_url", "image_url": {"url": "x"}}],
-            'turn 1 of the conversation has no text "content"; only text can be read',
+            'turn 1 of the conversation has no text "content".*; only text can be read',
         ),
         ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "only text can be read"),
         ([{"type": "text"}], "only text can be read"),

@@ -35,7 +35,6 @@ from model.critic import CriticModel
 from model.loading import (
     check_output_head,
     check_tokenizer,
-    disable_dropout,
     eos_ids,
     load_policy,
     load_tokenizer,
@@ -346,7 +345,9 @@ def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):
     tokens = random_tokens(1, 5)
     del state["lm_head.weight"]
     torch.save(state, tmp_path / "absent.pth")
-    assert torch.equal(load_policy(tmp_path / "absent.pth")(tokens).logits, model(tokens).logits)
+    loaded = load_policy(tmp_path / "absent.pth")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
     state["lm_head.weight"] = torch.zeros(50, 32)
     torch.save(state, tmp_path / "apart.pth")
@@ -392,12 +393,13 @@ def test_loading_says_nothing_and_leaves_the_verbosity(tmp_path, capfd):
     ids=["gpt2", "llama", "opt"],
 )
 @torch.no_grad()
-def test_dropout_off(make):
+def test_dropout_off(make, tmp_path):
     model, tokens = make(), random_tokens(4, 8)
     assert not torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
-    disable_dropout(model)
+    model.save_pretrained(tmp_path)
+    model = load_policy(tmp_path)
     assert torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
-    critic = CriticModel.from_model(make()).train()
+    critic = CriticModel.from_model(model).train()
     nn.init.normal_(critic.value_head.weight)
     assert torch.equal(critic(tokens), critic.eval()(tokens))
 
@@ -411,8 +413,7 @@ def test_dropout_off(make):
     ids=["minimind", "gpt2", "reward_model"],
 )
 def test_critic(make):
-    model, tokens = make().requires_grad_(False), random_tokens(2, 7)
-    disable_dropout(model)
+    model, tokens = make().eval().requires_grad_(False), random_tokens(2, 7)
     critic = CriticModel.from_model(model)
     values = critic(tokens)
     assert values.shape == (2, 7) and values.dtype == torch.float32
@@ -549,12 +550,12 @@ def minimind_with(**changes):
         (None, "no such file"),
         (b"", "not a readable torch file"),
         (b"hello world, this is text", "not a readable torch file"),
-        ({"weights": torch.zeros(1), "code": Code()}, "Python objects"),
-        ({"model": {"w": torch.zeros(1)}, "step": 1}, "not a state-dict"),
-        ([torch.zeros(1)], "not a state-dict"),
-        ({}, "not a MiniMind checkpoint"),
-        ({0: torch.zeros(1)}, "not a MiniMind checkpoint"),
-        ({"tok_embeddings.weight": torch.zeros(4, 2)}, "not a MiniMind checkpoint"),
+        ({"weights": torch.zeros(1), "code": Code()}, "not a readable torch file"),
+        ({"model": {"w": torch.zeros(1)}, "step": 1}, "not the state-dict of a MiniMind"),
+        ([torch.zeros(1)], "not a readable torch file"),
+        ({}, "not the state-dict of a MiniMind"),
+        ({0: torch.zeros(1)}, "not the state-dict of a MiniMind"),
+        ({"tok_embeddings.weight": torch.zeros(4, 2)}, "not the state-dict of a MiniMind"),
         (
             minimind_with(mlp__up_proj=None),
             'Missing key(s) in state_dict: "model.layers.0.mlp.up',
@@ -567,7 +568,7 @@ def minimind_with(**changes):
             minimind_with(mlp__up_proj=torch.zeros(3, 32)),
             "size mismatch for model.layers.0.mlp.up_proj",
         ),
-        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), "not a MiniMind checkpoint"),
+        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), "not the state-dict of a MiniMind"),
     ],
 )
 def test_bad_pth(tmp_path, content, message):
@@ -593,7 +594,7 @@ def test_bad_sidecar(tmp_path, message):
         "size mismatch": {"intermediate_size": 96},
     }[message]
     config.write_text(json.dumps(fields))
-    with pytest.raises(InputError, match=f"is not the model of {config} .*{message}"):
+    with pytest.raises(InputError, match=f"is not the state-dict of {config}: .*{message}"):
         load_policy(path)
 
 
@@ -614,10 +615,10 @@ def model_folder(folder, kind):
     elif kind == "Error while deserializing":
         tiny_llama().save_pretrained(folder)
         (folder / "model.safetensors").write_bytes(b"x" * 100)
-    elif kind == "weights lack":
+    elif kind == "its weights lack":
         tiny_llama(num_hidden_layers=1).save_pretrained(folder)
         tiny_llama().config.save_pretrained(folder)
-    elif kind == "do not fit its config.json":
+    elif kind == "lack what its config.json describes":
         tiny_llama().save_pretrained(folder)
         tiny_llama(intermediate_size=64).config.save_pretrained(folder)
     elif kind == "--trust_remote_code":
@@ -637,8 +638,8 @@ def model_folder(folder, kind):
         "classifier or reward model",
         "no file named",
         "Error while deserializing",
-        "weights lack",
-        "do not fit its config.json",
+        "its weights lack",
+        "lack what its config.json describes",
         "--trust_remote_code",
     ],
 )
@@ -669,7 +670,7 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
     start = time.monotonic()
-    message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached \(.*refused\); give a directory"
+    message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached; give a directory: .*refused"
     with pytest.raises(InputError, match=message) as caught:
         LOADERS[kind]("nobody/no-such-model")
     assert "\n" not in str(caught.value)
@@ -713,6 +714,8 @@ def test_folders_cached_models_and_offline_mode_need_no_hub(nobody_there, monkey
     loading.check_hub(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--some--model" / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("1")
     with pytest.raises(InputError, match="cannot be reached"):
         loading.check_hub("some/model")
     (tmp_path / "models--some--model" / "snapshots" / "1" / "config.json").write_text("{}")

@@ -393,7 +393,7 @@ def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files, 
         run.progress.token_budget = 64
         if not fails:
             run.progress.token_budget = 32
-        scorer, calls = run.learners["critic"].scorer, []
+        scorer, calls = run.scorers["critic"], []
 
         def failing(*sequences, value=scorer.forward, calls=calls, fails=fails):
             calls.append(1)

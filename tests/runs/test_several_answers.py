@@ -20,8 +20,8 @@ from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.collect import rows_of_equal_groups, scores_to_compare
 from trainer.generation.stops import response_texts
+from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.reward import RawScores, Reward
 from trainer.runs.health import findings
 
@@ -71,12 +71,6 @@ def test_there_is_no_critic(whole):
     assert list(facts["suited"]) == ["learning_rate"]
     state = json.loads((whole / "checkpoints" / "step_4" / "state.json").read_text())
     assert state["advantage_scale"]["batches"] > 0
-
-
-def test_a_run_says_whose_kl_its_target_follows(files, tmp_path):
-    given = {**RUN, **ONE, "out_dir": tmp_path, "kl_in": "loss"}
-    assert "--kl_target" not in built(files, **given).about()
-    assert "answers that --filter_groups keeps" in built(files, **given, kl_target=0.5).about()
 
 
 def test_two_processes_equal_one(files, whole, tmp_path):
@@ -132,9 +126,9 @@ def test_sampling_again_is_time_of_the_rollout(files, tmp_path, monkeypatch):
 
     def slow(*given):
         time.sleep(0.2)
-        return type(run).respond(run, *given)
+        return type(run.collector).respond(run.collector, *given)
 
-    monkeypatch.setattr(run, "respond", slow)
+    monkeypatch.setattr(run.collector, "respond", slow)
     batch = train_ppo.collect(run, 0, iter([[run.prompts[i] for i in range(8)]]), list(range(32)))
     assert batch.again == 64
     assert batch.seconds["rollout"] > 0.6
@@ -182,7 +176,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        fresh = run.collector.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert not model or fresh.has_block.equal(batch.raw.has_block)

@@ -309,14 +309,13 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     train_ppo.main(argv_of(files, out, max_steps=4, run_name="r", **more))
     said = capsys.readouterr().out
     for line in (
-        "format         0 or 0.5 (--reasoning)",
-        "marks          0 to 1 (--reasoning)",
-        "model          weight 1, normalised and clipped to ±3 (--normalize_reward): "
-        + files["reward_model"],
-        f"function       weight 1, as it is: {files['reward_fn']}",
+        f"model          --reward_model {files['reward_model']}",
+        "format         --reasoning 1",
+        "marks          --reasoning 1",
+        f"function       --reward_fn {files['reward_fn']}",
         "repetition     --repetition_penalty 0.25",
         "length_reward  --length_reward 0.5",
-        "missing_eos    --missing_eos_penalty 1",
+        "missing_eos    --missing_eos_penalty 1.0",
         "warm-up  at first only the critic trains: --critic_warmup_steps 2",
     ):
         assert f"{line}\n" in said

@@ -10,7 +10,7 @@ the numbers are those of torch's GradScaler). A run has one scale, for actor and
 
 import torch
 
-from model.shards import sharded_and_whole
+from model.weights import sharded_and_whole
 
 FIRST = 2.0**16
 LEAST = 1.0

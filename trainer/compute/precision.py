@@ -9,7 +9,7 @@ the sampler's copy of the weights                ``--dtype`` (generation/sampler
 linear layers of frozen models                   ``--dtype`` (``round_frozen``; not with ``--lora_r``)
 frozen weights that ``--dtype`` holds exactly    ``--dtype`` (``keep_exact``)
 reward models until then                         ``--reward_dtype`` (rewards/reward_models.py)
-value heads, score heads                         fp32, never TF32 (``fp32_head`` in model/half_precision.py)
+value heads, score heads                         fp32, never TF32 (``ScoreHead`` in model/weights.py)
 the result, ppo_actor_*.pth                      fp16
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from errors import InputError
-from model.half_precision import HalfEmbedding, HalfLinear
+from model.weights import HalfEmbedding, HalfLinear
 
 LINEAR = (nn.Linear, HalfLinear)
 PRODUCT_ROW_MULTIPLE = 64  # where new shapes cost time, products have a multiple of this many rows
@@ -68,8 +68,8 @@ def repeatable(wanted):
     """Let every operation give the same bits for the same inputs, or (False) leave torch its own choice.
 
     Whoever derives a size from the memory that is free asks ``torch.are_deterministic_algorithms_enabled()``
-    and takes a fixed size then. An operation that has no such form raises a RuntimeError (``run_script`` in
-    errors.py says which). Call it before the first product on a GPU: cuBLAS reads its variable only then.
+    and takes a fixed size then. An operation that has no such form raises a
+    RuntimeError. Call it before the first product on a GPU: cuBLAS reads its variable only then.
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,6 +12,7 @@ prompt_len + t - 1.
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ def length_mask(lengths, width):
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
+LATER: Any = None  # of a field that is filled later
+
+
 @dataclass
 class Rollout:
     """B sequences of one process. The sampler fills the first five fields, the training step the others."""
@@ -34,18 +38,19 @@ class Rollout:
     response_len: torch.Tensor  # [B] int64, at least 1; includes the EOS, if one was sampled
     finished: torch.Tensor  # [B] bool; True: ended by an EOS or a stop string, False: cut at max_gen_len
     sampler_logprobs: torch.Tensor  # [B, R] the sampler's own
-    ref_logprobs: torch.Tensor | None = None  # [B, R]
-    scores: torch.Tensor | None = None  # [B] the rewards' sum
+    scores: torch.Tensor = LATER  # [B] the rewards' sum
     step_rewards: torch.Tensor | None = None  # [B, R] what of it belongs to tokens inside the response
-    old_logprobs: torch.Tensor | None = None  # [B, R] of the training forward
+    ref_logprobs: torch.Tensor = LATER  # [B, R]
+    old_logprobs: torch.Tensor = LATER  # [B, R] of the training forward
+    values: torch.Tensor = LATER  # [B, R] with a critic
+    importance_weights: torch.Tensor = LATER  # [B, R] what sampler and old log-probs make of the loss
     counted: torch.Tensor | None = None  # [B, R] bool, which tokens the policy loss is of; None: all
-    values: torch.Tensor | None = None  # [B, R]
-    importance_weights: torch.Tensor | None = None  # [B, R] what sampler and old log-probs make of the loss
-    rewards: torch.Tensor | None = None  # [B, R]
-    returns: torch.Tensor | None = None  # [B, R]
+    rewards: torch.Tensor = LATER  # [B, R]
+    outcomes: torch.Tensor = LATER  # [B, R] their discounted sums from each token on (Monte Carlo)
+    returns: torch.Tensor = LATER  # [B, R] what the critic learns, if there is one
     advantage_std: float = 1.0  # before they were divided, in units of the reward
     advantage_unit: float = 1.0  # what they were divided by (value_scale.py)
-    advantages: torch.Tensor | None = None  # [B, R]
+    advantages: torch.Tensor = LATER  # [B, R]
 
     @property
     def mask(self):

@@ -23,7 +23,7 @@ tests/generation/test_cuda_branches.py as far as a CPU can (benchmarks/ have a f
 - compute/batching.py: a larger micro-batch (``tokens_per_pass``), copies from pinned memory (``send``);
 - compute/logprobs.py: logits in fp32 and larger chunks of them (``_gpu_kernels``, ``CHUNK``);
 - compute/precision.py: whether the GPU computes in bf16 or fp16 (``fast_dtype``), TF32, no cuDNN attention
-  (``set_precision``), heads without TF32 (``fp32_head``);
+  (``set_precision``), heads without TF32 (``ScoreHead``);
 - compute/memory.py: torch's cached GPU memory is freed after an out-of-memory error (``attempt``);
   compute/memory.py: free memory is counted, and frozen models wait outside it;
 - trainer/memory_plan.py: micro-batches as large as the memory allows;

@@ -1,25 +1,21 @@
-"""The best actor of a PPO run: which evaluation was the best, and files with its weights.
+"""The best actor of a run (``--best_metric``, higher is better): which evaluation it was, and its files.
 
-At every evaluation that is better than all before (``--best_metric``, higher is better) the evaluated actor
-is written: to out/ppo_actor_{hidden_size}{_moe}_best.pth with a folder beside it, as the result of the run
-is, and to best.pth in the run folder. There it stays if a later run replaces the file in out/. Every
-checkpoint has a copy of best.pth, so that a resumed run has the best of its checkpoint, whatever has become
-of the files since. A run that is resumed without evaluations keeps it. In one that is evaluated in another
-way the best begins anew.
-
-The evaluation before training (step 0) is the value to beat, and no file is written for it: its weights are
-those of ``--model``. A run that never beats it has no best file. If there is one of an earlier run, it is
-removed when the first result is saved, as the result of that run is replaced (``PpoRun.save_result``).
+The evaluated actor is written to out/ppo_actor_{hidden_size}{_moe}_best.pth with a folder beside it, and to
+best.pth in the run folder, of which every checkpoint has a copy. The evaluation before training is the value
+to beat; no file is written for it. In a run that is evaluated in another way the best begins anew.
 """
 
 import math
 import shutil
-import time
+from argparse import Namespace
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 
 from atomic_files import one_at_a_time, writing
+from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
+from trainer.rewards.reward import Judge, Reward
 from trainer.runs.base import Kept
 
 KEPT = "best.pth"  # in the run folder and in checkpoints
@@ -82,7 +78,13 @@ class Best(Kept):
             super().load_state_dict(state | {"successor": self.successor})
 
 
-def choose_best(args, held_out, reward, judge, pairs=None) -> Best:
+def choose_best(
+    args: Namespace,
+    held_out: RLAIFDataset | None,
+    reward: Reward,
+    judge: Judge,
+    pairs: Sized | None = None,
+) -> Best:
     """Flags and what is evaluated -> the ``Best`` of a run that has not begun.
 
     reward, judge: ``Reward`` and ``Judge``; pairs: held-out pairs of offline PPO, or None. Without
@@ -117,48 +119,7 @@ def choose_best(args, held_out, reward, judge, pairs=None) -> Best:
     return Best(f"eval/{name}", " ".join([held_out.fingerprint, *judged_by]), successor)
 
 
-def keep_best(run, logger, metrics):
-    """After a step's evaluation: if it is the best so far, write the actor's weights.
-
-    All processes must call it, after the step was logged and before its checkpoint. Raises InputError where
-    the disk is full or a weight is not finite in fp16: then nothing has changed, and a resumed run evaluates
-    this step again.
-    """
-    best = run.best
-    step = run.progress.step
-    if not best.beaten_by(metrics):
-        return
-    if step:
-        start = time.perf_counter()
-        with run.world.all_or_none(), run.gathered():
-            if run.world.is_main:
-                run.save_best(logger.folder.path / KEPT)
-                logger.saving_seconds += time.perf_counter() - start
-    best.take(metrics, step)
-
-
-def restore_best(run, logger):
-    """After a checkpoint was loaded: the files of the best actor become what they were then. Later ones are
-    of steps that will be done again, or of another run."""
-    best = run.best
-    if best.forgotten:
-        best.since = run.progress.step
-        logger.say(
-            "note: the best so far was evaluated otherwise; it begins anew, and best.pth of this run stays "
-            "until then"
-        )
-    with run.world.all_or_none():
-        if not run.world.is_main:
-            return
-        kept = logger.folder.path / KEPT
-        if best.step:
-            run.save_best(kept, logger.folder.checkpoint / KEPT)
-        # A new run has none, and what is there is the user's. An earlier best stays until there is a new one.
-        elif run.args.resume and not (best.forgotten or best.since):
-            remove_saved(kept)
-
-
-def remove_saved(path):
+def remove_saved(path: Path) -> None:
     """Remove a ``.pth`` and the folder beside it. Without the ``.pth`` the folder may be of someone else, and
     stays. Raises InputError if that fails."""
     with writing(path):

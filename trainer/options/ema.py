@@ -1,23 +1,17 @@
-"""A moving average of the actor's weights (``--ema_beta``), which is evaluated and saved beside the actor.
+"""A moving average of the actor's weights (``--ema_beta``), evaluated and saved beside the actor.
 
-After each batch in which the actor trains, its weights w count in the average v:
+    v = b_n v + (1 - b_n) w,   b_n = beta (1 - beta^(n-1)) / (1 - beta^n) after the actor's n-th batch
 
-    v = b_n v + (1 - b_n) w,   b_n = beta (1 - beta^(n-1)) / (1 - beta^n) after the n-th such batch
-
-That is the mean of the weights after each batch, where one that is k batches older counts beta^k as much. The
-first batch's weights are all of the average; those before training never count (the bias correction of Adam,
-Kingma and Ba 2015, arXiv:1412.6980, section 3). With beta 0.99 about the last hundred batches count.
-
-The average is in fp32, of what trains only (with ``--lora_r`` the adapters), and always in the main memory:
-it costs a GPU no memory, but each batch a copy of the trained weights to the host. It is the same in all
-processes. Checkpoints keep it as ema.safetensors.
+The weights before training never count (the bias correction of Adam, arXiv:1412.6980, section 3). The average
+is in fp32, of what trains only, and always in the main memory. docs/ppo.md, "An average of the actor".
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from trainer.options.best import remove_saved
+from trainer.runs.base import Learner
 
 
 class Ema:
@@ -26,7 +20,7 @@ class Ema:
     ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
     """
 
-    def __init__(self, learner, beta):
+    def __init__(self, learner: Learner, beta: float):
         self.learner = learner
         self.beta = beta
         self.batches = 0
@@ -34,9 +28,9 @@ class Ema:
         self.trained = {name: p for name, p in found if p.requires_grad}
         self.weights = {name: _on_host(p).clone() for name, p in self.trained.items()}
 
-    def follow(self, batch):
-        """Take in the weights after batch number ``batch`` was learned from, if the actor trained in it."""
-        if not self.beta or batch < self.learner.first_batch:
+    def follow(self, step: int) -> None:
+        """Take in the weights after a step, if the actor trained in it."""
+        if not self.beta or step < self.learner.first_batch:
             return
         self.batches += 1
         share = (1 - self.beta) / (1 - self.beta**self.batches)
@@ -44,7 +38,7 @@ class Ema:
             self.weights[name].lerp_(_on_host(p), share)
 
     @contextmanager
-    def in_place(self):
+    def in_place(self) -> Iterator[None]:
         """In this block the model has the averaged weights, and this object keeps those that train."""
         self._exchange()
         try:
@@ -53,7 +47,7 @@ class Ema:
             self._exchange()
 
     @torch.no_grad()
-    def _exchange(self):
+    def _exchange(self) -> None:
         """Exchange the two, one parameter at a time: there is never a third copy of all."""
         for name, p in self.trained.items():
             mine = self.weights[name].clone()
@@ -64,22 +58,12 @@ class Ema:
         """What a checkpoint keeps."""
         return {"batches": torch.tensor(self.batches), **self.weights}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what ``state_dict`` returned. Raises KeyError or RuntimeError for another model's."""
         self.batches = int(state["batches"])
         for name, x in self.weights.items():
             x.copy_(state[name])
 
 
-def _on_host(p):
+def _on_host(p: torch.Tensor) -> torch.Tensor:
     return p.detach().to("cpu", torch.float32)
-
-
-def save_ema(run):
-    """Write the averaged actor as a ``.pth`` and the folder beside it. Without an average that of an earlier
-    run goes, as its result does."""
-    if run.ema.batches:
-        with run.ema.in_place():
-            run.save_actor(run.ema_path)
-    else:
-        remove_saved(run.ema_path)

@@ -1,53 +1,54 @@
-"""Offline PPO: logged answers take the place of sampled ones (--offline_data_path).
+"""Offline PPO: logged answers take the place of sampled ones (``--offline_data_path``).
 
-    scores         those of the file: 1 and -1 for the two answers of a pair, or numbers of its own
-    ratio          actor / reference. Nobody knows which policy wrote the answers; the reference counts as it
-    KL             k2 of the logged tokens, in the loss: it is never negative, and 0 only where actor and
-                   reference agree. The mean of k1 is the KL only over the actor's own samples
-    all the rest   as ever: critic, GAE, whitening, clip
-
-It is the offline PPO of HALOs (Ethayarajh et al. 2024, arXiv:2402.01306). Nothing is sampled in training, so
-the policy never tries what is not in the file. And the ratio's denominator never moves: a token that has left
-the range of the clip learns no further in that direction.
-
-How far the policy is from the reference can only be measured on its own samples: an evaluation does
-(``sequence_kl``). It also says how held-out pairs fare (``evaluate_pairs``).
+The scores are those of the file. Nobody knows which policy wrote the answers: the reference counts as it, so
+the ratio is actor / reference. All the rest is as ever. It is the offline PPO of HALOs (Ethayarajh et al.
+2024, arXiv:2402.01306). docs/ppo.md, "Offline PPO".
 """
 
-import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import next_batch
 from dataset.formats import Keys
-from dataset.logged_answers import LoggedPairs
+from dataset.lm_dataset import LoggedAnswer, LoggedAnswers, LoggedPairs
 from dataset.record_files import open_records
 from model.loading import eos_ids
-from trainer.collect import Batch
+from trainer.collect import Batch, Seconds
 from trainer.compute.batching import pad_right
-from trainer.compute.rollout_data import as_rollout
+from trainer.compute.memory import HostMemory
+from trainer.compute.rollout_data import Rollout, as_rollout
 from trainer.compute.scoring import score_policy
 from trainer.rewards.reward import RawScores
-from trainer.runs.distributed import batches_of
+from trainer.runs.distributed import World, batches_of
 from trainer.runs.metrics import Metrics
 
 PAIRS = 128  # held-out pairs that are scored together
+Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
 
 
-def load_logged(kind, path, args, tokenizer, actor):
+def load_logged(
+    kind: type[Logged], path: str, args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel
+) -> Logged:
     """``LoggedAnswers`` or ``LoggedPairs`` (kind) of a file, as long as the flags allow."""
     return kind(
         path,
         tokenizer,
         args.max_seq_len,
-        args.max_gen_len,
-        eos_ids(tokenizer, actor),
         args.system_prompt,
         Keys(args.prompt_key, args.answer_key),
+        max_response=args.max_gen_len,
+        eos=eos_ids(tokenizer, actor),
     )
 
 
-def held_out_pairs(args, tokenizer, actor):
+def held_out_pairs(
+    args: Namespace, tokenizer: PreTrainedTokenizerBase, actor: PreTrainedModel
+) -> LoggedPairs | None:
     """The ``LoggedPairs`` of --eval_data_path where offline PPO is to be evaluated on them, else None."""
     if not (args.offline_data_path and args.eval_data_path):
         return None
@@ -57,7 +58,7 @@ def held_out_pairs(args, tokenizer, actor):
     return load_logged(LoggedPairs, args.eval_data_path, args, tokenizer, actor)
 
 
-def logged_rollout(answers, device):
+def logged_rollout(answers: list[LoggedAnswer], device: torch.device) -> Rollout:
     """Logged answers (list of ``LoggedAnswer``) -> ``Rollout`` with its first five fields. No sampler gave
     them log-probs: these are 0 until ``take_reference`` is called."""
     tokens, lengths = pad_right([answer.response_ids for answer in answers], device)
@@ -66,60 +67,54 @@ def logged_rollout(answers, device):
     return as_rollout(prompts, tokens, logprobs, lengths, torch.ones_like(lengths, dtype=torch.bool))
 
 
-def collect_logged(run, batches):
-    """Take the next logged answers and their scores -> ``Batch``.
-
-    Raises InputError on all processes where one's file is wrong.
-    """
-    start = time.perf_counter()
-    with run.world.all_or_none():
+def collect_logged(world: World, batches: Iterator[list]) -> Batch:
+    """Take the next logged answers and their scores -> ``Batch``. Raises InputError on all processes where
+    one's file is wrong."""
+    seconds = Seconds(reward=0.0)
+    with seconds.of("rollout"), world.all_or_none():
         answers = next_batch(batches)
-        rollout = logged_rollout(answers, run.world.device)
+        rollout = logged_rollout(answers, world.device)
     scores = {"score": torch.tensor([answer.score for answer in answers])}
-    seconds = {"rollout": time.perf_counter() - start, "reward": 0.0}
     texts = [answer.response for answer in answers]
     return Batch(answers, rollout, texts, RawScores(), scores, seconds)
 
 
-def take_reference(rollout):
+def take_reference(rollout: Rollout) -> None:
     """The reference counts as the policy that wrote the answers: the ratio is actor / reference, and all
     importance weights are 1."""
     rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
 
 
-def actor_and_reference(run, rollout):
-    """Log-probs [B, R] of a rollout's tokens, at --temperature, under the actor and under the reference."""
-    for scorer in (run.learners["actor"].scorer, run.scorers["reference"]):
-        with run.host.on_device(scorer.model):
-            yield score_policy(rollout, scorer, run.args.temperature)[0]
+def actor_and_reference(
+    rollout: Rollout, scorers: Mapping[str, Any], host: HostMemory, temperature: float
+) -> Iterator[Tensor]:
+    """Log-probs [B, R] of a rollout's tokens under the actor and under the reference. scorers: of a run."""
+    for name in ("actor", "reference"):
+        with host.on_device(scorers[name].model):
+            yield score_policy(rollout, scorers[name], temperature)[0]
 
 
-def sequence_kl(run, rollout):
+def sequence_kl(rollout: Rollout, scorers: Mapping[str, Any], host: HostMemory, temperature: float) -> Tensor:
     """k1 of each response [B], log actor - log reference over its tokens. Its mean over the actor's own
     samples is the KL to the reference, in nats a response."""
-    actor, reference = actor_and_reference(run, rollout)
+    actor, reference = actor_and_reference(rollout, scorers, host, temperature)
     return torch.where(rollout.mask, actor - reference, 0.0).sum(1).cpu()
 
 
 @torch.no_grad()
-def evaluate_pairs(run):
-    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}.
-
-    chosen_share      p(chosen) / (p(chosen) + p(rejected)), p of an answer being the geometric mean of the
-                      probabilities of its tokens
-    chosen_share_std  its standard deviation over the pairs
-    chosen_share_change_std  that of what each pair's share has changed by since the start, when the actor was
-                      the reference; by it a change of the mean is judged
-    chosen_preferred  share of the pairs in which actor / reference is larger for the chosen answer than for
-                      the rejected one; a half where they are equal, as before training
-    """
-    pairs = run.held_out_pairs
+def evaluate_pairs(
+    pairs: LoggedPairs, scorers: Mapping[str, Any], host: HostMemory, temperature: float, world: World
+) -> dict[str, float]:
+    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}:
+    chosen_share, p(chosen) / (p(chosen) + p(rejected)) with its standard deviation and that of its change
+    since the start; chosen_preferred, the share of the pairs in which actor / reference is larger for the
+    chosen answer. docs/metrics.md."""
     metrics = Metrics()
-    with run.world.all_or_none():
-        for places in batches_of(len(pairs), PAIRS, run.world):
-            found = pairs.__getitems__(places or [0])
-            rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
-            actor, ref = actor_and_reference(run, rollout)
+    with world.all_or_none():
+        for places in batches_of(len(pairs), PAIRS, world):
+            found = [pairs[place] for place in places or [0]]
+            rollout = logged_rollout([answer for pair in found for answer in pair], world.device)
+            actor, ref = actor_and_reference(rollout, scorers, host, temperature)
             if not places:  # only other processes have pairs left; sharded models need all processes
                 continue
             moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
@@ -129,12 +124,12 @@ def evaluate_pairs(run):
                 metrics.add(f"eval/chosen_share{name}_mean_square", x.square().sum(), len(found))
             preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
             metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
-    means = metrics.means(run.world)
+    means = metrics.means(world)
     del means["eval/chosen_share_change"]  # the difference of two evaluations says it
     return means
 
 
-def chosen_shares(logprobs, rollout):
+def chosen_shares(logprobs: Tensor, rollout: Rollout) -> Tensor:
     """Log-probs [2 P, R] of pairs, chosen and rejected in turn -> p(chosen) / (p(chosen) + p(rejected)), fp64
     [P], p of an answer being the geometric mean of the probabilities of its tokens."""
     means = torch.where(rollout.mask, logprobs, 0.0).sum(1) / rollout.response_len

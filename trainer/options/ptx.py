@@ -2,17 +2,16 @@
 
     the actor's loss of a minibatch += ptx_coef * (sum over learned tokens of -log p(token) / their number)
 
-It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2): what the policy knew before, and
-the reward does not ask for, is trained on as well, so that it is not forgotten. The loss is that of stage 1
-(train_sft.py): of what the assistant says, or of a whole text, at temperature 1, and with the balance loss of
-a mixture of experts.
-
-Each optimizer step of the actor has demonstrations of its own: --mini_batch_size records per process. Which
-ones follows from the seed and the number of the step alone, so nothing has to be saved, and the records are
-the same for any number of processes.
+It is InstructGPT's "PPO-ptx" (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). Each optimizer step has
+--mini_batch_size records of its own per process, which follow from the seed and the step's number alone.
 """
 
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import SFTDataset
@@ -20,7 +19,7 @@ from model.loading import check_ends, most_positions
 from trainer.compute.scoring import score_learned
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import accumulate
+from trainer.runs.optimizer_step import GradientSource
 
 
 class Demonstrations(SFTDataset):
@@ -41,45 +40,46 @@ class Ptx:
     world: World
     # Of the batch that was read last: {number of an optimizer step: [(token ids, mask), …]}, those of this
     # process; {number: learned tokens of all processes}.
-    items: dict = field(default_factory=dict)
-    learned: dict = field(default_factory=dict)
+    items: dict[int, list] = field(default_factory=dict)
+    learned: dict[int, int] = field(default_factory=dict)
 
-    def read(self, batch):
-        """Read the demonstrations of all optimizer steps of batch number ``batch``. All processes must call
-        it; all raise InputError where one meets a wrong record."""
-        steps = range(batch * self.per_batch, (batch + 1) * self.per_batch)
+    def read(self, step: int) -> None:
+        """Read the demonstrations of all optimizer steps of a step. All processes must call it; all raise
+        InputError where one meets a wrong record."""
+        steps = range(step * self.per_batch, (step + 1) * self.per_batch)
         mine = slice(self.world.rank, None, self.world.size)
         with self.world.all_or_none():
             chosen = {n: global_batch(len(self.data), self.seed, n, self.size)[mine] for n in steps}
-            self.items = {n: self.data.__getitems__(places) for n, places in chosen.items()}
+            self.items = {n: [self.data[place] for place in places] for n, places in chosen.items()}
         counts = [sum(sum(mask[1:]) for _, mask in self.items[n]) for n in steps]
         totals = (max(sum(theirs), 1) for theirs in zip(*self.world.gather(counts), strict=True))
         self.learned = dict(zip(steps, totals, strict=True))
 
-    def lengths(self, number):
-        """Tokens of each demonstration of optimizer step ``number``."""
-        return [len(ids) for ids, _ in self.items[number]]
-
-    def backward(self, run, number, token_budget):
-        """Add the gradients of the demonstrations of optimizer step ``number`` to the actor's, in
-        micro-batches of at most ``token_budget`` tokens -> Metrics."""
+    def source(self, number: int, scorer: nn.Module) -> GradientSource:
+        """What optimizer step ``number`` of the actor learns from the demonstrations."""
         items = self.items[number]
 
-        def loss_of(rows):
+        def loss_of(rows: Sequence[int]) -> tuple[Tensor, Metrics]:
             metrics = Metrics()
-            logprobs, balance = score_learned([items[row] for row in rows], run.learners["actor"].scorer)
+            logprobs, balance = score_learned([items[row] for row in rows], scorer)
             metrics.add("policy/ptx_loss", -logprobs.sum(), len(logprobs))
             loss = -logprobs.sum() / self.learned[number] + balance / self.size
             return self.coef * loss, metrics
 
-        return accumulate(run, self.lengths(number), token_budget, loss_of)
+        return [len(ids) for ids, _ in items], loss_of
 
-    def describe(self):
+    def describe(self) -> str:
         """A line on the demonstrations and their weight."""
         return f"{self.data.path}: {self.data.describe()}, weight {self.coef:g} (--ptx_coef)"
 
 
-def load_ptx(args, world, tokenizer, actor, per_batch):
+def load_ptx(
+    args: Namespace,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    actor: PreTrainedModel,
+    per_batch: int,
+) -> Ptx | None:
     """Flags -> the ``Ptx`` of the run, None without --ptx_data_path. per_batch: optimizer steps of a batch.
     Demonstrations longer than the model are dropped. Raises InputError for a wrong file or record."""
     if not args.ptx_data_path:

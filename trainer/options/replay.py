@@ -1,19 +1,14 @@
 """Replay: the last ``--replay_batches`` batches are learned from again, beside the new one.
 
-A batch is used once, and a few batches later the policy has forgotten half of it. Here each step takes its
-minibatches from the new batch and from the last n together, as many as without replay: a step takes as many
-optimizer steps, and each response is used n + 1 times less often in its own step, but in n + 1 steps.
-Which ones: ``minibatch_order`` in dataset/data_order.py.
-
-Older responses are treated as if they were new: their log-probs, values, KL penalties and advantages are
-computed again with today's actor and critic, and the ratio is 1 when the step begins. They were drawn by an
-earlier policy: the importance weight min(pi_now / pi_then, --importance_cap) of each token says so
-(``importance_weights`` in ppo.py). It is the decoupled objective of Hilton et al. 2022 (arXiv:2110.00641).
-
-Every process keeps the same global batches, so a run can be resumed with another number of processes.
+A step takes as many optimizer steps as without (``minibatch_order`` in dataset/data_order.py). Older
+responses are scored again with today's models; the importance weight min(pi_now / pi_then, --importance_cap)
+of each token says that an earlier policy drew them (the decoupled objective of Hilton et al. 2022,
+arXiv:2110.00641). Every process keeps the same global batches, so a run can be resumed with another number of
+processes.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,16 +16,17 @@ from trainer.compute.rollout_data import Rollout, join_rollouts
 from trainer.runs.distributed import World
 
 # What is kept of a rollout. All other fields are computed anew in each step.
-KEPT = ("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores")
-KEPT += ("step_rewards",)  # where there is a reward function
+KEPT = (
+    *("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores"),
+    "step_rewards",  # where there is a reward function
+)
 
 
-def newest_rows(rollout: Rollout, returns: torch.Tensor, count: int) -> tuple[Rollout, torch.Tensor]:
-    """The last ``count`` rows of a joined rollout and of its returns [B, R]: those of the new batch, which
-    has not been learned from."""
+def newest_rows(rollout: Rollout, count: int) -> Rollout:
+    """The last ``count`` rows of a joined rollout: those of the new batch, which has not been learned
+    from."""
     first = len(rollout.tokens) - count
-    latest = rollout.rows(range(first, len(rollout.tokens))) if first else rollout
-    return latest, returns[first:, : latest.old_logprobs.shape[1]]
+    return rollout.rows(range(first, len(rollout.tokens))) if first else rollout
 
 
 @dataclass
@@ -38,11 +34,11 @@ class Replay:
     """The last ``size`` global batches, on the CPU."""
 
     size: int
-    positions: list  # the rows of a global batch that belong to this process (dataset/data_order.py)
+    positions: list[int]  # the rows of a global batch that belong to this process (dataset/data_order.py)
     world: World
-    batches: list = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
 
-    def join(self, rollout):
+    def join(self, rollout: Rollout) -> Rollout:
         """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
         device = rollout.tokens.device
         parts = [
@@ -51,12 +47,12 @@ class Replay:
         ]
         return join_rollouts([*parts, rollout]) if parts else rollout
 
-    def keep(self, rollout):
+    def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
         if not self.size:
             return
-        mine = {name: getattr(rollout, name) for name in KEPT}
-        mine = {name: x.cpu() for name, x in mine.items() if x is not None}
+        filled = {name: getattr(rollout, name) for name in KEPT}
+        mine = {name: x.cpu() for name, x in filled.items() if x is not None}
         parts = self.world.gather((self.positions, mine))
         joined = join_rollouts([Rollout(**fields) for _, fields in parts])
         order = torch.tensor([place for positions, _ in parts for place in positions]).argsort()
@@ -71,9 +67,9 @@ class Replay:
             for name, x in batch.items()
         }
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what ``state_dict`` returned."""
-        batches = {}
+        batches: dict[int, dict[str, torch.Tensor]] = {}
         for key, x in state.items():
             number, _, name = key.partition(".")
             batches.setdefault(int(number), {})[name] = x

@@ -1,25 +1,22 @@
 """Running scales, so that rewards of any size are learned alike: of the critic's values and of advantages.
 
-AdamW moves every weight by about the learning rate, however large the error. So a critic that has to say 100
-would need a hundred times the steps of one that has to say 1. Therefore
-
     value = critic.scale * head(state)        critic.scale: the standard deviation of the returns
 
-and the value loss and its clip are in units of that scale too (``value_loss`` in ppo.py). A run whose rewards
-(and ``--kl_coef``) are 100 times as large then learns the same. When the scale changes, the head is divided
-by as much, so no value changes (PopArt: van Hasselt et al. 2016, arXiv:1602.07714).
-
-With the first batch the head's bias is set so that the mean value is the mean return: a reward that is always
-about 50 need not be learned step by step. Where the values are then still worse than that mean alone, or
-vary far less than the returns, they become the line through them that is closest to the returns: a critic
-that starts from a reward model has scores of another size than rewards that are clipped or normalised.
+When the scale changes, the head is divided by as much, so no value changes (PopArt: van Hasselt et al. 2016,
+arXiv:1602.07714). With the first batch the head's bias is set so that the mean value is the mean return, and
+where the values are worse than that mean alone, they become the closest line through them.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from model.critic import CriticModel
 from trainer import ppo
+from trainer.compute.rollout_data import Rollout
 from trainer.runs.base import Kept
 
 RATE = 0.1  # of the running variance: it follows the last ten batches or so
@@ -38,7 +35,7 @@ class RunningScale(Kept):
 
     kept = ("batches", "variance", "last")
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.batches = 0
         self.variance = 0.0
         self.last = 0.0  # the variance of the batch before
@@ -76,16 +73,17 @@ class ValueScale(RunningScale):
     """Keeps ``critic.scale`` at the running standard deviation of a batch's returns. Batches whose returns
     are all equal do not change it."""
 
-    def __init__(self, critic):
+    def __init__(self, critic: CriticModel):
         super().__init__()
         self.critic = critic
 
-    def update(self, rollout, returns, sum_over_processes):
-        """Take in a batch's Monte-Carlo returns [B, R] before the batch is learned from. The first batch also
-        sets the mean of the values, and their slope where it is far off; those in ``rollout.values`` too."""
+    def update(self, rollout: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Take in the outcomes of a batch before it is learned from. The first batch also sets the mean of
+        the values, and their slope where it is far off; those in ``rollout.values`` too."""
         mask = rollout.mask
-        total = sum_over_processes(ppo.moments(returns, mask))
-        error = sum_over_processes(ppo.moments(returns - rollout.values, mask))
+        outcomes = rollout.outcomes
+        total = sum_over_processes(ppo.moments(outcomes, mask))
+        error = sum_over_processes(ppo.moments(outcomes - rollout.values, mask))
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
         if not (total[1] <= LARGEST and error[1] <= LARGEST):
             return
@@ -96,16 +94,16 @@ class ValueScale(RunningScale):
             spread = ppo.mean_std(sum_over_processes(ppo.moments(rollout.values, mask)))[1] ** 2
             far_off = ppo.mean_std(error)[1] ** 2 > MISLED * variance or spread < SMALL * variance
             if variance and far_off:  # equal returns say nothing about a slope
-                slope, intercept = ppo.regression(rollout.values, returns, mask, sum_over_processes)
+                slope, intercept = ppo.regression(rollout.values, outcomes, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)
             rollout.values = torch.where(mask, slope * rollout.values + intercept, 0.0)
         if variance:
             self.follow(variance)
             self.critic.rescale(self.std)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "scale": self.critic.scale}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.critic.scale = state["scale"]

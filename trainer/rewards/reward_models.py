@@ -17,12 +17,12 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from dataset.chat_template import conversation_ids
-from dataset.turns import to_messages
+from dataset.formats import to_messages
 from errors import InputError
-from model.half_precision import keep_in_half, make_score_heads
 from model.loading import (
     as_input_error,
     check_tokenizer,
+    embeddings,
     fill_buffers,
     is_from_outside,
     load_config,
@@ -30,6 +30,7 @@ from model.loading import (
     load_tokenizer,
     quiet,
 )
+from model.weights import keep_in_half, make_score_heads
 from progress_bar import phase
 from trainer.compute.batching import pad_right, tokens_per_pass
 from trainer.compute.memory import each_micro_batch
@@ -152,7 +153,8 @@ class RemoteRewardModel:
     def __init__(self, path, device, weights):
         self.tokenizer = load_tokenizer(path, trust_remote_code=True)
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
-        self.model = load_pretrained(AutoModel, path, True, weights, use_cache=False)
+        self.model = load_pretrained(AutoModel, path, True, weights)
+        self.model.config.use_cache = False
         make_ready(self.model, device, weights == "auto")
         if not hasattr(self.model, "get_score"):
             raise InputError("its code has no get_score(tokenizer, messages)")
@@ -266,11 +268,6 @@ def critic_start(critic_init, models, policy, tokenizer):
             f"own tokenizer and at least its {rows} embeddings; leave the flag out"
         )
     return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else None
-
-
-def embeddings(model):
-    """The number of ids that a model can read."""
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def parse_spec(text):

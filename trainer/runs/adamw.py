@@ -18,7 +18,7 @@ import zlib
 import torch
 from torch.optim import AdamW, Optimizer
 
-from model.shards import is_sharded, local_part
+from model.weights import is_sharded, local_part
 
 # Numbers that are computed at a time, so that no fp32 copy of a whole moment exists
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}

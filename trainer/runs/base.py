@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trainer.compute.loss_scale import LossScale
@@ -61,17 +60,16 @@ class Learner:
     """A model that trains, its optimizer and schedule. PPO has two (critic, actor), stages 1 and 2 one."""
 
     model: nn.Module
-    scorer: nn.Module | None  # computes the actor's log-probs or the critic's values; stages 1, 2: None
     optimizer: torch.optim.Optimizer
     peak: float  # the highest learning rate
     total_steps: int  # optimizer steps of the whole run
     per_batch: int = 1  # optimizer steps of a batch
-    first_batch: float = 0  # the batch with which this model begins to train; infinity while that is open
+    first_batch: int = 0  # the batch with which this model begins to train
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # one of SCHEDULES
 
     @property
-    def first_step(self) -> float:
+    def first_step(self) -> int:
         """The number of its first optimizer step in the run."""
         return self.first_batch * self.per_batch
 
@@ -93,13 +91,15 @@ class Run(ABC):
     world: World
     dtype: torch.dtype  # of mixed precision
     tokenizer: PreTrainedTokenizerBase
-    data: Dataset  # what it learns from
+    data: Any  # what it learns from: a ``Dataset`` with a length
     held_out: Sized | None  # the records of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     learners: dict[str, Learner]
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
+    mini_batch_size: int  # records of a minibatch, of this process
+    answers: int = 1  # to each record, counted as records
     in_step: InStep | None = None  # with --shard 1
     result_file: Path  # the last file of the result that is written, there or not
     result_path: Path | None  # the result, None if there is none before the end

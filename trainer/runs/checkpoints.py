@@ -43,7 +43,7 @@ from atomic_files import move, sync, writing
 from errors import InputError, first_line
 from model.loading import as_input_error
 from model.lora import learned
-from model.shards import is_sharded, local_part, whole
+from model.weights import is_sharded, local_part, whole
 from trainer.runs.adamw import zero_moments
 from trainer.runs.base import Progress, Run
 

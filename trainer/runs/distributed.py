@@ -34,7 +34,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from errors import InputError, SaidElsewhere, first_line
 from model.loading import as_input_error
-from model.shards import sharded_and_whole
+from model.weights import sharded_and_whole
 
 SUMMED = 1 << 26  # bytes of gradients that are added up at a time: 64 MiB, which are copied
 PIECE = 2**16  # numbers of a tensor that are summed at once, for a checksum

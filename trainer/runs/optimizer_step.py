@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from model.shards import sharded_and_whole
+from model.weights import sharded_and_whole
 from trainer.compute.batching import micro_batches, pass_size
 from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.runs.base import Run
@@ -22,33 +23,18 @@ from trainer.runs.metrics import Metrics
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 
 
-def accumulate(run: Run, lengths: list[int], token_budget: int, loss_of: Callable) -> Metrics:
-    """Add the gradients of ``loss_of(rows)`` -> (loss, ``Metrics``) of every micro-batch of at most
-    ``token_budget`` tokens -> their metrics. lengths: of the sequences."""
-    sums = Metrics()
-
-    def learn_from(rows):
-        loss, metrics = loss_of(rows)
-        run.loss_scale.scaled(loss).backward()
-        sums.merge(metrics)
-
-    if run.in_step:
-        run.in_step.train(lengths, token_budget, learn_from)
-    else:
-        for rows in micro_batches(lengths, token_budget):
-            learn_from(rows)
-    return sums
+# What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
+GradientSource = tuple[list[int], Callable[[list[int]], tuple[Tensor, Metrics]]]
 
 
-def gradients_that_fit(run, backward, lengths, pieces=1):
-    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of ``backward``.
+def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1) -> Metrics:
+    """Compute a minibatch's gradients in micro-batches that fit into memory -> ``Metrics`` of the losses.
 
-    backward(token budget): computes all gradients, in micro-batches of at most that many tokens. lengths:
-    tokens of each sequence. pieces: the number of micro-batches of about equal size (--accumulation_steps);
-    there are more if these did not fit before. If memory runs out, all gradients are computed again with half
-    the budget, and ``run.progress.token_budget`` keeps the budget that fitted. Raises InputError where not
-    even a single sequence fits.
+    pieces: the number of micro-batches of about equal size (--accumulation_steps). If memory runs out, all is
+    computed again with half the tokens, which ``run.progress.token_budget`` keeps. Raises InputError where
+    not even a single sequence fits.
     """
+    lengths = [length for lengths, _ in sources for length in lengths]
     total = sum(lengths)
     longest = max(lengths)
     wanted = pass_size(len(lengths), longest, total) if pieces == 1 else math.ceil(total / pieces)
@@ -56,7 +42,7 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     if run.in_step:
         wanted, longest = run.in_step.most(wanted, longest)
     budget = wanted
-    while not (done := attempt(backward, budget))[0]:
+    while not (done := attempt(backward, run, sources, budget))[0]:
         forget_gradients(run)
         if budget <= longest:  # no micro-batch had more tokens than the longest sequence
             raise out_of_memory_error(longest)
@@ -66,6 +52,24 @@ def gradients_that_fit(run, backward, lengths, pieces=1):
     sums.add("perf/out_of_memory", budget < wanted, 1)
     if run.loss_scale.active:
         sums.add("perf/loss_scale", run.loss_scale.value, 1)
+    return sums
+
+
+def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metrics:
+    """Add the gradients of every micro-batch of at most ``token_budget`` tokens -> the losses' metrics."""
+    sums = Metrics()
+    for lengths, loss_of in sources:
+
+        def learn_from(rows: list[int], loss_of: Callable = loss_of) -> None:
+            loss, metrics = loss_of(rows)
+            run.loss_scale.scaled(loss).backward()
+            sums.merge(metrics)
+
+        if run.in_step:
+            run.in_step.train(lengths, token_budget, learn_from)
+        else:
+            for rows in micro_batches(lengths, token_budget):
+                learn_from(rows)
     return sums
 
 

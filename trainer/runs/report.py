@@ -18,8 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
 from trainer.runs.displays import Display, Records, Row, logged, metric_names
-from trainer.runs.health import Finding, as_markdown
-from trainer.runs.health_past import least_difference, spread_of_steps
+from trainer.runs.health import Finding, as_markdown, least_difference, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
 TEMPLATES = Environment(

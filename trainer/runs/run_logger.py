@@ -25,8 +25,7 @@ from trainer.compute.memory import peak_memory
 from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line
-from trainer.runs.health import Finding, Health, one_line
-from trainer.runs.health_rules import WRONG
+from trainer.runs.health import WRONG, Finding, Health, one_line
 from trainer.runs.report import read_metrics, read_rows, write_report
 from trainer.runs.trackers import Trackers
 
@@ -68,13 +67,14 @@ class RunLogger:
             with writing(path):
                 cut_lines(path, first_step)
         records = read_metrics(folder.path)  # of a resumed run
-        self.health = Health(folder.config, records)
+        self.health = Health(folder.config)
         self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
         for record in records:
+            self.health.add(record)
             self._trackers.log(int(record.pop("step")), record, fresh=True)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second

@@ -1,0 +1,106 @@
+"""How weights are kept: frozen ones in 16 bits, and with ``--shard 1`` each process has some of their rows.
+
+``keep_in_half`` takes a model of transformers whose weights were loaded in bf16 or fp16. Its linear layers
+and embeddings, which are nearly all of it, stay in 16 bits; everything else becomes fp32, and so does every
+hidden state. A number of 16 bits is exact in fp32, so results are those of the same weights in fp32, bit for
+bit, under autocast too. With fp32 weights its classes compute as torch's own.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# ---------------------------------------------------------------- sharded weights
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether this process has only some rows of a tensor."""
+    return isinstance(x, DTensor)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this process has of a tensor, in place: the rows of a sharded one, all of any other."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """The whole of a tensor. Of a sharded one all processes must ask for it, in the same order."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def sharded_and_whole(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors -> (those that are sharded, the others), in their order."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for x in tensors:
+        parts[not is_sharded(x)].append(x)
+    return parts
+
+
+# ---------------------------------------------------------------- weights in 16 bits
+
+
+class HalfLinear(nn.Linear):
+    """A linear layer with 16-bit weights. Without autocast it computes in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs [..., in] -> [..., out]"""
+        if torch.is_autocast_enabled(x.device.type):  # it casts by itself
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class HalfEmbedding(nn.Embedding):
+    """An embedding with 16-bit weights that returns fp32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [...] -> fp32 [..., width]"""
+        return super().forward(ids).float()
+
+
+class ScoreHead(nn.Linear):
+    """A linear layer with one output, computed in real fp32: without autocast, and on a GPU without TF32,
+    forward and backward. Its inputs are of any floating-point type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States [..., hidden] -> fp32 [..., 1]"""
+        with torch.autocast(x.device.type, enabled=False):
+            product = sum_of_products if x.device.type == "cuda" else F.linear
+            return product(x.float(), self.weight, self.bias)
+
+
+def sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` for one output, but no matrix product, so that a GPU never computes it in TF32."""
+    y = (x * weight[0]).sum(-1, keepdim=True)
+    return y if bias is None else y + bias
+
+
+HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
+
+
+def keep_in_half(model: nn.Module) -> None:
+    """Change a model that was loaded in 16 bits, in place: see above. Buffers that are not saved are left
+    for ``fill_buffers`` in loading.py to compute again."""
+    for module in model.modules():
+        kind = HALF.get(type(module))
+        if kind and next(module.parameters()).dtype in (torch.bfloat16, torch.float16):
+            module.__class__ = kind
+        else:
+            _to_fp32(module)
+
+
+def make_score_heads(model: nn.Module) -> None:
+    """Make every linear layer with one output that is a direct child of the model a ``ScoreHead`` in fp32."""
+    for head in model.children():
+        if type(head) in (nn.Linear, HalfLinear) and head.out_features == 1:
+            head.__class__ = ScoreHead
+            _to_fp32(head)
+
+
+def _to_fp32(module: nn.Module) -> None:
+    """All floating-point weights and buffers of this module, without its children."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()

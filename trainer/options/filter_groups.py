@@ -1,0 +1,68 @@
+"""``--filter_groups N``: prompts whose answers all score the same are sampled again, up to N times.
+
+``--advantage rloo`` and ``group`` compare the answers to a prompt. Where they all score the same, there is
+nothing to learn. DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.2) takes other prompts in their place.
+Here the same prompts get new answers, with other noise: the batch keeps its size, and which prompts a step
+takes depends on nothing that was sampled. What still scores the same after N times stays in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.collect import Batch, Collector, noise_of_step
+from trainer.compute.rollout_data import join_rollouts
+from trainer.rewards.reward import RawScores, Reward
+
+OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
+
+
+def rows_of_equal_groups(scores: Tensor, answers: int) -> list[int]:
+    """Scores [B] -> the rows of the prompts whose answers all score the same."""
+    groups = scores.view(-1, answers)
+    equal = groups.amax(1) == groups.amin(1)
+    return equal.repeat_interleave(answers).nonzero()[:, 0].tolist()
+
+
+def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
+    """-> [B]: the scores as they will be learned from, without what is taken off for length: a group that is
+    all wrong with one answer cut is no lesson. In the first batch with ``--normalize_reward``, which has no
+    running mean yet and whose clip would make all scores equal, the plain sum of the raw parts."""
+    judged = {name: scores for name, scores in raw.parts.items() if name not in OF_LENGTH}
+    scores = reward.combine(replace(raw, parts=judged))
+    return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
+
+
+def sample_again(
+    collector: Collector,
+    batch: Batch,
+    model: PreTrainedModel,
+    reward: Reward,
+    step: int,
+    positions: Sequence[int],
+) -> None:
+    """Sample this process' prompts whose answers all score the same again, in place.
+
+    Processes sample different numbers of times, so they exchange nothing until all are done.
+    """
+    args = collector.args
+    with collector.world.all_or_none(), collector.sampling_from(model):
+        for times in range(1, args.filter_groups + 1):
+            rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
+            if not rows:
+                break
+            asked = [batch.prompts[row] for row in rows]
+            keys = noise_of_step(args, step, np.asarray(positions)[rows], times)
+            with batch.seconds.of("rollout"):
+                new, texts = collector.respond(asked, keys, args.temperature)
+            with batch.seconds.of("reward"):
+                batch.raw.replace(rows, collector.raw_scores(reward, asked, new, texts))
+            order = list(range(len(batch.prompts)))
+            for place, row in enumerate(rows):
+                order[row] = len(batch.prompts) + place
+                batch.texts[row] = texts[place]
+            batch.rollout = join_rollouts([batch.rollout, new]).rows(order)
+            batch.again += len(rows)

@@ -1,0 +1,60 @@
+"""The weight of the KL to the reference: constant, or moved so that the KL stays at ``--kl_target``.
+
+    error = clip(KL / target - 1, -0.2, 0.2)        KL: mean of kl/sequence over the batch's responses
+    coef  = coef * (1 + error * responses of the batch / --kl_horizon)
+
+The controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2). Each old actor counts once, and none
+before the actor's first updates: there the KL is 0 whatever the weight. docs/ppo.md, "A target for the KL".
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+from trainer.compute.rollout_data import Rollout
+from trainer.runs.base import Kept, Learner
+
+LARGEST_ERROR = 0.2
+HORIZON = 4  # batches, where --kl_horizon is not given
+
+
+class KlTarget(Kept):
+    """Keeps ``coef``, the weight of the KL in reward units per nat, the same in all processes.
+
+    learner: the actor's; responses: of a batch of all processes. Raises InputError for a horizon shorter than
+    a batch: the weight could become negative.
+    """
+
+    kept = ("coef",)
+
+    def __init__(self, args: Namespace, learner: Learner, responses: int):
+        self.coef: float = args.kl_coef
+        self.target: float = args.kl_target
+        self.every: int = args.update_old_actor_freq
+        self.learner = learner
+        self.horizon: int = args.kl_horizon or HORIZON * responses
+        if self.target and self.horizon < responses:
+            raise InputError(
+                f"--kl_horizon {self.horizon}: a batch has {responses} responses; give at least that many"
+            )
+
+    def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
+        """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A
+        KL that is not finite changes nothing."""
+        if not self.target or step <= self.learner.first_batch or step % self.every:
+            return
+        k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
+        count = torch.full_like(k1, len(newest.tokens))
+        total, responses = sum_over_processes(torch.stack([k1, count])).tolist()
+        if math.isfinite(total):
+            error = total / responses / self.target - 1
+            error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+            self.coef *= 1 + error * responses / self.horizon
+
+    def metrics(self) -> dict[str, float]:
+        """{name: number} of a step: the weight, where it can move."""
+        return {"kl/coef": self.coef} if self.target else {}

@@ -1,0 +1,43 @@
+"""``--missing_eos_penalty``: what a response without an EOS loses, where it is not given.
+
+The penalty has to follow the rewards. One that is large beside them teaches the policy to end, and little
+else: its gradient points the same way in every response. So the policy answers some prompts before step 1,
+and the penalty is the standard deviation of their scores without it. It stays the same for the whole run.
+"""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from dataset.data_order import global_batch
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
+from trainer.collect import Collector, Seconds
+from trainer.generation.sampling import noise_keys
+from trainer.rewards.reward import Reward, RunningStats
+from trainer.runs.distributed import share_of
+
+PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
+RESPONSES = 64  # at most; never more than a batch, for which there is room
+LEAST_SPREAD = 1e-4  # standard deviation of scores that are all alike
+UNKNOWN = 0.5  # the penalty then: half of a reward of 1
+
+
+def suited_penalty(
+    collector: Collector, model: PreTrainedModel, reward: Reward, data: RLAIFDataset | LoggedAnswers
+) -> tuple[float, str]:
+    """-> (the penalty, a line that says why), the same for any number of processes. Raises InputError on all
+    of them where a reward fails."""
+    args = collector.args
+    world = collector.world
+    count = min(RESPONSES, args.batch_size * world.size)
+    places = global_batch(len(data), args.seed, 0, count)
+    mine: Sequence[int] = share_of(range(count), world)
+    with world.all_or_none():
+        prompts = [data[places[i]] for i in mine]
+    batch = collector.collect(model, reward, prompts, noise_keys(args.seed, PROBE_STEP, mine), Seconds())
+    scores = reward.combine(batch.raw, world)["score"]
+    reward.running = {}  # the statistics of --normalize_reward begin with the first batch
+    spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
+    penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")
+    why = f"the scores of {count} responses have the standard deviation {spread:.2g}"
+    return penalty, f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}"
