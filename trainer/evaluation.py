@@ -120,7 +120,7 @@ def answer(
             parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
     if run.args.offline_data_path and temperature:
         with run.world.all_or_none():
-            parts["kl"] = sequence_kl(rollout, run.scorers, run.host, run.args.temperature)
+            parts["kl"] = sequence_kl(rollout, run.scorers, run.host, temperature)
     return rollout, texts, parts
 
 

@@ -587,7 +587,7 @@ def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path
         "error: --strict_health 1: ended by records_dropped, wrong since step 0; its line above"
     )
     assert out.count("health: wrong, since step 0: many prompts are longer") == 1
-    assert "start a new run with the remedy: --max_seq_len 80, for logged answers a larger" in out
+    assert "Try: --max_seq_len 80" in out
     assert "nothing was learned" in out
     assert "step 1/" not in out
 

@@ -67,14 +67,13 @@ class RunLogger:
                 cut_lines(path, first_step)
         records = read_metrics(folder.path)  # of a resumed run
         self.health = Health(folder.config)
-        for record in records:
-            self.health.add(record)
         self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
         for record in records:
+            self.health.add(record)
             self._trackers.log(int(record.pop("step")), record, fresh=True)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
