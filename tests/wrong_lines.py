@@ -1306,9 +1306,6 @@ REST = {
             "tests/runs/test_summary.py::test_the_chance_of_an_accuracy_is_that_of_the_held_out_pairs",
         ),
     ],
-    "trainer/rewards/reward.py": [
-        ("self.judging_seconds += new", "self.judging_seconds = new", "only the last call", REWARDS),
-    ],
     "trainer/options/missing_eos.py": [
         ("reward.running = {}", "pass", "the first samples count in the statistics", MISSING_EOS),
         ("UNKNOWN if spread < LEAST_SPREAD else ", "", "no penalty where all score alike", MISSING_EOS),
