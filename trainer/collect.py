@@ -1,7 +1,6 @@
 """Prompts -> scored responses: one batch of PPO, before anything is learned from it.
 
-``Collector`` samples from the old actor and asks the rewards; ``collect`` of train_ppo.py says in which
-order.
+``Collector.collect`` samples from the old actor, then asks the rewards; ``collect`` of train_ppo.py calls it.
 """
 
 import time
@@ -95,7 +94,8 @@ class Collector:
     def respond(
         self, prompts: Sequence[Prompt], keys: Tensor, temperature: float
     ) -> tuple[Rollout, list[str]]:
-        """Prompts -> (rollout, response texts), sampled from the weights of ``sampling_from``."""
+        """Prompts -> (rollout, response texts). Only inside ``sampling_from``, whose weights it samples
+        from."""
         assert self.sampler
         rollout = self.sampler.sample(
             [prompt.prompt_ids for prompt in prompts],
@@ -158,9 +158,9 @@ def step_rewards(
 def token_places(
     offsets: list[int | None], text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """Character offsets in the text of a response -> the places of the tokens that complete them: the first
-    one after which the tokens so far decode to a text that has the character and all before it, so tokens may
-    cut a text in any way. None, the length of the text, and a character that only all decode to: the last."""
+    """Character offsets in the text of a response -> the places of their tokens. The token of a character is
+    the first after which the decoded text reaches and includes it. None, the end of the text, or a character
+    that only the whole decodes to: the last token."""
 
     @cache
     def decoded(count):

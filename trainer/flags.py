@@ -243,7 +243,7 @@ def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> N
     add("--out_dir", str(ROOT / "out"), "where all is written", type=path)
     add("--run_name", path, "folder of this run; default: numbered")
     add("--resume", path, "auto, or a run or checkpoint folder")
-    add("--log_interval", 0, "steps per printed line; 0: 20 or more lines", may_change=True, at_most=inf)
+    add("--log_interval", 0, "steps per printed line; 0: 100 lines or more", may_change=True, at_most=inf)
     add("--save_interval", save_interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
     add("--eval_interval", eval_interval, "steps; 0: only at the ends", may_change=True, at_most=inf)

@@ -3,8 +3,9 @@
 A script gives four functions:
 
     build(args, world) -> its ``Run``
-    collect(run, step, batches, positions) -> what the step learns from. InputError where a record or a
-                                              reward is wrong: then the run is saved and ends
+    collect(run, step, batches, positions) -> what the step learns from; positions: of this process' rows in
+                                              the global batch. InputError where a record or a reward is
+                                              wrong: then the run is saved and ends
     learn(run, step, batch)                -> (metrics, {file: rows to keep})
     evaluate(run, metrics, rows)           -> the same two, and with them what an evaluation finds
 """
@@ -18,10 +19,11 @@ from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
 from trainer.runs.distributed import World, init_world
-from trainer.runs.log_and_save import StopRequest, end_if_broken, log_step, run_to_the_end, save
+from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
 from trainer.runs.resume import start_or_resume
+from trainer.runs.signals import StopRequest
 
-Logged = tuple[dict[str, float], dict[str, list]]  # metrics of a step; {file: rows to keep}
+StepLog = tuple[dict[str, float], dict[str, list]]  # metrics of a step; {file: rows to keep}
 
 
 def build_and_train(
@@ -29,8 +31,8 @@ def build_and_train(
     args: Flags,
     argv: Sequence[str] | None,
     collect: Callable[..., Any],
-    learn: Callable[..., Logged],
-    evaluate: Callable[..., Logged],
+    learn: Callable[..., StepLog],
+    evaluate: Callable[..., StepLog],
 ) -> None:
     """All that a script does. argv: the command line, None for the process' own."""
 
@@ -49,8 +51,8 @@ def train_to_the_end(
     run: Run,
     logger: Any,
     collect: Callable[..., Any],
-    learn: Callable[..., Logged],
-    evaluate: Callable[..., Logged],
+    learn: Callable[..., StepLog],
+    evaluate: Callable[..., StepLog],
 ) -> None:
     """From where the run stands to its end, or until someone asks it to stop or a reward fails."""
     args = run.args
@@ -85,7 +87,8 @@ def train_to_the_end(
                 raise
             metrics, rows = learn(run, step, batch)
             world.check_identical(**{name: learner.model for name, learner in run.learners.items()})
-            progress.step = done = step + 1
+            done = step + 1
+            progress.step = done  # from here on: log, save and the best count it
             last = done == run.total_steps
             signal = stop.agreed(world)
             failed = None

@@ -1,7 +1,7 @@
 """How much memory a PPO run takes, part by part, and whether the machine has it: said before the first step.
 
 Models and AdamW's two moments are there all the time; the rest comes and goes with the phases of a step
-(docs/performance.md, "What fills the memory"). ``memory_plan`` is the arithmetic. It needs no model, only
+(docs/performance.md, "Memory"). ``memory_plan`` is the arithmetic. It needs no model, only
 ``Sizes``, so it serves for other flags and machines too. ``check_memory`` takes the plan with the largest
 micro-batches that fits. A run that cannot fit ends there in one line: a GPU would fail in the middle of a
 step, and a CPU's system would kill the process without a word.

@@ -54,7 +54,7 @@ from trainer.runs.optimizer_step import make_optimizer
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What follows from the flags' sizes."""
+    """Sizes over all processes."""
 
     minibatch: int  # sequences of a minibatch, over all processes
     steps: int  # optimizer steps of a batch, of each model
@@ -87,7 +87,7 @@ class PpoRun(Run):
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
         keep_freed_memory(sharded)
-        # The reward, and that of evaluations, which never trains.
+        # The reward that PPO learns from, and the judge, which only evaluates.
         self.reward, self.judge = self._load_rewards(args)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.eval().requires_grad_(not args.lora_r)
@@ -168,7 +168,7 @@ class PpoRun(Run):
             sampler = Sampler(actor, self.dtype, self.plan.slots, cache, room, self.world.device)
             if sharded:  # each process soon has a part of each model, and a whole one of none
                 sampler.copy.unload()
-        self.critic: CriticModel = None  # type: ignore[assignment]  # without one nothing asks it
+        self.critic: CriticModel = None  # type: ignore[assignment]  # None without one
         if start:
             lend = sharded and start is actor
             self.critic = CriticModel.from_model(start, args.lora_r > 0, weight, lend).eval()
@@ -247,7 +247,7 @@ class PpoRun(Run):
         )
         self.replay = Replay(args.replay_batches, positions, self.world)
         self.options: dict[str, Stateful] = {
-            "raw_scores": self.reward,
+            "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,
             "best": self.best,
             "kl": self.kl,

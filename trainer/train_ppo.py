@@ -1,6 +1,6 @@
 """PPO fine-tuning (RLHF) of a small causal language model, in one script.
 
-    for each step, which is one batch of prompts:                          loop.py
+    for each step, which is one batch of responses:                        loop.py
         collect   the old actor answers every prompt                       generation/engine.py
                   the rewards score the answers                            rewards/reward.py
         learn     score      log-probs of reference and old actor; values  compute/scoring.py
@@ -14,6 +14,8 @@
                   every --update_old_actor_freq batches the old actor becomes a copy of the actor;
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
+
+The reference is a frozen copy of the actor as it starts, the critic a copy with a value head: run.py.
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
 
@@ -262,11 +264,12 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
     seconds = Seconds()
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-    keys = noise_of_step(args, step, positions)
-    batch = run.collector.collect(run.old_actor, run.reward, prompts, keys, seconds)
+    noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
+    batch = run.collector.collect(run.old_actor, run.reward, prompts, noise, seconds)
     if args.filter_groups:
         sample_again(run.collector, batch, run.old_actor, run.reward, step, positions)
-    batch.scores = run.reward.combine(batch.raw, run.world)  # {part: [B]}; their sum is "score"
+    # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
+    batch.scores = run.reward.combine(batch.raw, run.world)
     return batch
 
 
@@ -275,14 +278,17 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
 
 def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
     """What the models say of the batch before it is learned from -> its rollout with log-probs and values
-    [B, R]. With --replay_batches the rows of older batches stand above it, scored again."""
+    [B, R]. With --replay_batches the rows of older batches stand above it: what actor and critic say of them
+    today, and what the reference said."""
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
     new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
+    rollout = new
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
-        rollout = run.replay.join(new)
+        if args.replay_batches:
+            rollout = run.replay.join(new)
         if args.offline_data_path:
             take_reference(rollout)
         else:
@@ -313,7 +319,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
-    if run.critic:  # its values follow the size of the outcomes
+    if run.critic:  # before GAE: its head, and with it the values, follow the size of the outcomes
         run.value_scale.update(rollout, world.sum)
     if args.advantage == "gae":
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
@@ -329,20 +335,23 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     else:
         advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
     if args.advantage != "group":  # whose advantages have a scale of their own
-        scores = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))
-        informative = ppo.std_or_zero(scores) > 0
+        every_response = torch.ones_like(rollout.finished)
+        total = world.sum(ppo.moments(rollout.scores, every_response))
+        informative = ppo.std_or_zero(total) > 0  # False where all scores are equal
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
     rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
 
 
 def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
     """All that stays fixed while a batch is learned from, in the order of the fields of ``Rollout``."""
+    args = run.args
     rollout = score(run, batch, metrics)
-    run.kl.follow(step, newest_rows(rollout, run.args.batch_size), run.world.sum)
+    if args.kl_target:  # before ``estimate``, which uses the weight of the KL
+        run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
-    newest = newest_rows(rollout, run.args.batch_size)
-    note_rollout(run, newest, metrics)
-    run.replay.keep(batch.rollout)
+    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)
+    if args.replay_batches:
+        run.replay.keep(batch.rollout)
     return rollout
 
 
@@ -353,7 +362,8 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
     """
     args = run.args
     metrics = Metrics()
-    values, balance = run.value_scorer(*mb.sequences)
+    # balance: the load-balancing loss of experts, 0 for other models
+    values, balance = run.value_scorer(mb.tokens, mb.layout)
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )
@@ -366,7 +376,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     """A micro-batch's share of the minibatch's policy loss, KL included -> (loss, Metrics)."""
     args = run.args
     metrics = Metrics()
-    logprobs, entropy, balance = run.scorers["actor"](*mb.sequences, args.temperature)
+    logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
     loss, info = ppo.policy_objective(
         logprobs,
         mb,
@@ -406,7 +416,7 @@ def train(
     learner = run.learners[name]
     sums = gradients(run, name, minibatch, token_count, number)
     metrics.merge(sums)
-    metrics.keep_first("policy/ratio", "policy/first_ratio")
+    metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
     means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
     if name == "actor" and 0 < args.target_kl < means[1]:
@@ -422,18 +432,22 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     actor, so only one model's gradients are in memory. Above ``--target_kl`` the actor stops for the rest of
     the batch; the critic, if there is one, goes on: the KL does not concern it."""
     args = run.args
-    cut = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
+    rows_of_minibatch = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
-    minibatches = [rollout.rows([start + row for row in rows]) for start in starts for rows in cut]
+    minibatches = [
+        rollout.rows([start + row for row in rows]) for start in starts for rows in rows_of_minibatch
+    ]
     token_counts = run.world.sum(torch.stack([mb.response_len.sum() for mb in minibatches])).tolist()
     order = minibatch_order(
-        step, older=args.replay_batches, count=len(cut), epochs=args.ppo_epochs, seed=args.seed
+        step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
-    first = step * run.sizes.steps  # optimizer steps before this batch
-    actor_trains = first >= run.learners["actor"].first_step  # else only the critic: --critic_warmup_steps
+    first_step = step * run.sizes.steps  # optimizer steps before this batch
+    actor_trains = (
+        first_step >= run.learners["actor"].first_step
+    )  # else only the critic: --critic_warmup_steps
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
-        for number, k in enumerate(order, first):  # optimizer step, minibatch
+        for number, k in enumerate(order, first_step):  # of the optimizer step in the run; of the minibatch
             steps = []
             if run.critic:
                 steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))

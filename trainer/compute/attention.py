@@ -5,7 +5,7 @@ the model's attention implementation. Ours handles two layouts that plain attent
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
   (``Layout``). On a CPU ``rotated_attention``, which is compiled, computes them as they lie, on a GPU
-  ``flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
+  ``_flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
   attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 

@@ -5,7 +5,7 @@ the same functions; only those of token log-probs differ in what they take (logp
 ``kernels_for`` with its tensors, and computes with torch's operations where the answer is None.
 
 ``difference`` tries what is fast against what is known to be right, before it is used: packed rows
-(packing.py), fused layers (fused_layers.py), flash attention (attention.py) and a GPU's kernels
+(scoring.py), fused layers (fused_layers.py), flash attention (attention.py) and a GPU's kernels
 (cuda/kernels.py).
 """
 

@@ -16,7 +16,7 @@ from trainer.compute.rollout_data import Rollout, join_rollouts
 from trainer.runs.distributed import World
 
 # What is kept of a rollout. All other fields are computed anew in each step.
-KEPT = (
+FIELDS = (
     *("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores"),
     "step_rewards",  # where there is a reward function
 )
@@ -49,9 +49,7 @@ class Replay:
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        if not self.size:
-            return
-        filled = {name: getattr(rollout, name) for name in KEPT}
+        filled = {name: getattr(rollout, name) for name in FIELDS}
         mine = {name: x.cpu() for name, x in filled.items() if x is not None}
         parts = self.world.gather((self.positions, mine))
         joined = join_rollouts([Rollout(**fields) for _, fields in parts])

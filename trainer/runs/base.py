@@ -34,7 +34,7 @@ class Stateful(Protocol):
         """What a checkpoint keeps."""
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take over what ``state_dict`` returned; {} where the checkpoint is older than this option."""
+        """Take over what ``state_dict`` returned; {} where the checkpoint has none; it may raise KeyError."""
 
 
 class Kept:
@@ -110,8 +110,8 @@ class Run(ABC):
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
-    mini_batch_size: int  # records of a minibatch, of this process
-    answers: int = 1  # to each record, counted as records
+    mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
+    answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
     result_file: Path  # the last file of the result that is written, there or not
     result_path: Path | None  # the result, None if there is none before the end
@@ -152,7 +152,7 @@ class Run(ABC):
         """Make the models ready for training, before a checkpoint is loaded."""
 
     def begin(self, logger: Any) -> None:
-        """Choose what is chosen before step 1."""
+        """Choose what the flags leave open and the models decide, before the first evaluation."""
 
     def restore_best(self, logger: Any) -> None:
         """After a checkpoint was loaded: make the files of the best evaluation what they were then."""

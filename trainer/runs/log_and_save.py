@@ -5,33 +5,19 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import FrameType
+from contextlib import contextmanager
 from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 from trainer.runs.base import Run
-from trainer.runs.distributed import World
 from trainer.runs.run_logger import NullLogger, RunLogger
+from trainer.runs.signals import StopRequest
 
 BROKEN = 3  # exit code of a run that --strict_health has ended
-# In seconds. Under torchrun, another signal within this time counts as the first one: the terminal sends
-# Ctrl-C to all processes, and torchrun then sends them a signal as well.
-ECHO = 2.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-if hasattr(os, "register_at_fork"):  # Windows has no fork
-    # Else Python loses a signal that arrives in a new process right after the fork.
-    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
-    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release)
 
 Logger = RunLogger | NullLogger
 
@@ -39,7 +25,8 @@ Logger = RunLogger | NullLogger
 def log_step(
     run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Log a step's metrics and {file: rows to keep}. Every script calls it between two steps."""
+    """Log a step's metrics and {file: rows to keep}. ``train_to_the_end`` (loop.py) calls it between two
+    steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
@@ -79,44 +66,6 @@ def end_if_broken(run: Run, logger: Logger) -> None:
         error.code = BROKEN
         with run.world.all_or_none():
             raise error
-
-
-class StopRequest:
-    """While its ``with`` block runs, the first SIGINT or SIGTERM is remembered instead of obeyed, and
-    ``reply`` is printed: training stops after the step, once a checkpoint is saved. A second one ends the
-    process at once. In processes that a reward function or a data loader forks, SIGTERM works as ever, and
-    Ctrl-C is left to their parent."""
-
-    def __init__(self, reply: str = "") -> None:
-        self._reply = reply
-        self._signal = 0
-        self._time = 0.0
-        self._process = os.getpid()
-
-    def __enter__(self) -> "StopRequest":
-        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        echo = ECHO if "WORLD_SIZE" in os.environ else 0.0
-        if os.getpid() != self._process:
-            if number == signal.SIGTERM:
-                os._exit(128 + number)
-        elif not self._signal:
-            self._signal = number
-            self._time = time.monotonic()
-            with suppress(OSError):  # stderr may be closed
-                os.write(2, self._reply.encode())  # print is not safe in a signal handler
-        elif time.monotonic() - self._time > echo:
-            os._exit(128 + number)  # not sys.exit, which would wait for threads and other processes
-
-    def agreed(self, world: World) -> int:
-        """The number of the signal that any process got, 0 if none did. All processes must call it."""
-        return max(world.gather(self._signal))
-
-    def __exit__(self, *raised: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
