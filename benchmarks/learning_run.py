@@ -32,7 +32,7 @@ from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
 from trainer.options.value_scale import AdvantageScale
-from trainer.rewards.reward import Request, load_reward
+from trainer.rewards.combine import Request, load_reward
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World
 

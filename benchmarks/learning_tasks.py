@@ -163,7 +163,7 @@ def closed_form(folder, start):
             weight.mul_(4.0 if weight.dim() == 2 else 1.0)  # far from a uniform policy
     model.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
-    (folder / "reward.py").write_text(
+    (folder / "combine.py").write_text(
         "import random\n\n\ndef score(prompts, responses, answers):\n"
         f"    return [random.Random(f'{start} {{text}}').uniform(-1, 1) for text in responses]\n"
     )
@@ -172,7 +172,7 @@ def closed_form(folder, start):
     return {
         "model": str(folder / "policy"),
         "data_path": prompts,
-        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_fn": f"{folder / 'combine.py'}:score",
     }
 
 

@@ -22,7 +22,7 @@ from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
 from trainer.options.best import Best, choose_best
-from trainer.rewards.reward import Judge, Reward
+from trainer.rewards.combine import Judge, Reward
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}

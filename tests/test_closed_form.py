@@ -29,10 +29,10 @@ def rewards_of(texts):
 def trained(folder, tokenizer, sizes, steps, **values):
     """Train on one prompt with REWARD through the command line -> (reference, trained policy)."""
     policy = save_policy_dir(folder / "policy", tokenizer, **sizes)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "combine.py").write_text(REWARD)
     data = write_jsonl(folder / "prompts.jsonl", [{"prompt": PROMPT}] * 8)
     common = {"reasoning": 0, "missing_eos_penalty": 0, "epochs": 10**6}
-    common |= {"out_dir": folder / "out", "run_name": "run", "reward_fn": f"{folder / 'reward.py'}:score"}
+    common |= {"out_dir": folder / "out", "run_name": "run", "reward_fn": f"{folder / 'combine.py'}:score"}
     train(model=policy, data_path=data, max_steps=steps, **common, **values)
     ref, actor = tiny_llama(len(tokenizer), **sizes), tiny_llama(len(tokenizer), **sizes)
     report = actor.load_state_dict(load_weights(folder / "out" / "run", steps), strict=False)

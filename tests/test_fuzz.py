@@ -28,7 +28,7 @@ from errors import InputError
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
 from trainer import train_ppo
 from trainer.inputs import load_inputs
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 from trainer.rewards.reward_function import load_reward_function
 from trainer.runs import checkpoints
 from trainer.runs.distributed import World
@@ -346,7 +346,7 @@ def test_values_that_would_take_all_memory_or_time(argv):
 @pytest.fixture(scope="module")
 def run_files(folder):
     tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
-    function = folder / "reward.py"
+    function = folder / "combine.py"
     function.write_text(
         "def f(prompts, responses, answers):\n    return [float(len(r)) for r in responses]\n"
     )

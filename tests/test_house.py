@@ -75,7 +75,7 @@ def test_imports_point_down(path):
 
 def test_a_wrong_import_is_noticed():
     assert wrong_imports("trainer.compute.scoring", {"trainer.runs.metrics"})  # up
-    assert wrong_imports("trainer.rewards.reward", {"trainer.runs.checkpoints"})  # to the same level
+    assert wrong_imports("trainer.rewards.combine", {"trainer.runs.checkpoints"})  # to the same level
     assert wrong_imports("model.loading", {"dataset.formats"})
     assert wrong_imports("trainer.supervised", {"trainer.train_sft"})
     assert not wrong_imports("trainer.train_ppo", {"trainer.ppo", "trainer.compute.rollout_data"})

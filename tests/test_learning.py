@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import ROOT, tiny_llama, word_tokenizer, write_jsonl
 
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from tiny import finish, flags, launch_two, read_jsonl, run_files, same_run
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 from trainer.runs.resume import check_same_run
 
 # Counts the letter a, and keeps the scores of each call in a file of this process.

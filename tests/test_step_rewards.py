@@ -11,7 +11,7 @@ from trainer import ppo, train_ppo
 from trainer.collect import step_rewards, token_places
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.stops import HALF, response_texts
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 
 WORDS = list("abcdefgh")
 

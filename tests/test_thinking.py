@@ -42,7 +42,7 @@ from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
 from trainer.inputs import choose_reasoning
-from trainer.rewards.reward import Judge, Reward
+from trainer.rewards.combine import Judge, Reward
 from trainer.rewards.rules import thinking_reward
 from trainer.train_reward import Reference
 

@@ -575,7 +575,7 @@ def files(tmp_path_factory):
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(48)]
     answers = [" ".join(WORDS[n * i % 8] for i in range(n % 6)) for n in range(48)]
     logged = [{**p, "answer": x, "score": len(x) % 7 - 3} for p, x in zip(prompts, answers, strict=True)]
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "combine.py").write_text(REWARD)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     experts = MiniMindConfig(**sizes, use_moe=True, eos_token_id=0, router_aux_loss_coef=0.5)
@@ -584,7 +584,7 @@ def files(tmp_path_factory):
     return {
         "dense": save_policy_dir(folder / "dense", tokenizer, layers=2, spread=2.0),
         "experts": str(folder / "experts"),
-        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "offline_data_path": write_jsonl(folder / "logged.jsonl", logged),
         "ptx_data_path": write_jsonl(folder / "ptx.jsonl", [{"text": p["prompt"] + " h h"} for p in prompts]),

@@ -142,12 +142,12 @@ def run_files(folder, count=40):
     """A policy, a reward model, a reward function and ``count`` prompts of different lengths, as flags. The
     penalty is given: to choose one, a run would call the function once more."""
     tokenizer = word_tokenizer(WORDS, chat=True)
-    (folder / "reward.py").write_text(FAULTY_REWARD)
+    (folder / "combine.py").write_text(FAULTY_REWARD)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(count)]
     return {
         "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
         "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "missing_eos_penalty": 1.0,
     }

@@ -17,7 +17,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 from trainer.runs.resume import short_hash, weights_hash
 
 if TYPE_CHECKING:  # it has these functions as methods

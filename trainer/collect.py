@@ -24,7 +24,7 @@ from trainer.compute.sharding import InStep
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import StopStrings, response_texts
-from trainer.rewards.reward import RawScores, Reward, modules_of
+from trainer.rewards.combine import RawScores, Reward, modules_of
 from trainer.rewards.reward_function import Request
 from trainer.runs.distributed import World
 

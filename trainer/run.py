@@ -44,7 +44,7 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.reward import Judge, Reward, load_judge, load_reward, modules_of, scoring_models
+from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.rewards.reward_models import critic_start
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run, Stateful, command_line

@@ -2,7 +2,7 @@
 
     for each step, which is one batch of responses:                        loop.py
         collect   the old actor answers every prompt                       generation/engine.py
-                  the rewards score the answers                            rewards/reward.py
+                  the rewards score the answers                            rewards/combine.py
         learn     score      log-probs of reference and old actor; values  compute/scoring.py
                   estimate   scores -> rewards of tokens -> advantages     ppo.py
                   update     for each PPO epoch, for each minibatch:

@@ -159,11 +159,11 @@ def files(folder, model, tokenizer=None):
     with quiet():
         model.save_pretrained(folder / "policy")
     (tokenizer or word_tokenizer(WORDS, chat=True)).save_pretrained(folder / "policy")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "combine.py").write_text(REWARD)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 5))} for n in range(8)]
     return {
         "model": folder / "policy",
-        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "out_dir": folder / "out",
         "reasoning": 0,

@@ -18,7 +18,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor
 from trainer.inputs import load_inputs
-from trainer.rewards.reward import Judge
+from trainer.rewards.combine import Judge
 from trainer.rewards.reward_models import load_reward_model
 from trainer.run import PpoRun
 

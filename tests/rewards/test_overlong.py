@@ -5,7 +5,7 @@ from tiny import flags, read_jsonl, request_of, run_files, train
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 from trainer.rewards.rules import overlong_penalty
 
 

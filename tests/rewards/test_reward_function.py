@@ -9,7 +9,7 @@ import torch
 from tiny import request_of, run_files, train, write_jsonl
 
 from errors import InputError
-from trainer.rewards.reward import Reward
+from trainer.rewards.combine import Reward
 from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function
 
 RECORDS = [

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.reward import RawScores, Reward
+from trainer.rewards.combine import RawScores, Reward
 from trainer.rewards.reward_function import load_reward_function
 from trainer.rewards.reward_models import critic_start, load_reward_model, load_reward_models, parse_spec
 from trainer.rewards.rules import (

@@ -9,7 +9,7 @@ import torch
 from tiny import read_jsonl, request_of, run_files, train
 
 from errors import InputError
-from trainer.rewards.reward import Reward, RunningStats
+from trainer.rewards.combine import Reward, RunningStats
 from trainer.runs.distributed import World
 from trainer.train_ppo import parse_args
 
@@ -147,7 +147,7 @@ def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
     files = run_files(tmp_path, count=8)
     files |= {"out_dir": tmp_path / "out", "run_name": "r", "batch_size": 4, "mini_batch_size": 4}
     files |= {"max_gen_len": 4, "epochs": 9, "max_steps": 3, "critic_warmup_steps": 0, "normalize_reward": 1}
-    whole, failing = tmp_path / "reward.py", tmp_path / "failing.py"
+    whole, failing = tmp_path / "combine.py", tmp_path / "failing.py"
     failing.write_text(whole.read_text().replace("due = ", "assert calls < 3; due = "))
     train(**files)
     with pytest.raises(InputError, match="--reward_fn"):

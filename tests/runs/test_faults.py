@@ -52,7 +52,7 @@ def argv_of(files, out_dir, **more):
 # --------------------------------------------------------------------------------------- rewards that fail
 
 FAULTS = {
-    "it raises": ("raise ValueError('no')", r"ValueError: no at .*reward.py:\d+"),
+    "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
     "it raises many lines": ("raise ValueError('x\\n' * 1000)", "ValueError: x"),
     "it leaves": ("sys.exit(3)", "SystemExit: 3"),
     "it interrupts": ("raise KeyboardInterrupt", "KeyboardInterrupt"),

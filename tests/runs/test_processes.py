@@ -82,7 +82,7 @@ def argv_of(files, out_dir, sizes, **more):
 def one(files, tmp_path_factory):
     """A run of 12 steps in one process -> its run folder."""
     out = tmp_path_factory.mktemp("one")
-    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
     train_ppo.main(argv_of(files, out, ONE, reward_fn=overflow, keep_checkpoints=9))
     return out / "r"
 
@@ -106,7 +106,7 @@ def in_four(files, tmp_path_factory):
 
 
 def run_in(processes, files, out, **more):
-    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
     sizes = {2: TWO, 4: FOUR}[processes]
     argv = argv_of(files, out, sizes, reward_fn=overflow, keep_checkpoints=9, **more)
     for process in launch_all([*argv, "--ddp"], processes):
@@ -217,7 +217,7 @@ def test_resuming_with_another_number_of_processes(
     """Only the batch size over all processes has to stay the same. Sharded runs go on as others, and others
     as sharded ones."""
     shutil.copytree(request.getfixturevalue(start), tmp_path / "r")
-    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
     more = {"reward_fn": overflow, "resume": tmp_path / "r" / "checkpoints" / "step_5", "keep_checkpoints": 9}
     argv = argv_of(files, tmp_path, {1: ONE, 2: TWO, 4: FOUR}[processes], shard=shard, **more)
     if processes == 1:
@@ -258,7 +258,7 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
 
 
 def test_another_global_batch_is_another_run(files, two):
-    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
     with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
         train_ppo.main(argv_of(files, two.parent, TWO, reward_fn=overflow, resume="auto"))
 
@@ -372,7 +372,7 @@ def launch_two_nodes(argv):
 
 
 def test_two_nodes(files, one, tmp_path):
-    overflow = files["reward_fn"].replace("reward.py", "overflow.py")
+    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
     for node in launch_two_nodes(argv_of(files, tmp_path, TWO, reward_fn=overflow)):
         finish(node)
     assert furthest(one, tmp_path / "r") < TOLERANCE

@@ -61,12 +61,12 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     tokenizer = word_tokenizer(HTML, chat=True)
     prompts = [{"prompt": " ".join(HTML[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "combine.py").write_text(REWARD)
     held_out = [{**prompt, "answer": "<b>&"} for prompt in prompts[:12]]
     return {
         "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
         "reward_model": save_reward_dir(folder / "reward", tokenizer) + "=0.5",
-        "reward_fn": f"{folder / 'reward.py'}:score",
+        "reward_fn": f"{folder / 'combine.py'}:score",
         "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
         "eval_data_path": write_jsonl(folder / "eval.jsonl", held_out),
         "batch_size": 8,

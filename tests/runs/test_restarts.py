@@ -90,10 +90,10 @@ def score(prompts, responses, answers):
 @pytest.fixture
 def slow(files, tmp_path):
     """The flags of a run whose steps take as long as ``pause.txt`` says, and that file."""
-    (tmp_path / "reward.py").write_text(SLOW_REWARD)
+    (tmp_path / "combine.py").write_text(SLOW_REWARD)
     (tmp_path / "pause.txt").write_text("0")
     sizes = {"max_steps": 40, "lr_schedule": "constant", "keep_checkpoints": 99, "save_interval": 4}
-    return files | sizes | {"reward_fn": f"{tmp_path / 'reward.py'}:score"}, tmp_path / "pause.txt"
+    return files | sizes | {"reward_fn": f"{tmp_path / 'combine.py'}:score"}, tmp_path / "pause.txt"
 
 
 @pytest.mark.slow

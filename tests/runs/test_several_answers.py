@@ -22,7 +22,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
-from trainer.rewards.reward import RawScores, Reward
+from trainer.rewards.combine import RawScores, Reward
 from trainer.runs.health import findings
 
 # Many answers to a prompt score the same.

@@ -15,7 +15,7 @@ from pathlib import Path
 from atomic_files import one_at_a_time, writing
 from dataset.lm_dataset import RLAIFDataset
 from errors import InputError
-from trainer.rewards.reward import Judge, Reward
+from trainer.rewards.combine import Judge, Reward
 from trainer.runs.base import Kept
 
 KEPT = "best.pth"  # in the run folder and in checkpoints

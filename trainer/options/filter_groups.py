@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from trainer.collect import Batch, Collector, noise_of_step
 from trainer.compute.rollout_data import join_rollouts
-from trainer.rewards.reward import RawScores, Reward
+from trainer.rewards.combine import RawScores, Reward
 
 OF_LENGTH = ("missing_eos", "overlong")  # parts of the score: whether an answer was cut says nothing of it
 

@@ -13,7 +13,7 @@ from dataset.data_order import global_batch
 from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from trainer.collect import Collector, Seconds
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.reward import Reward, RunningStats
+from trainer.rewards.combine import Reward, RunningStats
 from trainer.runs.distributed import share_of
 
 PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it

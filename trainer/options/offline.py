@@ -23,7 +23,7 @@ from trainer.compute.batching import pad_right
 from trainer.compute.memory import HostMemory
 from trainer.compute.rollout_data import Rollout, as_rollout
 from trainer.compute.scoring import score_policy
-from trainer.rewards.reward import RawScores
+from trainer.rewards.combine import RawScores
 from trainer.runs.distributed import World, batches_of
 from trainer.runs.metrics import Metrics
 

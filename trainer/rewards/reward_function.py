@@ -4,7 +4,7 @@
         return [...]                            # B finite numbers, or lists of steps
 
 What else it may ask for, what it may return, and examples: docs/rewards.md. Its scores are the part
-"function" of the reward (reward.py), neither clipped nor normalised. ``Request.by_name`` says what it gets
+"function" of the reward (combine.py), neither clipped nor normalised. ``Request.by_name`` says what it gets
 by name besides the fields of the records. It may take ``--reward_timeout`` seconds.
 """
 

@@ -2,7 +2,7 @@
 
 Two kinds are supported: a sequence classifier with one label, and a model whose own code has
 ``get_score(tokenizer, messages)``, as internlm2-reward has it. Each uses its own tokenizer and chat template,
-and gets messages as messages. reward.py clips the scores and weighs them.
+and gets messages as messages. combine.py clips the scores and weighs them.
 
 Code from outside runs as its authors ran it: weights in the dtype of the checkpoint, no autocast. Only a
 score head is made fp32.
@@ -120,7 +120,7 @@ class ClassifierRewardModel(RewardModel):
             model=self.root,
             dummy=lambda: self._score([[0]]),
         )
-        if self.dtype == torch.float16:  # in other types reward.py names the response that has no score
+        if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
             check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
