@@ -115,14 +115,17 @@ def tokenizer_source(path: str | Path) -> str:
     """Where the tokenizer of the model at ``path`` is by default: a directory or a hub name.
 
     For a model directory or hub name, it is the same path. For a ``.pth`` it is the folder of the same stem
-    beside it if that has one, otherwise this repository's ``model/``, as in MiniMind.
-    """
+    beside it if that has one, otherwise this repository's ``model/``, as in MiniMind. Raises InputError if
+    there is no such ``.pth``, or none of the two has a tokenizer."""
     if not str(path).endswith(".pth"):
         return str(path)
     if not os.path.isfile(path):  # the first thing to say
         raise InputError(f"{path}: no such file")
     sidecar = Path(path).with_suffix("")
-    return str(sidecar if _has_tokenizer(sidecar) else MINIMIND_FOLDER)
+    for folder in (sidecar, MINIMIND_FOLDER):
+        if _has_tokenizer(folder):
+            return str(folder)
+    raise InputError(f"{path}: no tokenizer in {sidecar} nor in {MINIMIND_FOLDER}: pass --tokenizer")
 
 
 # ---------------------------------------------------------------- from_pretrained, with all buffers
@@ -270,6 +273,11 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
 def embeddings(model: PreTrainedModel) -> int:
     """The number of ids that a model can read."""
     return len(next(model.get_input_embeddings().parameters()))
+
+
+def not_finite(model: PreTrainedModel) -> str:
+    """The name of the first parameter that holds a NaN or an infinity; "" if none does."""
+    return next((name for name, p in model.named_parameters() if not p.isfinite().all()), "")
 
 
 def is_moe(model: PreTrainedModel) -> bool:

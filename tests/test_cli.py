@@ -123,7 +123,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("tokenizer too big", {"tokenizer": "{}/big"}, "tokenizer"),
     ("tokenizer missing", {"tokenizer": "/nowhere"}, "/nowhere"),
     ("reward model missing", {"reward_model": "/nowhere"}, "--reward_model /nowhere"),
-    ("reward model is a policy", {"reward_model": "{policy}"}, "not a reward model"),
+    ("reward model is a policy", {"reward_model": "{policy}"}, "no sequence classifier"),
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("no reward at all", {"reward_model": ""}, "--reward_model"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
@@ -149,7 +149,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
     ("a clip that allows any fall", {"clip_epsilon": 2}, "--clip_epsilon 2"),
     ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
-    ("warm-up in words", {"critic_warmup_steps": "some"}, "invalid steps_or_auto value: 'some'"),
+    ("warm-up in words", {"critic_warmup_steps": "some"}, "invalid int value: 'some'"),
     (
         "critic from no reward model",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},

@@ -37,6 +37,7 @@ from model.loading import (
     load_policy,
     load_tokenizer,
     most_positions,
+    not_finite,
     quiet,
     tokenizer_source,
 )
@@ -299,6 +300,8 @@ def sampling_sizes(
 def check_policy(args: Flags, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError if the causal LM cannot be trained here, or does not fit tokenizer and flags."""
     check_tokenizer(tokenizer, policy)
+    if name := not_finite(policy):
+        raise InputError(f"--model {args.model}: {name} has weights that are not finite; it is damaged")
     check_output_head(policy)
     for flag in ("hidden_size", "num_hidden_layers"):
         wanted = getattr(args, flag)

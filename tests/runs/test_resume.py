@@ -425,7 +425,7 @@ def test_a_full_disk(whole, files, tmp_path):
 
 
 def test_runs_do_not_overwrite_each_other(files, tmp_path):
-    sizes = {**files, **SIZES, "run_name": "", "max_steps": 2}
+    sizes = {**files, **SIZES, "run_name": "", "max_steps": 2, "lr_warmup_steps": 0}
     for _ in range(2):
         train(**sizes, out_dir=tmp_path)
     assert sorted(p.name for p in tmp_path.glob("run_*")) == ["run_1", "run_2"]
@@ -447,7 +447,7 @@ def test_no_run_folder_is_named_like_a_result(tmp_path):
 
 
 def test_runs_that_begin_together_get_folders_of_their_own(files, tmp_path):
-    argv = argv_of(files, tmp_path, max_steps=2, run_name="")
+    argv = argv_of(files, tmp_path, max_steps=2, run_name="", lr_warmup_steps=0)
     processes = [launch(argv) for _ in range(2)]
     for process in processes:
         finish(process)

@@ -88,7 +88,7 @@ class RunFolder:
                     break
                 except FileExistsError:  # another new run has just taken this number
                     if named:
-                        raise
+                        raise InputError(f"{self.path}: is a file; give another --run_name") from None
             self._lock()
         if not resume and (found or (self.path / "config.json").exists()):
             raise InputError(

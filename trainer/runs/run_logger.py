@@ -107,6 +107,8 @@ class RunLogger:
             self.say(f"health: {one_line(finding)}")
             if finding.level == WRONG and not self.broken:
                 self.broken = finding
+        if metrics.get("perf/out_of_memory"):
+            self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         held_out = as_line(self.run.display.evaluation, metrics)
         if held_out:
             self.say(f"  held out at step {step}: {held_out}")
