@@ -36,7 +36,6 @@ OURS = {
     "4 PPO epochs, no replay": ("a", {"replay_batches": 0, "ppo_epochs": 4}, None),
     "no value clip": ("abcd", {"cliprange_value": 0}, None),
     "no critic warm-up": ("abcd", {"critic_warmup_steps": 0}, None),
-    "critic warm-up auto": ("abcd", {"critic_warmup_steps": "auto"}, None),
     "upper clip 0.28": ("abcd", {"clip_epsilon_high": 0.28}, None),
     "dual clip 3": ("abcd", {"dual_clip": 3}, None),
     "no whitening": ("abcd", {}, "no whitening"),

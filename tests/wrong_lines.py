@@ -1379,8 +1379,18 @@ REFEREED = {  # what no test of its module noticed once
         ),
     ],
     "trainer/inputs.py": [
-        ("rest = steps - warmup", "rest = steps", "the rate rises while only the critic trains", GIVEN),
-        ("if 0 < args.dual_clip <= 1:", "if 0 < args.dual_clip < 1:", "--dual_clip 1 is accepted", GIVEN),
+        (
+            "rest = steps - warmup",
+            "rest = steps",
+            "the rate rises while only the critic trains",
+            "tests/test_inputs.py",
+        ),
+        (
+            "if 0 < args.dual_clip <= 1:",
+            "if 0 < args.dual_clip < 1:",
+            "--dual_clip 1 is accepted",
+            "tests/test_inputs.py",
+        ),
     ],
     "trainer/runs/optimizer_step.py": [
         (

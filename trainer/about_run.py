@@ -102,7 +102,7 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
     return {
         "prompts": len(prompts),
-        "dropped": prompts.dropped / prompts.read,  # share of the records that are too long
+        "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long
         "held_out": len(run.held_out_pairs or run.held_out or ()),
         "missing_header": header,  # text between a prompt and its answer, "" as it should be
         "template_without_eos": not ends,  # it ends an answer with no token that ends a response

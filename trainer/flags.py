@@ -118,7 +118,15 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=110),
         )
-        self.add_argument("-h", "--help", nargs="?", choices=["all"], action=ShowHelp, help=argparse.SUPPRESS)
+        self.add_argument(
+            "-h",
+            "--help",
+            nargs="?",
+            choices=["all"],
+            action=ShowHelp,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
     def group(self, title: str) -> None:
         """The flags that are added from here on stand under this title in ``--help``."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from errors import InputError
 from model.lora import adapter_size
 from trainer.compute.batching import tokens_per_pass
-from trainer.compute.logprobs import CHUNK
+from trainer.compute.logprobs import CHUNK, MIN_CHUNK_TOKENS
 from trainer.compute.memory import free_memory
 from trainer.compute.precision import holds
 from trainer.compute.sharding import InStep
@@ -148,7 +148,7 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     # An update.
     tokens = args.mini_batch_size * (case.width + case.demonstration) // args.accumulation_steps
     tokens = min(tokens, max(budget, case.width))
-    logits = min(tokens * vocabulary, CHUNK[case.device.type])
+    logits = min(tokens * vocabulary, max(CHUNK[case.device.type], MIN_CHUNK_TOKENS * vocabulary))
     cast = small % 4  # bytes a number of the copies for mixed precision
     config = model.config
     hidden = config.hidden_size

@@ -369,10 +369,6 @@ class PpoRun(Run):
             elif self.args.resume and not (best.forgotten or best.since):
                 remove_saved(kept)
 
-    @property
-    def best_metric(self) -> str:
-        return self.best.metric
-
     def best_note(self) -> str:
         return self.best.describe(self.best_path.name)
 

@@ -86,7 +86,7 @@ class SupervisedRun(Run):
             raise InputError(
                 f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it"
             )
-        if Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
+        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )

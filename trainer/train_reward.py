@@ -102,6 +102,7 @@ from trainer.rewards.rules import after_thinking, answer_text
 from trainer.runs import displays
 from trainer.runs.base import command_line, full_path
 from trainer.runs.metrics import Metrics
+from trainer.runs.resume import short_hash, weights_hash
 from trainer.supervised import Items, Part, SupervisedRun, train
 
 
@@ -258,6 +259,13 @@ class RewardRun(SupervisedRun):
         spread = means["x_std"] * means["y_std"]
         correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
+
+    def fingerprints(self) -> dict[str, str]:
+        found = super().fingerprints()
+        if self.reference:
+            weights = weights_hash(self.reference.model)
+            found["reference"] = short_hash([weights, self.reference.eos, self.reference.prompts])
+        return found
 
     def save_result(self) -> None:
         """Do nothing: see ``result_path``."""

@@ -87,7 +87,7 @@ FLAGS = {
 }
 FACTS = {
     "prompts": 5888,
-    "dropped": 0.0,
+    "dropped_share": 0.0,
     "held_out": 500,
     "missing_header": "",
     "template_without_eos": False,
@@ -423,8 +423,8 @@ def start_of(**change):
         ({"template_without_eos": True}, "template_without_eos", "look", "eos_token"),
         ({"fewer_ids": [300, 400]}, "other_tokenizer", "look", "--tokenizer"),
         ({"without_template": "model, other"}, "judge_without_template", "look", "chat template"),
-        ({"dropped": 0.21}, "records_dropped", "look", "--max_seq_len 1024"),
-        ({"dropped": 0.91}, "records_dropped", "wrong", "--max_seq_len 1024"),
+        ({"dropped_share": 0.21}, "records_dropped", "look", "--max_seq_len 1024"),
+        ({"dropped_share": 0.91}, "records_dropped", "wrong", "--max_seq_len 1024"),
         ({"kl_coef": 0.0}, "nothing_holds_the_policy", "look", "--kl_coef 0.02"),
         ({"temperature": 0.1}, "unusual_flags", "look", "--temperature 1"),
         ({"learning_rate": 0.011}, "unusual_flags", "look", "--learning_rate 0.0005"),
@@ -463,7 +463,7 @@ def test_held_out_pairs_that_fall_are_found_offline():
 
 def test_flags_and_facts_that_are_usual():
     usual = {
-        "dropped": 0.19,
+        "dropped_share": 0.19,
         "prompts": 200,
         "batch_size": 16,
         "learning_rate": 0.009,
@@ -520,8 +520,8 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     said = capsys.readouterr().out
     folder = tmp_path / "out" / "run_1"
     facts = json.loads((folder / "config.json").read_text())["facts"]
-    assert facts["dropped"] == pytest.approx(1 - facts["prompts"] / 24)
-    assert facts["dropped"] > 0
+    assert facts["dropped_share"] == pytest.approx(1 - facts["prompts"] / 24)
+    assert facts["dropped_share"] > 0
     assert facts["without_template"] == "model"
     assert facts["suited"]["learning_rate"] == 5e-4
     assert facts["dtype"] in ("float32", "bfloat16")  # what the CPU is good at

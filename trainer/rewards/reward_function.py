@@ -11,6 +11,7 @@ by name besides the fields of the records. It may take ``--reward_timeout`` seco
 import copy
 import inspect
 import operator
+import os
 import signal
 import sys
 import traceback
@@ -64,7 +65,7 @@ def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFu
         )
     # The prefix keeps a file called json.py from replacing Python's own module json.
     module = ModuleType(f"reward_fn_{Path(path).stem}")
-    module.__file__ = path
+    module.__file__ = os.path.abspath(path)  # the function may change the working directory
     sys.modules[module.__name__] = module  # dataclasses look up their module there
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
@@ -166,10 +167,13 @@ def call_reward_function(
 # ---------------------------------------------------------------- what it returned
 
 
+UNORDERED = (str, bytes, dict, set)  # no lists of scores
+
+
 def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list[Steps]]:
     """-> a number for each of these responses, the sum of its steps where it has any; and the steps of each.
     Raises InputError that says what is wrong with what was returned."""
-    given = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str | dict) else []
+    given = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, UNORDERED) else []
     if len(given) != len(responses):
         raise InputError(
             f"--reward_fn: returned {len(given)} scores for {len(responses)} responses: {_shown(returned)}; "

@@ -77,8 +77,8 @@ class RewardModel(ABC):
 
 class ClassifierRewardModel(RewardModel):
     """An ``AutoModelForSequenceClassification`` with one label. Its layers compute under autocast in
-    ``dtype``, its score head in fp32. Raises InputError if it has more than one label, its tokenizer does not
-    fit, or a weight is too large for fp16."""
+    ``dtype``, its score head in fp32. Raises InputError if it has more than one label, or its tokenizer does
+    not fit."""
 
     def prepare(self) -> None:
         model = self.model
@@ -121,7 +121,8 @@ class ClassifierRewardModel(RewardModel):
             dummy=lambda: self._score([[0]]),
         )
         if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
-            check_finite(scores, self.dtype, "the --reward_model")
+            with together():
+                check_finite(scores, self.dtype, "the --reward_model")
         return scores - self.offset
 
     def _score(self, ids):

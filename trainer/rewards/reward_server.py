@@ -57,8 +57,10 @@ class RewardServer:
         }
         reply = self._post_until_it_works(json.dumps(asked).encode())
         try:
-            scores = [float(score) for score in reply["rewards"]]
-        except (KeyError, TypeError, ValueError):
+            found = reply["rewards"]
+            numbers = isinstance(found, list) and {int, float}.issuperset(map(type, found))
+            scores = [float(score) for score in found] if numbers else []
+        except (KeyError, TypeError, OverflowError):
             scores = []
         if len(scores) != len(responses):
             raise InputError(

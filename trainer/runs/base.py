@@ -160,11 +160,6 @@ class Run(ABC):
     def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
 
-    @property
-    def best_metric(self) -> str:
-        """The metric that says which evaluation was the best, "" without."""
-        return ""
-
     def best_note(self) -> str:
         """Where the weights of the best evaluation are, "" without."""
         return ""

@@ -15,8 +15,6 @@ Records = list[dict[str, float]]  # lines of metrics.jsonl
 Row = dict[str, Any]  # a line of another JSONL file of the run folder
 Rows = dict[str, list[Row]]  # {file: what is written to it}
 PARTS = "reward/*"  # stands for every part of the reward
-# The parts of PPO's reward that are rules about the form of a response. What the user wants is the rest.
-RULES = ("format", "marks", "thinking", "repetition", "length_reward", "missing_eos", "overlong")
 
 
 class Panel(NamedTuple):

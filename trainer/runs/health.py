@@ -241,7 +241,7 @@ MOVED = 0.1  # nats a response
 
 def records_dropped(past: Past) -> Seen:
     """Much of the data is not used."""
-    share = past.known("dropped")
+    share = past.known("dropped_share")
     return share > DROPPED and {"wrong": share > NEARLY_ALL}
 
 

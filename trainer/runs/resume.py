@@ -119,9 +119,13 @@ class RunFolder:
             write_whole(path, json.dumps(self.config, indent=2))
 
     def remove_if_unused(self) -> bool:
-        """Remove the folder of a run that has learned nothing, unless it was there before -> whether it is
-        gone, and its number free again."""
-        if not self._found:
+        """Remove the folder of a run that has learned nothing -> whether it is gone, and its number free
+        again. It stays if it was there before this run, or holds an evaluation or a file of a tracker or the
+        user."""
+        others = {path.name for path in self.path.iterdir() if path.suffix != ".jsonl"}
+        logged = "".join(path.read_text(encoding="utf-8") for path in self.path.glob("*.jsonl"))
+        own = {"config.json", ".lock", ".lock.held"}
+        if not self._found and others <= own and logged in ("", '{"step": 0}\n'):
             shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
@@ -140,7 +144,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
         return path.parent.parent, [path]
-    elif not (path / ".lock").exists():
+    elif not ((path / ".lock").exists() or checkpoints.list_checkpoints(path)):
         raise InputError(
             f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
         )
