@@ -19,6 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 ROOT = Path(__file__).resolve().parents[1]
 PPO = ["trainer/train_ppo.py", "--dtype", "float32", "--max_steps", "4", "--save_interval", "2"]
 SMALL = ["--batch_size", "32", "--mini_batch_size", "8", "--max_gen_len", "24", "--eval_interval", "0"]
@@ -69,8 +72,15 @@ def contents(out: Path) -> dict[str, str]:
     found = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
-        if path.suffix in (".safetensors", ".pth", ".distcp") or path.name == "state.json":
+        if path.suffix == ".safetensors":  # tensor by tensor: the names in its header may differ
+            for key, x in load_file(path).items():
+                numbers = x.contiguous().view(torch.uint8) if x.dim() else x.view(1).view(torch.uint8)
+                found[f"{name} {key}"] = hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+        elif path.suffix == ".pth":
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.name == "state.json":
+            for key, x in json.loads(path.read_text(encoding="utf-8")).items():
+                found[f"{name} {key}"] = repr(x)
         elif path.name == "metrics.jsonl":
             for line in path.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
