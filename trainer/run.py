@@ -173,8 +173,9 @@ class PpoRun(Run):
             lend = sharded and start is actor
             self.critic = CriticModel.from_model(start, args.lora_r > 0, weight, lend).eval()
             prepare_training(self.critic.backbone, args.gradient_checkpointing)
-        prepare_training(actor.base_model, args.gradient_checkpointing)
-        self.ref = frozen_copy(actor, sharded)  # before there are adapters: the reference has none
+        prepare_training(actor.base_model, args.gradient_checkpointing)  # before it is copied
+        # The reference: no optimizer has it. Copied before there are adapters, so it has none.
+        self.ref = frozen_copy(actor, sharded)
         if args.lora_r:  # from here on only the adapters train; their models share the frozen weights
             add_adapters(actor.base_model, args.lora_r, args.seed)
             if self.critic:

@@ -277,9 +277,9 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
 
 
 def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
-    """What the models say of the batch before it is learned from -> its rollout with log-probs and values
-    [B, R]. With --replay_batches the rows of older batches stand above it: what actor and critic say of them
-    today, and what the reference said."""
+    """What the models, not the rewards, say of the batch before it is learned from -> its rollout with
+    log-probs and values [B, R]. With --replay_batches the rows of older batches stand above it: what actor
+    and critic say of them today, and what the reference said."""
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)

@@ -4,8 +4,8 @@ transformers passes the queries, keys and values of every layer to the function 
 the model's attention implementation. Ours handles two layouts that plain attention does not:
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
-  (``Layout``). On a CPU ``rotated_attention``, which is compiled, computes them as they lie, on a GPU
-  ``_flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
+  (``Layout.starts`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
+  ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
   attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 

@@ -1,4 +1,5 @@
-"""The peak learning rate that suits a model's size. The schedule around it: ``Learner`` in base.py."""
+"""The default of --learning_rate and --critic_learning_rate: the peak that suits the model's size, which
+``choose_rates`` in inputs.py takes where none is given. The schedule around it: ``Learner`` in base.py."""
 
 import math
 
