@@ -5,8 +5,8 @@ the model's attention implementation. Ours handles two layouts that plain attent
 
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
   (``Layout.starts`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
-  ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does. Where these cannot run, sequences of similar length are padded to a batch, for
-  attention alone;
+  ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does.
+  Where these cannot run, sequences of similar length are padded to a batch, for attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 
 On a CPU, attention that is not compiled (other families, long sequences, no compiler) runs torch's fused
