@@ -57,7 +57,7 @@ ANSWER = "<answer>"  # the tag of --reasoning
 LOOKED_AT = 256  # how many answers of the data are searched for it
 SAMPLED = 16  # the same of the policy
 SHARE = 0.25  # of them that must have it
-FIRST_ANSWERS = -3  # the step of the policy's answers in the sampling noise
+FIRST_ANSWERS = -2  # the step of the policy's answers in the sampling noise
 
 DEMO = {
     "model": f"{ROOT}/model/demo/policy",
