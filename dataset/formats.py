@@ -62,13 +62,14 @@ def named(record: Record, keys: Keys) -> Record:
     InputError, with flag and keys found, where a named key leads to nothing."""
     found = dict(record)
     for name, key in vars(keys).items():
+        if not key:
+            continue
         value: Any = record
         for part in [key] if key in record else key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            found[PROMPTS[0] if name == "prompt" else name] = value
-        elif key:
+        if value is None:
             raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
+        found[PROMPTS[0] if name == "prompt" else name] = value
     return found
 
 
