@@ -191,7 +191,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
             f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
             f"--{which}_key"
         )
-    prompt, response = _answered(prompt, record[which])
+    prompt, response = _answered(prompt, record[which], is_transcript(record[which]))
     if not prompt or response is None:
         raise InputError(
             f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
@@ -200,11 +200,11 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
     return prompt, response
 
 
-def _answered(prompt: Asked, said: Any) -> tuple[Asked, str | None]:
-    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns or a
-    transcript, which may repeat the prompt; anything else becomes JSON text."""
+def _answered(prompt: Asked, said: Any, whole: bool = False) -> tuple[Asked, str | None]:
+    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
+    may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
     of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
-    if not (of_turns or is_transcript(said)):
+    if not (of_turns or whole):
         return prompt, _as_text(said)
     asked = to_messages(prompt) if prompt else []
     turns, answer = split(said)

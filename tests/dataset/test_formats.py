@@ -276,6 +276,12 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         assert to_messages(text) == [user(text)]
 
 
+def test_an_answer_that_looks_like_a_transcript_is_an_answer():
+    for said in ("Human: hi\n\nAssistant: hello", f"{TALK}\n\nAssistant: 5"):
+        record = {"instruction": "Write a dialogue", "output": said}
+        assert to_prompt(record) == to_demonstration(record) == ("Write a dialogue", said)
+
+
 @pytest.mark.parametrize("answer", [["5", "five"], {"x": 5}, 5])
 def test_an_answer_that_is_no_text_becomes_json(answer):
     for prompt in ("hi", [user("hi")]):
