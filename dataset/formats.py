@@ -24,7 +24,8 @@ Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
 
-PROMPTS = ("conversations", "messages", "user_input", "prompt", "question")
+NAMED_PROMPT = "--prompt_key"  # under this name ``named`` puts the prompt; no file has it
+PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = ("answer", "completion", "output")
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
@@ -69,7 +70,9 @@ def named(record: Record, keys: Keys) -> Record:
             value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
-        found[PROMPTS[0] if name == "prompt" else name] = value
+        if name == "answer" and not _is_turns(value):
+            value = _as_text(value)
+        found[NAMED_PROMPT if name == "prompt" else name] = value
     return found
 
 
@@ -134,7 +137,7 @@ def has_tools(record: Record) -> bool:
 
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
-    names = json.dumps(list(record), ensure_ascii=False).strip("[]")
+    names = json.dumps([name for name in record if name != NAMED_PROMPT], ensure_ascii=False).strip("[]")
     return f"keys found: {names[:SHOWN]}"
 
 
@@ -156,6 +159,10 @@ def _is_pair(record: Record) -> bool:
     return {"chosen", "rejected"} <= record.keys()
 
 
+def _is_turns(said: Any) -> bool:
+    return isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
+
+
 def _as_text(answer: Any) -> str:
     """Text as it is, anything else as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
@@ -164,6 +171,11 @@ def _as_text(answer: Any) -> str:
 def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
     """A record of any form -> (prompt, the text that answers it, or None)."""
     answer: str | None
+    said = _first(record, ANSWERS)
+    if {"messages", "conversations"} & record.keys() and not (
+        isinstance(said, str | int | float) or _is_turns(said)
+    ):
+        said = None  # something else beside a conversation, such as a list of accepted answers
     if _is_pair(record):
         prompt, answer = to_pair(record)[0][0]
     else:
@@ -176,7 +188,6 @@ def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
         prompt, answer = split(asked)
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
-    said = _first(record, ANSWERS)
     if said is not None:
         prompt, answer = _answered(prompt, said)
     if not prompt:
@@ -203,8 +214,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
 def _answered(prompt: Asked, said: Any, whole: bool = False) -> tuple[Asked, str | None]:
     """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
     may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
-    of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
-    if not (of_turns or whole):
+    if not (_is_turns(said) or whole):
         return prompt, _as_text(said)
     asked = to_messages(prompt) if prompt else []
     turns, answer = split(said)

@@ -276,6 +276,15 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         assert to_messages(text) == [user(text)]
 
 
+def test_what_is_no_answer_beside_a_conversation_is_left_alone():
+    """A list of accepted answers, which a reward function reads from the record."""
+    record = {"messages": [user("hi")], "answer": ["5", "five"]}
+    assert to_prompt(record) == ([user("hi")], None)
+    for name in ("messages", "conversations"):
+        record = {name: [user("hi"), assistant("a")], "answer": ["x", "y"]}
+        assert to_prompt(record) == to_demonstration(record) == ([user("hi")], "a")
+
+
 def test_an_answer_that_looks_like_a_transcript_is_an_answer():
     for said in ("Human: hi\n\nAssistant: hello", f"{TALK}\n\nAssistant: 5"):
         record = {"instruction": "Write a dialogue", "output": said}

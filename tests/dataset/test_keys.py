@@ -50,6 +50,13 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "an answer that is a number": ({"prompt": "hi", "gold": 5}, Keys("", "gold"), "hi", "5"),
     "an answer that is a turn": ({"prompt": "hi", "gold": [ASSISTANT]}, Keys("", "gold"), [USER], "5"),
     "an answer that is no text": ({"prompt": "hi", "gold": ["5"]}, Keys("", "gold"), "hi", '["5"]'),
+    "an answer that is no text, beside turns": (
+        {"messages": [USER, ASSISTANT], "gold": ["6"]},
+        Keys("", "gold"),
+        [USER],
+        '["6"]',
+    ),
+    "a prompt beside an answer that is no text": ({"q": [USER], "answer": ["5"]}, Keys("q"), [USER], '["5"]'),
     "an answer that is no text elsewhere": (
         {"prompt": "hi", "answer": 6, "a": "5"},
         Keys("", "a"),
@@ -124,7 +131,7 @@ def test_files_are_read_by_the_named_keys_line_by_line(chat, jsonl):  # noqa: F8
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [USER], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
     assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
-    assert list(prompts.columns) == ["q", "a", "x", "conversations", "answer", "prompt"]  # of all records
+    assert list(prompts.columns) == ["q", "a", "x", "--prompt_key", "answer", "prompt"]  # of all records
     one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
     assert one == two
     with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
