@@ -284,10 +284,13 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if "{{" not in text and "{%" not in text:
             if not hole or hole in after:
                 raise InputError("it must hold {prompt} once, or be a Jinja template, or a file")
+            if tokenizer.eos_token is None:
+                raise InputError("the tokenizer has no EOS token to end answers with")
             begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
             bos = tokenizer.bos_token if begins else ""
             texts = {"bos": bos, "before": before, "after": after, "eos": tokenizer.eos_token}
             # A JSON string is also a valid Jinja string.
             text = TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text
-        render(tokenizer, [{"role": "user", "content": "question"}])
+        if "question" not in render(tokenizer, [{"role": "user", "content": "question"}]):
+            raise InputError("the user's message is missing in the text that it makes")

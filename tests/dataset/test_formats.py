@@ -442,11 +442,21 @@ def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):  # noqa: 
         assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense"])
+TYPO = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", TYPO])
 def test_bad_templates(plain, template):  # noqa: F811
     with pytest.raises(InputError, match="--prompt_template"):
         set_template(plain, template)
     plain.chat_template = None
+
+
+def test_a_template_from_a_text_needs_an_eos():
+    tokenizer = word_tokenizer("abc")
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="--prompt_template.*no EOS token to end answers with"):
+        set_template(tokenizer, "a {prompt} b")
 
 
 # ---------------------------------------------------------------------------------------------------------
