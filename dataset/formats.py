@@ -130,9 +130,9 @@ def is_rated(record: Record) -> bool:
 
 def has_tools(record: Record) -> bool:
     """Has the record tools, or turns that are left out because they call one or hold its result?"""
-    asked = _asked(record)
-    turns = asked if isinstance(asked, list) else []
-    return bool(record.get("tools")) or any(is_of_tools(turn) for turn in turns if isinstance(turn, dict))
+    lists = [value for value in record.values() if isinstance(value, list)]
+    turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
+    return bool(record.get("tools")) or any(map(is_of_tools, turns))
 
 
 def keys_found(record: Record) -> str:

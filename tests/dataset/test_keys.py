@@ -16,7 +16,7 @@ from dataset.formats import (
     to_prompt,
     to_rated,
 )
-from dataset.lm_dataset import RLAIFDataset, SFTDataset
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer import train_reward, train_sft
 
@@ -131,11 +131,23 @@ def test_files_are_read_by_the_named_keys_line_by_line(chat, jsonl):  # noqa: F8
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [USER], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
     assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
-    assert list(prompts.columns) == ["q", "a", "x", "--prompt_key", "answer", "prompt"]  # of all records
+    assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
     one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
     assert one == two
     with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
         RLAIFDataset(jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
+
+
+def test_reward_functions_get_the_record_as_the_file_has_it(chat, jsonl):  # noqa: F811
+    turns = [USER, {"role": "tool", "content": "7"}]
+    record = {"q": turns, "answer": ["a", "b"], "score": 1, "reward_model": {"ground_truth": "5"}}
+    keys = Keys("q", "reward_model.ground_truth")
+    prompts = RLAIFDataset(jsonl(record), chat, 100, keys=keys)
+    logged = LoggedAnswers(jsonl(record), chat, 100, keys=keys, max_response=9, eos=[chat.eos_token_id])
+    for data in (prompts, logged):
+        assert data[0].record == record and data[0].prompt == [USER]
+        assert list(data.columns) == list(record) and "1 of the records" in data.note
+    assert prompts[0].answer == logged[0].response == "5"
 
 
 # ---------------------------------------------------------------------------------------------------------
