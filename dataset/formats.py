@@ -186,6 +186,8 @@ def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
         prompt, answer = split(asked)
+        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
+            prompt, answer = asked, None  # it may end with the beginning of its answer
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
     if said is not None:

@@ -285,6 +285,11 @@ def test_what_is_no_answer_beside_a_conversation_is_left_alone():
         assert to_prompt(record) == to_demonstration(record) == ([user("hi")], "a")
 
 
+def test_a_prompt_may_end_with_the_beginning_of_its_answer():
+    text = "\n\nHuman: hi\n\nAssistant: Sure,"
+    assert to_prompt({"prompt": text, "completion": " five"}) == (text, " five")
+
+
 def test_an_answer_that_looks_like_a_transcript_is_an_answer():
     for said in ("Human: hi\n\nAssistant: hello", f"{TALK}\n\nAssistant: 5"):
         record = {"instruction": "Write a dialogue", "output": said}
