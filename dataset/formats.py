@@ -32,6 +32,7 @@ SHOWN = 200  # characters of the keys that an error message lists
 ROLE_NAMES = {
     "human": "user",  # ShareGPT's names
     "gpt": "assistant",
+    "bot": "assistant",
     "chatgpt": "assistant",
     "developer": "system",  # OpenAI's newer name
 }

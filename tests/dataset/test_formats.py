@@ -48,6 +48,11 @@ FORMS = {  # name: (record, prompt, answer)
         [user("hi")],
         "5",
     ),
+    "a bot": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "5"}]},
+        [user("hi")],
+        "5",
+    ),
     "openai": ({"messages": [user("hi"), assistant("5")]}, [user("hi")], "5"),
     "trl prompt-only": ({"prompt": "hi"}, "hi", None),
     "trl prompt-only, turns": ({"prompt": [user("hi")]}, [user("hi")], None),
