@@ -465,7 +465,7 @@ def test_bad_templates(plain, template):  # noqa: F811
 def test_a_template_from_a_text_needs_an_eos():
     tokenizer = word_tokenizer("abc")
     tokenizer.eos_token = None
-    with pytest.raises(InputError, match="--prompt_template.*no EOS token to end answers with"):
+    with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
         set_template(tokenizer, "a {prompt} b")
 
 
