@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ TURNS = (
     "{{%- endif %}}"
     "{{%- endfor %}}"
 )
+ROLES = ("system", "user", "assistant")  # the names that templates compare a role with
 SYSTEM_PROMPT = "system_prompt"  # its name in tokenizer_config.json
 TEMPLATE_KWARGS = "chat_template_kwargs"  # their name in tokenizer_config.json
 SWITCHES = ("enable_thinking", "open_thinking")  # of thinking: Qwen3's, MiniMind-3's
@@ -52,12 +54,16 @@ MARK = "\ufdd0"  # Unicode reserves this code point for use inside programs
 
 @lru_cache(maxsize=8)  # called for every text, and some tokenizers have thousands of added tokens
 def spellings(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], set[int]]:
-    """How a tokenizer's special tokens are written, as a group of a pattern, and their ids."""
+    """How a tokenizer's special tokens are written, as a group of a pattern, and the ids that no text of a
+    user may become."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The longest first: one may be the start of another.
     names = sorted({*tokenizer.all_special_tokens, *added.values()} - {""}, key=len, reverse=True)
     pattern = "|".join(map(re.escape, names)) or "(?!)"
-    return re.compile(f"({pattern})"), {*tokenizer.all_special_ids, *added}
+    # Unknown characters become the unknown token, so its id is allowed, unless it is BOS, EOS or pad as well.
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    unknown = {tokenizer.unk_token_id} - ends
+    return re.compile(f"({pattern})"), {*tokenizer.all_special_ids, *added} - unknown
 
 
 def mark_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -83,8 +89,9 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, defaults: bool)
     defaults: also what the tokenizer puts around any text, for example a BOS."""
     pattern, special = spellings(tokenizer)
     ids: list[int] = []
-    for piece in pattern.split(text):
-        is_text = MARK in piece
+    # Neighbours go together: some tokenizers put a space before each text that they are given.
+    for is_text, pieces in groupby(filter(None, pattern.split(text)), lambda piece: MARK in piece):
+        piece = "".join(pieces)
         row = tokenizer.encode(unmark(piece), add_special_tokens=False, split_special_tokens=is_text)
         if is_text and not special.isdisjoint(row):  # the vocabulary has the token as a word
             row = tokenizer.encode(piece, add_special_tokens=False)
@@ -107,8 +114,11 @@ def for_tokenizer(tokenizer: PreTrainedTokenizerBase, prompt: Asked) -> Asked:
         text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
         return mark_special(tokenizer, text)
     return [
-        {name: mark_special(tokenizer, text) for name, text in message.items()}
-        for message in to_messages(prompt)
+        {
+            "role": m["role"] if m["role"] in ROLES else mark_special(tokenizer, m["role"]),
+            "content": mark_special(tokenizer, m["content"]),
+        }
+        for m in to_messages(prompt)
     ]
 
 
@@ -284,10 +294,13 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if "{{" not in text and "{%" not in text:
             if not hole or hole in after:
                 raise InputError("it must hold {prompt} once, or be a Jinja template, or a file")
+            if tokenizer.eos_token is None:
+                raise InputError("the tokenizer has no EOS token to end answers with")
             begins = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
             bos = tokenizer.bos_token if begins else ""
             texts = {"bos": bos, "before": before, "after": after, "eos": tokenizer.eos_token}
             # A JSON string is also a valid Jinja string.
             text = TURNS.format(**{name: json.dumps(x, ensure_ascii=False) for name, x in texts.items()})
         tokenizer.chat_template = text
-        render(tokenizer, [{"role": "user", "content": "question"}])
+        if "question" not in render(tokenizer, [{"role": "user", "content": "question"}]):
+            raise InputError("the user's message is missing in the text that it makes")

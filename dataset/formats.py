@@ -24,13 +24,15 @@ Messages = list[dict[str, str]]  # {"role", "content"}
 Asked = Messages | str  # a prompt; a transcript stays text up to its last "Assistant:"
 Answered = tuple[Asked, str]
 
-PROMPTS = ("conversations", "messages", "user_input", "prompt", "question")
+NAMED_PROMPT = "--prompt_key"  # under this name ``named`` puts the prompt; no file has it
+PROMPTS = (NAMED_PROMPT, "conversations", "messages", "user_input", "prompt", "question")
 ANSWERS = ("answer", "completion", "output")
 PLACEHOLDERS = ("", "空", "无")  # MiniMind's prompt files have these as the last turn, in place of an answer
 SHOWN = 200  # characters of the keys that an error message lists
 ROLE_NAMES = {
     "human": "user",  # ShareGPT's names
     "gpt": "assistant",
+    "bot": "assistant",
     "chatgpt": "assistant",
     "developer": "system",  # OpenAI's newer name
 }
@@ -62,13 +64,16 @@ def named(record: Record, keys: Keys) -> Record:
     InputError, with flag and keys found, where a named key leads to nothing."""
     found = dict(record)
     for name, key in vars(keys).items():
+        if not key:
+            continue
         value: Any = record
         for part in [key] if key in record else key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            found[PROMPTS[0] if name == "prompt" else name] = value
-        elif key:
+        if value is None:
             raise InputError(f'no "{key[:80]}" (--{name}_key); {keys_found(record)}')
+        if name == "answer" and not _is_turns(value):
+            value = _as_text(value)
+        found[NAMED_PROMPT if name == "prompt" else name] = value
     return found
 
 
@@ -126,14 +131,14 @@ def is_rated(record: Record) -> bool:
 
 def has_tools(record: Record) -> bool:
     """Has the record tools, or turns that are left out because they call one or hold its result?"""
-    asked = _asked(record)
-    turns = asked if isinstance(asked, list) else []
-    return bool(record.get("tools")) or any(is_of_tools(turn) for turn in turns if isinstance(turn, dict))
+    lists = [value for value in record.values() if isinstance(value, list)]
+    turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
+    return bool(record.get("tools")) or any(map(is_of_tools, turns))
 
 
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
-    names = json.dumps(list(record), ensure_ascii=False).strip("[]")
+    names = json.dumps([name for name in record if name != NAMED_PROMPT], ensure_ascii=False).strip("[]")
     return f"keys found: {names[:SHOWN]}"
 
 
@@ -155,6 +160,10 @@ def _is_pair(record: Record) -> bool:
     return {"chosen", "rejected"} <= record.keys()
 
 
+def _is_turns(said: Any) -> bool:
+    return isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
+
+
 def _as_text(answer: Any) -> str:
     """Text as it is, anything else as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
@@ -163,6 +172,11 @@ def _as_text(answer: Any) -> str:
 def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
     """A record of any form -> (prompt, the text that answers it, or None)."""
     answer: str | None
+    said = _first(record, ANSWERS)
+    if {"messages", "conversations"} & record.keys() and not (
+        isinstance(said, str | int | float) or _is_turns(said)
+    ):
+        said = None  # something else beside a conversation, such as a list of accepted answers
     if _is_pair(record):
         prompt, answer = to_pair(record)[0][0]
     else:
@@ -173,9 +187,10 @@ def _prompt_and_answer(record: Record) -> tuple[Asked, str | None]:
                 "prompt with --prompt_key and the answer, if any, with --answer_key, or rename them"
             )
         prompt, answer = split(asked)
+        if isinstance(asked, str) and said is not None and asked == record.get("prompt"):
+            prompt, answer = asked, None  # it may end with the beginning of its answer
         if (answer or "").strip() in PLACEHOLDERS:
             answer = None
-    said = _first(record, ANSWERS)
     if said is not None:
         prompt, answer = _answered(prompt, said)
     if not prompt:
@@ -190,7 +205,7 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
             f'no "{which}"; {keys_found(record)}: rename the key, or name it in train_reward.py with '
             f"--{which}_key"
         )
-    prompt, response = _answered(prompt, record[which])
+    prompt, response = _answered(prompt, record[which], is_transcript(record[which]))
     if not prompt or response is None:
         raise InputError(
             f'"{which}" must be an answer to a prompt that is not empty: text beside a "prompt" '
@@ -199,11 +214,10 @@ def _side(record: Record, which: str, prompt: Asked) -> Answered:
     return prompt, response
 
 
-def _answered(prompt: Asked, said: Any) -> tuple[Asked, str | None]:
-    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns or a
-    transcript, which may repeat the prompt; anything else becomes JSON text."""
-    of_turns = isinstance(said, list) and all(isinstance(turn, dict) for turn in said)
-    if not (of_turns or is_transcript(said)):
+def _answered(prompt: Asked, said: Any, whole: bool = False) -> tuple[Asked, str | None]:
+    """A prompt, empty if there is none, and what answers it -> (prompt, answer). said: text, or turns, which
+    may repeat the prompt; anything else becomes JSON text. whole: said is a transcript, to be split."""
+    if not (_is_turns(said) or whole):
         return prompt, _as_text(said)
     asked = to_messages(prompt) if prompt else []
     turns, answer = split(said)

@@ -108,7 +108,7 @@ class RecordDataset(Dataset[Item], ABC):
 
     @abstractmethod
     def item(self, i: int, record: Record) -> Item:
-        """Item ``i``, made of this record. Raises InputError."""
+        """Item ``i``, made of this record, which is as the file has it. Raises InputError."""
 
     def length(self, item: Item) -> int:
         """The number of tokens of an item: of the longest sequence in it, if all but its last are such."""
@@ -132,7 +132,7 @@ class RecordDataset(Dataset[Item], ABC):
         """Item ``i``, also one that is too long."""
         number = i // self.per_record()
         with located(self.records, number):
-            record = named(self.records[number], self.keys)
+            record = self.records[number]
             self.columns |= dict.fromkeys(record)
             if has_tools(record):
                 self.with_tools.add(number)
@@ -220,7 +220,7 @@ class RLAIFDataset(RecordDataset[Prompt]):
             self.comparable_answers += comparable(item.answer)
 
     def item(self, i: int, record: Record) -> Prompt:
-        prompt, answer = to_prompt(record)
+        prompt, answer = to_prompt(named(record, self.keys))
         prompt = add_system(prompt, self.system_prompt)
         switches = self.thinking(i) if self.thinking else {}
         text = prompt_text(self.tokenizer, prompt, **switches)
@@ -249,7 +249,7 @@ class SFTDataset(RecordDataset[tuple[Ids, Ids]]):
     """
 
     def item(self, i: int, record: Record) -> tuple[Ids, Ids]:
-        prompt, answer = to_demonstration(record)
+        prompt, answer = to_demonstration(named(record, self.keys))
         prompt = prompt and add_system(prompt, self.system_prompt)
         eos = self.tokenizer.eos_token_id
         ids: Ids = []
@@ -272,6 +272,7 @@ class PreferenceDataset(RecordDataset[Judged]):
     answers: items (conversation ids, score). The token ids are those that the reward model reads in PPO."""
 
     def item(self, i: int, record: Record) -> Judged:
+        record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
         rows = []
         for prompt, response in sides:
@@ -313,7 +314,8 @@ class LoggedRecords(RecordDataset[Item]):
 
     def answer(self, i: int, record: Record, side: int) -> LoggedAnswer:
         """Item ``i``, an answer of a record. side: of a pair, 0 for the chosen one, 1 for the other."""
-        sides, score = to_pair(record) if self.pairs else to_rated(record)
+        found = named(record, self.keys)
+        sides, score = to_pair(found) if self.pairs else to_rated(found)
         if self.pairs:
             score = (CHOSEN, REJECTED)[side]
         prompt, response = sides[side]

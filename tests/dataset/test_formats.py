@@ -48,6 +48,11 @@ FORMS = {  # name: (record, prompt, answer)
         [user("hi")],
         "5",
     ),
+    "a bot": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "5"}]},
+        [user("hi")],
+        "5",
+    ),
     "openai": ({"messages": [user("hi"), assistant("5")]}, [user("hi")], "5"),
     "trl prompt-only": ({"prompt": "hi"}, "hi", None),
     "trl prompt-only, turns": ({"prompt": [user("hi")]}, [user("hi")], None),
@@ -276,6 +281,26 @@ def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(c
         assert to_messages(text) == [user(text)]
 
 
+def test_what_is_no_answer_beside_a_conversation_is_left_alone():
+    """A list of accepted answers, which a reward function reads from the record."""
+    record = {"messages": [user("hi")], "answer": ["5", "five"]}
+    assert to_prompt(record) == ([user("hi")], None)
+    for name in ("messages", "conversations"):
+        record = {name: [user("hi"), assistant("a")], "answer": ["x", "y"]}
+        assert to_prompt(record) == to_demonstration(record) == ([user("hi")], "a")
+
+
+def test_a_prompt_may_end_with_the_beginning_of_its_answer():
+    text = "\n\nHuman: hi\n\nAssistant: Sure,"
+    assert to_prompt({"prompt": text, "completion": " five"}) == (text, " five")
+
+
+def test_an_answer_that_looks_like_a_transcript_is_an_answer():
+    for said in ("Human: hi\n\nAssistant: hello", f"{TALK}\n\nAssistant: 5"):
+        record = {"instruction": "Write a dialogue", "output": said}
+        assert to_prompt(record) == to_demonstration(record) == ("Write a dialogue", said)
+
+
 @pytest.mark.parametrize("answer", [["5", "five"], {"x": 5}, 5])
 def test_an_answer_that_is_no_text_becomes_json(answer):
     for prompt in ("hi", [user("hi")]):
@@ -427,11 +452,21 @@ def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):  # noqa: 
         assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense"])
+TYPO = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", TYPO])
 def test_bad_templates(plain, template):  # noqa: F811
     with pytest.raises(InputError, match="--prompt_template"):
         set_template(plain, template)
     plain.chat_template = None
+
+
+def test_a_template_from_a_text_needs_an_eos():
+    tokenizer = word_tokenizer("abc")
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
+        set_template(tokenizer, "a {prompt} b")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataset.formats import (
     to_prompt,
     to_rated,
 )
-from dataset.lm_dataset import RLAIFDataset, SFTDataset
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer import train_reward, train_sft
 
@@ -50,6 +50,13 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "an answer that is a number": ({"prompt": "hi", "gold": 5}, Keys("", "gold"), "hi", "5"),
     "an answer that is a turn": ({"prompt": "hi", "gold": [ASSISTANT]}, Keys("", "gold"), [USER], "5"),
     "an answer that is no text": ({"prompt": "hi", "gold": ["5"]}, Keys("", "gold"), "hi", '["5"]'),
+    "an answer that is no text, beside turns": (
+        {"messages": [USER, ASSISTANT], "gold": ["6"]},
+        Keys("", "gold"),
+        [USER],
+        '["6"]',
+    ),
+    "a prompt beside an answer that is no text": ({"q": [USER], "answer": ["5"]}, Keys("q"), [USER], '["5"]'),
     "an answer that is no text elsewhere": (
         {"prompt": "hi", "answer": 6, "a": "5"},
         Keys("", "a"),
@@ -59,6 +66,7 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "a name with a dot": ({"a.b": "hi", "a": {"b": "no"}}, Keys("a.b"), "hi", None),
     "beside a pair": ({"q": "hi", "chosen": "5", "rejected": "6"}, Keys("q"), "hi", "5"),
     "of a pair": ({"q": "hi", "chosen": "6", "rejected": "7", "a": "5"}, Keys("q", "a"), "hi", "5"),
+    "a field without a name": ({"": "row 7", "prompt": "hi", "gold": "5"}, Keys("", "gold"), "hi", "5"),
     "verl's truth": ({"prompt": "hi", "reward_model": {"ground_truth": "5"}}, Keys("prompt"), "hi", "5"),
 }
 
@@ -123,11 +131,23 @@ def test_files_are_read_by_the_named_keys_line_by_line(chat, jsonl):  # noqa: F8
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [USER], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
     assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
-    assert list(prompts.columns) == ["q", "a", "x", "conversations", "answer", "prompt"]  # of all records
+    assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
     one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
     assert one == two
     with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
         RLAIFDataset(jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
+
+
+def test_reward_functions_get_the_record_as_the_file_has_it(chat, jsonl):  # noqa: F811
+    turns = [USER, {"role": "tool", "content": "7"}]
+    record = {"q": turns, "answer": ["a", "b"], "score": 1, "reward_model": {"ground_truth": "5"}}
+    keys = Keys("q", "reward_model.ground_truth")
+    prompts = RLAIFDataset(jsonl(record), chat, 100, keys=keys)
+    logged = LoggedAnswers(jsonl(record), chat, 100, keys=keys, max_response=9, eos=[chat.eos_token_id])
+    for data in (prompts, logged):
+        assert data[0].record == record and data[0].prompt == [USER]
+        assert list(data.columns) == list(record) and "1 of the records" in data.note
+    assert prompts[0].answer == logged[0].response == "5"
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -248,6 +248,29 @@ def test_roles_are_text_as_well():
     )
 
 
+def test_roles_that_are_special_tokens_stay_special():
+    """Templates write <|user|>, for example, around "user", and some compare a role with its name."""
+    tokenizer = byte_level(CHATML)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["user", "assistant", "system"]})
+    messages = [{"role": "system", "content": "the"}, user("the"), assistant("the"), user("the")]
+    assert prompt_ids(tokenizer, messages) == as_before(tokenizer, messages, True)
+
+
+def test_turns_before_a_spelled_token_are_encoded_as_without_it():
+    """A Metaspace tokenizer writes a space before each text, and none behind a special token inside it."""
+    tokenizer = unigram("{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    turns = [user("the"), assistant("user"), user("user")]
+    context = as_before(tokenizer, turns, False)
+    assert prompt_ids(tokenizer, [*turns, assistant("</s>")])[: len(context)] == context
+
+
+def test_an_unknown_character_beside_a_spelled_token_changes_nothing():
+    tokenizer = unigram()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
+    assert prompt_ids(tokenizer, "你<|x|>") == prompt_ids(unigram(), "你<|x|>")
+
+
 def test_prompts_of_a_file(tokenizer, tmp_path):
     """Every second prompt spells special tokens; order and texts stay as they are in the file."""
     texts = [text for odd in spelled(tokenizer) for text in (odd, "the user")]
