@@ -56,7 +56,7 @@ def free_unused_memory() -> None:
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):  # not every C library has it
         libc.malloc_trim(0)
 
