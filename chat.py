@@ -9,6 +9,7 @@
 /clear forgets the conversation, Ctrl-C stops an answer and forgets its question, /exit or Ctrl-D ends."""
 
 import contextlib
+import inspect
 import io
 import sys
 from collections import deque
@@ -90,7 +91,8 @@ class Speaker:
         self.system_prompt = set_system_prompt(self.tokenizer, args.system_prompt)
         set_template_kwargs(self.tokenizer, args.chat_template_kwargs)
         self.positions = most_positions(self.model.config)
-        trained = self.model.generation_config.stop_strings or []
+        trained = self.model.generation_config.stop_strings or []  # a list, or one text
+        trained = [trained] if isinstance(trained, str) else trained
         self.stops, ids = read_stops(args.stop or trained, self.tokenizer)
         self.eos = {*eos_ids(self.tokenizer, self.model), *ids}
         turns = args.history if self.tokenizer.chat_template else 0
@@ -109,7 +111,7 @@ class Speaker:
 
     @torch.no_grad()
     def answer(self, prompt: str) -> str:
-        """Show the answer to a prompt, piece by piece, and remember both -> the answer.
+        """Show the answer to a prompt, piece by piece -> the answer.
 
         A character of several tokens decodes to U+FFFD until it is complete, and the last characters may
         begin a stop string: both are held back. (transformers' TextStreamer holds back whole words.)
@@ -117,6 +119,11 @@ class Speaker:
         asked = self.encode(prompt)
         limit = min(self.args.max_gen_len, self.positions - len(asked))
         held = max(map(len, self.stops), default=1) - 1
+        last = {}
+        if (
+            "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        ):  # not in all code from outside
+            last["logits_to_keep"] = 1  # not those of a whole long prompt
         cache = None
         ids: list[int] = []
         text = ""
@@ -124,7 +131,7 @@ class Speaker:
         finished = False
         while not finished and len(ids) < limit:
             tokens = torch.tensor([ids[-1:] or asked], device=self.model.device)
-            output = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(tokens, past_key_values=cache, use_cache=True, **last)
             cache = output.past_key_values
             logits = output.logits[0, -1].float()
             choice = logits.argmax()
@@ -147,7 +154,6 @@ class Speaker:
         show(text[shown:] + "\n")
         if not finished:
             say(f"({self.name}: cut after {len(ids)} tokens)")
-        self.history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
         return text
 
 
@@ -162,10 +168,16 @@ def show(text: str) -> None:
 
 
 def typed(interactive: bool) -> Iterator[str]:
-    """The lines of stdin, up to /exit. Those of a file or pipe are shown."""
+    """The lines of stdin, up to /exit. Those of a file or pipe are shown. Ctrl-C forgets a line."""
     with contextlib.suppress(EOFError):
         while True:
-            line = input("> " if interactive else "").strip()
+            try:
+                line = input("> " if interactive else "").strip()
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                show("\n")
+                continue
             if line == "/exit":
                 return
             if not interactive:
@@ -176,6 +188,7 @@ def typed(interactive: bool) -> Iterator[str]:
 def talk(speakers: list[Speaker], args: Flags, prompts: Iterable[str], interactive: bool) -> None:
     """Answer each prompt with every model."""
     for number, prompt in enumerate(prompts):
+        answers = []
         try:
             for speaker in speakers:
                 torch.manual_seed(args.seed + number)  # the same random numbers for both models
@@ -184,11 +197,14 @@ def talk(speakers: list[Speaker], args: Flags, prompts: Iterable[str], interacti
                 elif prompt:
                     if len(speakers) > 1:
                         show(f"[{speaker.name}]\n")
-                    speaker.answer(prompt)
+                    answers.append(speaker.answer(prompt))
+            for speaker, text in zip(speakers, answers, strict=False):  # only once all have answered
+                said = {"role": "assistant", "content": text}
+                speaker.history += [{"role": "user", "content": prompt}, said]
         except (InputError, KeyboardInterrupt) as error:
             if not interactive:
                 raise
-            say(f"\n{error or 'stopped'}")
+            say(f"\n{str(error) or 'stopped'}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

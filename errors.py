@@ -39,8 +39,12 @@ def run_script(main: Callable[[], object]) -> None:
         main()
         print(end="", flush=True)  # what fails when Python ends cannot be caught
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
+        raise  # of another pipe than the output
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

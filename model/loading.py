@@ -139,16 +139,20 @@ def tokenizer_source(path: str | Path) -> str:
 
 def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
     """``AutoConfig.from_pretrained`` without dropout: every probability of it is 0. Code from outside reads
-    the ``rope_scaling`` of its file: in transformers 5 that is another name of ``rope_parameters`` and never
-    None, which code for transformers 4 takes for rotary positions without scaling."""
+    the ``rope_scaling`` of its file, and None for plain rotary positions: in transformers 5 that is another
+    name of ``rope_parameters`` and never None, which code for transformers 4 takes for those without scaling.
+    """
     check_hub(path)
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     for name, value in list(vars(config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     if is_from_outside(config):
-        type(config).rope_scaling = None  # an ordinary attribute from now on, not that other name
-        config.rope_scaling = config.get_config_dict(str(path))[0].get("rope_scaling")
+        written = config.get_config_dict(str(path))[0]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if "rope_scaling" in written or rope.get("rope_type") == "default":
+            type(config).rope_scaling = None  # an ordinary attribute from now on, not that other name
+            config.rope_scaling = written.get("rope_scaling")
     return config
 
 
@@ -341,7 +345,7 @@ def check_output_head(model: PreTrainedModel) -> None:
     what = f"models of type {model.config.model_type} are not supported"
     with as_input_error(what):
         by_hand = model.get_output_embeddings()(model.base_model(tokens, use_cache=False).last_hidden_state)
-        if not by_hand.allclose(logits, rtol=1e-5, atol=limit, equal_nan=True):
+        if not by_hand.allclose(logits, rtol=1e-5, atol=limit):
             raise InputError(
                 "their logits are more than the output head applied to the last hidden state (a soft-cap or "
                 "a scale)"

@@ -61,6 +61,8 @@ def save_directory(
         with quiet(), plain:
             model.save_pretrained(folder, state_dict=state)
         _write_settings(folder, model, tokenizer, dtype=str(dtype).removeprefix("torch."), **fields)
+        for file in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+            shutil.copymode(folder / "config.json", file)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def says(tokenizer, tokens, **flags):
         logits[0, -1, next(rest)] = 1
         return argparse.Namespace(logits=logits, past_key_values=None)
 
-    model.device = CPU
+    model.device, model.forward = CPU, model
     one.model = model
     return one
 
@@ -352,6 +352,49 @@ def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
     monkeypatch.setattr(one.model, "forward", interrupted)
     converse([one], ["w1", "w2"], monkeypatch)
     assert [turn["content"] for turn in one.history][::2] == ["w2"]
+    assert "\nstopped\n" in capsys.readouterr().err
+
+
+def test_ctrl_c_at_the_prompt_forgets_the_line(monkeypatch, capsys):
+    lines = iter([KeyboardInterrupt(), "w1", EOFError()])
+
+    def typed(question):
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert list(chat.typed(True)) == ["w1"]
+    lines = iter([KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        list(chat.typed(False))
+
+
+def test_a_model_that_fails_leaves_no_turn_in_the_others_history(out, monkeypatch, capsys):
+    one, other = (speaker(out / name) for name in ("ppo_actor_32.pth", "other.pth"))
+    other.positions = 1
+    converse([one, other], ["w1"], monkeypatch)
+    assert not one.history and not other.history
+
+
+def test_code_from_outside_may_give_all_logits(out, monkeypatch, capsys):
+    one = speaker(out / "ppo_actor_32.pth")
+    whole, forward = one.answer("w1"), one.model.forward
+
+    def narrow(input_ids, past_key_values, use_cache):
+        return forward(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(one.model, "forward", narrow)
+    assert one.answer("w1") == whole
+
+
+def test_a_stop_string_may_be_one_text(tmp_path):
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    model = talker(tokenizer)
+    model.generation_config.stop_strings = "w1 w2"
+    save_policy(model, tokenizer, tmp_path / "a.pth")
+    assert speaker(tmp_path / "a.pth").stops == ["w1 w2"]
 
 
 def test_a_conversation_that_is_too_long_is_one_line(out, monkeypatch, capsys):

@@ -781,7 +781,7 @@ SHOWN = {  # what one sees of a run
     ],
     "trainer/compute/memory.py": [
         ("1 << 20 if sharded else 1 << 25", "1 << 25", "sharded runs keep gaps", FREED),
-        ("        ctypes.CDLL(None).malloc_trim(0)\n", "        pass\n", "gaps stay", FREED),
+        ("        libc.malloc_trim(0)\n", "        pass\n", "gaps stay", FREED),
         ("bar.done += len(rows)", "bar.done += 1", "micro-batches are counted for sequences", BARS),
     ],
     "trainer/generation/engine.py": [
@@ -894,7 +894,7 @@ HEALTH = {
         (" and rollout/distinct < 0.2 in 3 steps", "", "answers to one prompt that are alike", *H),
     ],
     "errors.py": [
-        ("        sys.exit(141)\n", "        raise\n", "a traceback after | head", *H),
+        ("            sys.exit(141)\n", "            raise\n", "a traceback after | head", *H),
     ],
     "trainer/runs/log_and_save.py": [
         ("its line above and docs/health.md say", "{finding.symptom}", "a finding is said twice", *H),
@@ -1405,8 +1405,14 @@ REFEREED = {  # what no test of its module noticed once
     ],
     "trainer/generation/sampling.py": [
         (
-            "cdf[:, -1:], right=True)",
-            "cdf[:, -1:])",
+            "(coarse, target, right=True)",
+            "(coarse, target)",
+            "leading blocks of probability 0 are drawn",
+            NEVER_DRAWN,
+        ),
+        (
+            "column = torch.searchsorted(fine, below, right=True)",
+            "column = torch.searchsorted(fine, below)",
             "leading tokens of probability 0 are drawn",
             NEVER_DRAWN,
         ),

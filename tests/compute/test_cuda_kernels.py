@@ -1,14 +1,16 @@
 """The GPU kernels beside torch's operations: on a GPU where there is one, else in Triton's interpreter."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton_interpreter  # noqa: F401
+from triton.runtime import interpreter
 
 from trainer.compute import kernels as compute_kernels
-from trainer.compute.cuda import kernels
+from trainer.compute.cuda import kernels, triton_kernels
 from trainer.compute.kernels import kernels_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,8 +23,16 @@ SHAPES = [(1, 2), (1, 96), (2, 3, 37), (37, 100), (3, 1024), (2, 8192)]
 @pytest.fixture(autouse=True)
 def nothing_beside_a_tensor_is_used(monkeypatch):
     """A kernel gets its tensors between guards: large numbers. What it reads there would show in the result,
-    and what it writes there is found. A comparison of results alone would not see that."""
+    and what it writes there is found. A comparison of results alone would not see that. In the interpreter
+    what it reads there is found too, if it is not used."""
     start, guard, large = kernels.launch, 1 << 13, 9984.0
+    read, load = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def noted(self, pointers, mask, *more):
+        read.append(pointers.data[mask.data].astype(np.int64))
+        return load(self, pointers, mask, *more)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
 
     def launch(kernel, grid, *args, **constants):
         guarded = {}
@@ -35,8 +45,12 @@ def nothing_beside_a_tensor_is_used(monkeypatch):
             known = torch.is_tensor(x) and x.data_ptr() in guarded and x.is_contiguous()
             return guarded[x.data_ptr()][1][guard : guard + x.numel()] if known else x
 
+        read.clear()
         start(kernel, grid, *map(inner, args), **constants)
         for x, wide in guarded.values():
+            places = np.concatenate([np.zeros(0, np.int64), *read]) - wide.data_ptr()
+            places = places[(places >= 0) & (places < wide.nbytes)] // wide.itemsize - guard
+            assert ((places >= 0) & (places < x.numel())).all(), f"{kernel} reads beside a tensor"
             x.copy_(inner(x).view_as(x))
             assert (wide[:guard] == large).all(), f"{kernel} writes before a tensor"
             assert (wide[guard + x.numel() :] == large).all(), f"{kernel} writes behind a tensor"
@@ -216,6 +230,25 @@ def test_tensors_must_be_contiguous_and_of_known_types(monkeypatch):
     assert kernels_for(x, x.double()) is None
     assert kernels_for(x, x.T) is None
     assert kernels_for(x, result=torch.float64) is None
+
+
+def test_check_runs_every_kernel(monkeypatch):
+    """``kernels_of`` asks it. A kernel that it left out could fail in the middle of a run. Attention has two
+    kernels in one: with cos it rotates and writes."""
+    parts = [x.fn.__name__ for x in vars(triton_kernels).values() if hasattr(x, "fn")]
+    known = {name for name in parts if not name.startswith("_")}
+    start, launched, rotating = kernels.launch, set(), set()
+
+    def launch(kernel, grid, *args, **constants):
+        launched.add(kernel.fn.__name__)
+        if kernel is triton_kernels.decode_attention:
+            rotating.add(args[1] is not None)
+        start(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(kernels, "launch", launch)
+    kernels.check(DEVICE)
+    assert launched == known
+    assert len(known) == 9 and rotating == {True, False}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

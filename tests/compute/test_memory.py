@@ -85,6 +85,13 @@ print(freed, full - rss())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_a_c_library_that_cannot_do_this_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    memory.keep_freed_memory()
+    memory.free_unused_memory()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
 @pytest.mark.parametrize("sharded", [0, 1])
 def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short(sharded):
     """A sharded run gives it back at once, others when they ask for it."""

@@ -93,7 +93,7 @@ def test_the_model_computes_real_tokens_only():
 
 def test_masks_that_sampling_made_can_be_trained_with():
     """Masks are cached, and tensors made in inference mode cannot take part in a backward pass."""
-    attention._causal_mask.cache_clear()
+    attention.MASKS.clear()
     with torch.inference_mode():
         mask = attention._causal_mask(5, 2, torch.float32, torch.device("cpu"))
     assert not mask.is_inference()
@@ -106,3 +106,4 @@ def test_masks_that_sampling_made_can_be_trained_with():
     ]
     smaller = attention._causal_mask(3, 2, torch.float32, torch.device("cpu"))
     assert smaller.equal(mask[:, :, :3, :3])
+    assert len(attention.MASKS) == 1  # the largest one, of which the others are parts

@@ -21,7 +21,7 @@ from trainer.generation import cuda_graphs, engine
 from trainer.generation.cuda_graphs import CudaGraphs, waiting_is_an_error
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import sequence_bytes
-from trainer.generation.sampler_copy import SamplerCopy, all_experts
+from trainer.generation.sampler_copy import FEW_TOKENS, SamplerCopy, all_experts
 from trainer.generation.sampling import noise_keys
 
 SIZES = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -531,6 +531,15 @@ def test_all_experts_compute_what_the_chosen_ones_compute(version):
     assert torch.allclose(a, b, atol=1e-4 * a.abs().max().item())
     with Waits(refuse=True), torch.inference_mode():
         replaced[0](torch.randn(3, 1, 32))
+
+
+def test_many_tokens_go_only_through_the_experts_that_they_chose(monkeypatch):
+    policy = build(EXPERTS[3], SPREAD)
+    module = take_all_experts(policy)[0]
+    monkeypatch.setattr(type(module), "forward", lambda self, x: x + 41)
+    few, many = torch.zeros(1, FEW_TOKENS, 32), torch.zeros(1, FEW_TOKENS + 1, 32)
+    assert (module(many) == 41).all()
+    assert not (module(few) == 41).any()
 
 
 def test_an_expert_that_was_not_chosen_may_be_infinite():

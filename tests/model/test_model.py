@@ -324,6 +324,8 @@ def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind):
     again = load_policy(str(tmp_path / "folder"))
     assert again(tokens).logits.equal(model(tokens).logits)
     assert load_policy(str(tmp_path / "x.pth")).config.rope_parameters == rope
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "folder").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]  # for all users who may read the others
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e6])

@@ -11,7 +11,7 @@ from tiny import save_policy_dir, save_reward_dir, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from errors import InputError
-from model.loading import fill_buffers, load_policy
+from model.loading import fill_buffers, load_config, load_policy
 from trainer.rewards.reward_models import load_reward_model
 
 # As code that was written for transformers 4.41: rotary tables and a cache that grows, both computed in
@@ -167,6 +167,17 @@ def test_weights_that_are_missing_are_refused(tmp_path):
     save_file(state, tmp_path / "m" / "model.safetensors")
     with pytest.raises(InputError, match=r"its weights lack .*: score\.weight"):
         load_reward_model(path, torch.device("cpu"), trust_remote_code=True)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear"])
+def test_the_kind_of_rotary_positions_reaches_code_of_its_own(tmp_path, kind):
+    """None only where positions are plain; a file may have the new name, ``rope_parameters``, alone."""
+    path, *_ = save_old(tmp_path / kind, "AutoModel")
+    file = tmp_path / kind / "config.json"
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": rope}))
+    found = load_config(path, True).rope_scaling
+    assert found is None if kind == "default" else found["factor"] == 4.0
 
 
 def test_a_package_that_the_code_needs_is_named(tmp_path):

@@ -8,7 +8,7 @@ import time
 import pytest
 from tiny import PYTHON, ROOT, finish, flags, launch, read_jsonl, run_files, save_reward_dir, word_tokenizer
 
-from errors import InputError
+from errors import InputError, run_script
 from trainer import train_ppo
 from trainer.about_run import turns_of
 from trainer.runs import health
@@ -643,6 +643,14 @@ def test_the_command_ends_without_a_word_where_its_reader_has_ended(tmp_path):
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_a_fault(capsys):
+    def main():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_script(main)
 
 
 # ------------------------------------------------------------------------------------------- how it is said

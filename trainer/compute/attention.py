@@ -14,7 +14,7 @@ kernel. For short sequences, and in bf16, it runs two batched products and a sof
 """
 
 import warnings
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,13 +210,18 @@ def _flash_works(device, dtype, shapes, windowed):
     return not reason
 
 
-@lru_cache(maxsize=32)
+MASKS: dict[Any, Tensor] = {}  # the largest mask of each kind so far; smaller ones are cut from it
+
+
 def _causal_mask(length, window, dtype, device):
     """Additive mask [1, 1, length, length]: a token sees itself and earlier ones, in the window if any."""
-    with torch.inference_mode(False):  # the sampler may make a mask that training uses later
-        places = torch.arange(length, device=device)
-        mask = torch.zeros(1, 1, length, length, dtype=dtype, device=device)
-        return mask.masked_fill_(hidden_places(places[:, None] - places, window), -torch.inf)
+    kind = (window, dtype, device)
+    if kind not in MASKS or len(MASKS[kind]) < length:
+        with torch.inference_mode(False):  # the sampler may make a mask that training uses later
+            places = torch.arange(length, device=device)
+            mask = torch.zeros(length, length, dtype=dtype, device=device)
+            MASKS[kind] = mask.masked_fill_(hidden_places(places[:, None] - places, window), -torch.inf)
+    return MASKS[kind][None, None, :length, :length]
 
 
 def hidden_places(behind: Tensor, window: int | None) -> Tensor:

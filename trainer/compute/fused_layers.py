@@ -163,8 +163,7 @@ def fuse_layers(backbone: PreTrainedModel, states: Callable[[], Tensor]) -> None
     layers = [module for module in backbone.modules() if type(module).__name__ in KNOWN]
     if not layers:
         return
-    # Norms and biases of the last layer: their gradients are small, and pass through all of it. Frozen layers
-    # below keep nothing for a backward, which would take as much memory as a copy of the weights.
+    # Norms and biases of the last layer: their gradients are small, and pass through all of it.
     last = [layer for layer in layers if type(layer).__name__.endswith("DecoderLayer")][-1:] or layers
     vectors = {p: p.requires_grad for layer in last for p in layer.parameters() if p.dim() < 2}
 

@@ -56,8 +56,9 @@ def free_unused_memory() -> None:
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):  # not every C library has it
+        libc.malloc_trim(0)
 
 
 def each_micro_batch(
@@ -110,7 +111,9 @@ def keep_freed_memory(sharded: bool = False) -> None:
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = ctypes.CDLL(None).mallopt
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if not mallopt:  # not every C library has it
+        return
     # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back
     mallopt(-3, 1 << 20 if sharded else 1 << 25)
     if not sharded:

@@ -74,8 +74,7 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """A model's layers: those that can be checkpointed, else the parts of its first list."""
     layers: list[nn.Module] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList)]
-    return layers or lists[0]
+    return layers or list(next((m for m in module.modules() if isinstance(m, nn.ModuleList)), ()))
 
 
 class InStep:

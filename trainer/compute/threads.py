@@ -97,7 +97,8 @@ def _watch(threads, end):
     spare = None  # while threads sleep: the event that ends the spare teams
     while not end.wait(PERIOD):
         shares = psutil.cpu_percent(percpu=True)  # since the last look, of all programs
-        others = sum(shares[cpu] for cpu in cpus) - process.cpu_percent()
+        # CPUs that are offline are left out of the list.
+        others = sum(share for cpu, share in enumerate(shares) if cpu in cpus) - process.cpu_percent()
         taken = others / 100 - (len(cpus) - threads)  # of the CPUs that our threads need
         if spare is None and taken >= BUSY:
             spare = hold_spare_teams(threads, len(cpus))

@@ -141,14 +141,20 @@ class SamplerCopy:
             layer.pack()
 
 
+FEW_TOKENS = 1024  # up to so many tokens, every expert computes every token
+
+
 def all_experts(moe: MoEFeedForward, hidden: Tensor) -> Tensor:
     """``MoEFeedForward.forward`` where a GPU samples: hidden [B, T, H] -> the same shape.
 
     Usually an expert computes the tokens that chose it, and the host must wait for their number in each
     layer, so a step cannot be captured. Here every expert computes every token, and what was not chosen
-    counts 0. transformers' own mixtures do not wait: their experts are one grouped product.
+    counts 0. transformers' own mixtures do not wait: their experts are one grouped product. Many tokens, of
+    prompts, which are not captured, go through the experts that they chose: that is less work.
     """
     tokens = hidden.reshape(-1, hidden.shape[-1])
+    if len(tokens) > FEW_TOKENS:
+        return type(moe).forward(moe, hidden)
     weights, chosen = moe.gate(tokens).softmax(dim=-1, dtype=torch.float32).topk(moe.top_k, dim=-1)
     weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     shares = weights.new_zeros(len(tokens), len(moe.experts)).scatter(1, chosen, weights)

@@ -11,18 +11,22 @@ save.
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from trainer.compute.kernels import kernels_for
+
+BLOCK = 64  # tokens in one block of the CDF's coarse level
 
 
 def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling. logits [B, V], u [B] fp64 in [0, 1) -> (tokens [B], their log-probs [B] fp32).
 
     The token is the first whose cumulative probability exceeds u. Temperature 0 is greedy, with log-probs at
-    temperature 1. u * total stays below the total, so no token of probability 0 is ever drawn. Logits with a
-    NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
+    temperature 1. The CDF has two levels, blocks and the tokens of one block, so that no running sum passes
+    over the whole vocabulary. u * total stays below the total, so no token of probability 0 is ever drawn.
+    Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
     if logits.is_cpu and (kernels := kernels_for(logits)) is not None:  # a GPU's: ``sample_and_store``
         return kernels.sample_tokens(logits, temperature, u)
@@ -31,10 +35,20 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     probs = logits.softmax(-1, dtype=torch.float32)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
-    else:
-        cdf = running_sum(probs)
-        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=probs.shape[1] - 1)
-    return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+        return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+    probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
+    coarse = running_sum(probs.sum(-1))  # [B, blocks]
+    target = u[:, None] * coarse[:, -1:]
+    block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
+    inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
+    fine = running_sum(inside)
+    end = coarse.gather(1, block)
+    total = fine[:, -1:]
+    # How much of the block lies below the target. Clamped, because the two levels round differently.
+    below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
+    column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)
+    token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
+    return token.squeeze(1), probs.flatten(1).gather(1, token).squeeze(1).log()
 
 
 def running_sum(x: Tensor) -> Tensor:

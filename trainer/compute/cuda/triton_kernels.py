@@ -103,7 +103,7 @@ def rotate(
     """Rotary positions of heads x, y [rows, width], in which each token has ``heads`` heads; cos and sin
     [tokens, width]; direction -1 rotates back."""
     row, _, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
-    turn = row // heads * width
+    turn = tl.minimum(row, rows - 1) // heads * width  # those of a row behind the last one do not exist
     there = row < rows
     turned = _rotated(x + row * width, there, None, cos + turn, sin + turn, width, 0.0, direction, BLOCK)
     tl.store(y + place, turned, inside)
