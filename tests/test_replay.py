@@ -13,7 +13,7 @@ from trainer.compute.rollout_data import join_rollouts
 from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
-from trainer.options.replay import KEPT, Replay
+from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 
@@ -66,7 +66,7 @@ def test_without_replay_nothing_is_kept():
 def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():
     """Also after resuming with one process."""
     whole, mine = rollout_of(1), [local_positions(4, 2, rank, 2) for rank in (0, 1)]
-    parts = [(p, {name: getattr(whole.rows(p), name) for name in KEPT}) for p in mine]
+    parts = [(p, {name: getattr(whole.rows(p), name) for name in FIELDS}) for p in mine]
 
     class Two(World):
         def gather(self, item):

@@ -283,7 +283,7 @@ def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, cap
 
 def test_help_says_what_the_default_log_interval_does():
     for script in (train_ppo, train_sft, train_reward):
-        assert "0: 20 or more lines" in script.flag_parser().format_help()
+        assert "0: 100 lines or more" in script.flag_parser().format_help()
 
 
 def test_findings_are_printed_at_any_step_and_once(tmp_path, capsys):
