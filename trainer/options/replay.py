@@ -49,6 +49,8 @@ class Replay:
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
+        if not self.size:
+            return
         filled = {name: getattr(rollout, name) for name in FIELDS}
         mine = {name: x.cpu() for name, x in filled.items() if x is not None}
         parts = self.world.gather((self.positions, mine))
