@@ -67,7 +67,7 @@ TRAIN_PPO = [
     ("run.kl.coef / mb.advantage_unit,", "run.kl.coef,", "the KL is not divided by the advantages' std"),
     ("args.entropy_coef / mb.advantage_unit", "args.entropy_coef", "the entropy is not divided by the std"),
     ("rollout.counted, least = chosen", "_, least = chosen", "all tokens count in the policy loss"),
-    ("    run.ema.follow(step)\n", "", "no weights are averaged", EMA),
+    ("run.ema.follow(step)\n", "pass\n", "no weights are averaged", EMA),
     ("loss = loss - args.entropy_coef", "loss = loss + args.entropy_coef", "the entropy is punished"),
     ("decay=args.gamma * args.lam,", "decay=args.lam,", "later tokens' KL is not discounted"),
     (
@@ -1285,7 +1285,7 @@ REST = {
         ("    if len(endings.eos) > 1:", "    if False:", "--stop_token_ids are not saved", RESULT_ENDS),
     ],
     "trainer/run.py": [
-        ("    keep_endings(self.endings, actor)\n", "", "the result does not know its endings", RESULT_ENDS)
+        ("keep_endings(self.endings, actor)\n", "pass\n", "the result does not know its endings", RESULT_ENDS)
     ],
     "trainer/flags.py": [
         ('value in ("", asked[other])', "True", "each value of a flag excludes", GIVEN),
