@@ -136,6 +136,7 @@ MISTAKES = [  # (what is returned, what is said)
     (None, r"returned 0 scores for 2 responses: None \(NoneType\); return a list of one number for each"),
     (3, r"returned 0 scores for 2 responses: 3 \(int\); return a list"),
     ("12", r"returned 0 scores for 2 responses: '12' \(str\); return a list"),
+    ({0.5, 0.25}, r"returned 0 scores for 2 responses: .* \(set\); return a list"),
     ({1: 2, 3: 4}, r"returned 0 scores for 2 responses: .* \(dict\); return a list"),
     ([1.0], r"returned 1 scores for 2 responses: \[1\.0\] \(list\); return a list"),
     (torch.ones(2, 2), r"score 1 is tensor\(\[1\., 1\.\]\) \(Tensor\)" + WANTED),

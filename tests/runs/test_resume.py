@@ -606,3 +606,22 @@ def test_a_config_that_is_not_ours_is_one_line(files, tmp_path, text):
     (tmp_path / "r" / "config.json").write_text(text)
     with pytest.raises(InputError, match="--resume"):
         train(**files, **SIZES, out_dir=tmp_path, resume="auto")
+
+
+def test_a_folder_goes_only_where_it_holds_nothing_but_its_own(tmp_path):
+    """Not with an evaluation, a tracker's folder or a file of the user, and not if it was there before."""
+    held = {
+        "nothing": (),
+        "an evaluation": ("metrics.jsonl",),
+        "a tracker": ("tensorboard",),
+        "a file": ("notes.txt",),
+    }
+    for name, files in held.items():
+        folder = RunFolder(tmp_path, name, "")
+        (folder.path / "config.json").write_text("{}")
+        (folder.path / "samples.jsonl").write_text("")
+        for file in files:
+            (folder.path / file).write_text('{"step": 0, "eval/score": 1.0}\n')
+        assert folder.remove_if_unused() == (not files), name
+    (tmp_path / "before").mkdir()
+    assert not RunFolder(tmp_path, "before", "").remove_if_unused()
