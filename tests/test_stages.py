@@ -488,6 +488,11 @@ def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, ca
         train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
     with pytest.raises(InputError, match=r"is a run of train_sft.py; name one of train_reward.py"):
         train_reward.main([*argv_of(files, "reward", tmp_path), "--resume", "auto"])
+    shutil.copytree(killed["reward"] / "r", tmp_path / "reward" / "r")
+    other = save_policy_dir(tmp_path / "other", load_tokenizer(files["model"]), seed=9)
+    with pytest.raises(InputError, match=r"--reference .* does not hold what the run began with"):
+        given = argv_of(files, "reward", tmp_path / "reward", reference=other)
+        train_reward.main([*given, "--resume", "auto"])
     weights = run / "checkpoints" / "step_4" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
