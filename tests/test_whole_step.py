@@ -640,7 +640,9 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
         batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
         responses = batch.rollout.responses()
         offline = bool(run.args.offline_data_path)
-        answers = [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.eos)
+        answers = (
+            [x.response_ids for x in asked] if offline else plain.responses(asked, step, run.endings.eos)
+        )
         assert responses == answers
         plain.take(batch.rollout)
         assert offline or plain.gap_of_samples() < 1e-4
@@ -649,7 +651,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
         batch.rollout.sampler_logprobs += 0.1 * torch.randn(shape, generator=random)
 
         metrics, _ = train_ppo.learn(run, step, batch)
-        wanted = plain.scored(responses, run.eos, [x.score for x in asked] if offline else ())
+        wanted = plain.scored(responses, run.endings.eos, [x.score for x in asked] if offline else ())
         wanted |= plain.learn(step)
         metrics = {name: x for name, x in metrics.items() if not name.startswith("perf/")}
         assert metrics.keys() == wanted.keys()

@@ -143,12 +143,12 @@ TRAIN_PPO = [
         "k2 off rewards",
     ),
     (
-        "run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)\n",
+        "run.kl.follow(step, newest_rows(rollout, count), run.world.sum)\n",
         "pass\n",
         "no weight follows the KL",
     ),
     (
-        "newest_rows(rollout, args.batch_size), run.world.sum)",
+        "newest_rows(rollout, count), run.world.sum)",
         "rollout, run.world.sum)",
         "replayed responses move the weight of the KL",
     ),

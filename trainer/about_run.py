@@ -96,7 +96,7 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     """What the health rules read of a run's start, as JSON has it."""
     prompts = run.prompts
     tokenizer = run.tokenizer
-    header, ends = turns_of(tokenizer, run.eos)
+    header, ends = turns_of(tokenizer, run.endings.eos)
     rows = embeddings(run.ref)
     ids = len(tokenizer.get_vocab())
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
@@ -133,7 +133,7 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     and tokens of its prompts, the code of its reward function. Call it before frozen weights are
     rounded."""
     found = {
-        "model": short_hash([weights_hash(run.ref), run.eos]),
+        "model": short_hash([weights_hash(run.ref), run.endings.eos]),
         "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
         "offline_data_path" if run.args.offline_data_path else "data_path": run.prompts.fingerprint,
     }

@@ -54,7 +54,7 @@ from trainer.runs.optimizer_step import make_optimizer
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes over all processes."""
+    """What follows from the flags' sizes."""
 
     minibatch: int  # sequences of a minibatch, over all processes
     steps: int  # optimizer steps of a batch, of each model
@@ -128,7 +128,6 @@ class PpoRun(Run):
         )
         self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
-        self.eos = self.endings.eos
         self._build_models(start, weight, room)
         self._build_learners()
         self._build_options()
@@ -137,7 +136,7 @@ class PpoRun(Run):
         """Where the trained actor is written, the actor of the best evaluation, and the averaged one."""
         moe = "_moe" if is_moe(self.actor) else ""
         name = f"ppo_actor_{self.actor.config.hidden_size}{moe}"
-        self.result_path = self.result_file = self.pth_path = Path(args.out_dir) / f"{name}.pth"
+        self.result_path = self.pth_path = Path(args.out_dir) / f"{name}.pth"
         self.best_path = self.pth_path.with_name(f"{name}_best.pth")
         self.ema_path = self.pth_path.with_name(f"{name}_ema.pth")
         written = (self.pth_path, self.best_path, self.ema_path)

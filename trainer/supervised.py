@@ -57,6 +57,7 @@ class SupervisedRun(Run):
     data: Part
     held_out: Part | None
     hf_dir: Path  # where the result is written for transformers
+    result_file: Path  # the last file of the result that is written
 
     @abstractmethod
     def load_records(self, path: str) -> RecordDataset:

@@ -284,11 +284,9 @@ def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
     new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
-    rollout = new
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
-        if args.replay_batches:
-            rollout = run.replay.join(new)
+        rollout = run.replay.join(new)  # without --replay_batches it is ``new`` itself
         if args.offline_data_path:
             take_reference(rollout)
         else:
@@ -344,14 +342,13 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
 
 def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
     """All that stays fixed while a batch is learned from, in the order of the fields of ``Rollout``."""
-    args = run.args
+    count = run.args.batch_size  # rows of the new batch, the last ones
     rollout = score(run, batch, metrics)
-    if args.kl_target:  # before ``estimate``, which uses the weight of the KL
-        run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
+    # --kl_target; before ``estimate``, which uses the weight of the KL.
+    run.kl.follow(step, newest_rows(rollout, count), run.world.sum)
     estimate(run, rollout)
-    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)
-    if args.replay_batches:
-        run.replay.keep(batch.rollout)
+    note_rollout(run, newest_rows(rollout, count), metrics)
+    run.replay.keep(batch.rollout)
     return rollout
 
 
@@ -442,9 +439,8 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
     first_step = step * run.sizes.steps  # optimizer steps before this batch
-    actor_trains = (
-        first_step >= run.learners["actor"].first_step
-    )  # else only the critic: --critic_warmup_steps
+    # Else only the critic does: --critic_warmup_steps.
+    actor_trains = first_step >= run.learners["actor"].first_step
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first_step):  # of the optimizer step in the run; of the minibatch

@@ -303,7 +303,6 @@ def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch)
     monkeypatch.setattr(run_logger, "write_report", write)
     args = SimpleNamespace(log_interval=9, use_wandb=False, tracker=[])
     run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=0), total_steps=9)
-    run.result_file = tmp_path / "ppo_actor_32.pth"
     folder = RunFolder(tmp_path, "r", "")
     folder.config = {"run_id": ""}
     logger = run_logger.RunLogger(folder, run)

@@ -268,7 +268,6 @@ def logger_of(total_steps, tmp_path, log_interval=0, display=displays.PPO):
     args = SimpleNamespace(log_interval=log_interval, use_wandb=False, tracker=[])
     progress = SimpleNamespace(step=0)
     run = SimpleNamespace(display=display, args=args, progress=progress, total_steps=total_steps)
-    run.result_file = tmp_path / "ppo_actor_32.pth"
     return RunLogger(folder, run)
 
 

@@ -262,7 +262,6 @@ def logger_of(folder, step, *names):
     """The logger of a run of two steps that goes on after this step."""
     args = SimpleNamespace(log_interval=1, use_wandb=False, tracker=list(names), wandb_project="p")
     run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=step), total_steps=2)
-    run.result_file = folder.parent / "ppo_actor_32.pth"
     folder = RunFolder(folder.parent, folder.name, "auto")
     folder.config = {"run_id": "0123abcd"}
     return run_logger.RunLogger(folder, run)

@@ -113,7 +113,6 @@ class Run(ABC):
     mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
-    result_file: Path  # the last file of the result that is written, there or not
     result_path: Path | None  # the result, None if there is none before the end
 
     @property

@@ -51,14 +51,12 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
         wanted = run.in_step.most(wanted)
         longest = run.in_step.most(longest)
     budget = wanted
-    sums = attempt(backward, run, sources, budget)[1]
-    while sums is None:
+    while (sums := attempt(backward, run, sources, budget)[1]) is None:
         forget_gradients(run)
         if budget <= longest:  # no micro-batch had more tokens than the longest sequence
             raise out_of_memory_error(longest)
         budget //= 2
         run.progress.token_budget = budget
-        sums = attempt(backward, run, sources, budget)[1]
     sums.add("perf/out_of_memory", budget < wanted, 1)
     if run.loss_scale.active:
         sums.add("perf/loss_scale", run.loss_scale.value, 1)
