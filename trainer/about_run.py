@@ -17,7 +17,6 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
-from trainer.rewards.combine import Reward
 from trainer.runs.resume import short_hash, weights_hash
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -26,18 +25,6 @@ if TYPE_CHECKING:  # it has these functions as methods
 USUAL_IDS = 0.95  # of a model's embeddings: a few have no id
 ANSWER = "Seven."
 THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty thought before an answer
-# Parts of the reward that a flag adds: their names in the metrics, and the flags
-PARTS = {
-    "format": "reasoning",
-    "marks": "reasoning",
-    "thinking": "thinking_reward",
-    "function": "reward_fn",
-    "server": "reward_url",
-    "repetition": "repetition_penalty",
-    "length_reward": "length_reward",
-    "missing_eos": "missing_eos_penalty",
-    "overlong": "overlong_buffer",
-}
 
 
 # --------------------------------------------------------------------------------------- the first lines
@@ -53,7 +40,8 @@ def describe_run(run: "PpoRun") -> str:
     lines = [f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}"]
     if adapters := describe_adapters(run.actor):
         lines.append(f"lora     {adapters}")
-    lines += [f"reward   {describe_reward(args, run.reward)}", data]
+    parts = [name for name in run.reward.names if not name.startswith("score") and not name.endswith("_raw")]
+    lines += [f"reward   {' + '.join(parts) or 'the scores of the file'}", data]
     if run.ptx:
         lines.append(f"ptx      {run.ptx.describe()}")
     lines += describe_texts(args, (run.prompts, run.held_out, run.ptx and run.ptx.data))
@@ -74,19 +62,6 @@ def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     if args.chat_template_kwargs:
         lines.append(f"template with {args.chat_template_kwargs}")
     return lines
-
-
-def describe_reward(args: Namespace, reward: Reward) -> str:
-    """Every part of the score as the metrics call it, with its flag, a line each."""
-    if args.offline_data_path:
-        return f"the scores of {args.offline_data_path}"
-    lines = ["the sum of:"]
-    for name, path in zip(reward.models, args.reward_model, strict=True):
-        lines.append(f"{name:<14} --reward_model {path}")
-    for name, flag in PARTS.items():
-        if value := getattr(args, flag):
-            lines.append(f"{name:<14} --{flag} {value}")
-    return "\n         ".join(lines)
 
 
 # ------------------------------------------------------------------------------ facts and fingerprints
@@ -139,21 +114,12 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     }
     if run.ptx:
         found["ptx_data_path"] = run.ptx.data.fingerprint
-    reward_models = []
-    for model, weight in run.reward.models.values():
-        config = model.model.config.to_dict()
-        reward_models.append(
-            [
-                weights_hash(model.model),
-                sorted(model.tokenizer.get_vocab().items()),
-                model.tokenizer.chat_template,
-                weight,
-                config.get("reward_offset", 0.0),
-                config.get("pad_token_id"),  # the score is read at the last token that is not this one
-            ]
-        )
-    if reward_models:
-        found["reward_model"] = short_hash(reward_models)
+    models = [
+        [weights_hash(model.model), sorted(model.tokenizer.get_vocab().items()), weight]
+        for model, weight in run.reward.models.values()
+    ]
+    if models:
+        found["reward_model"] = short_hash(models)
     if run.args.reward_fn:
         path, _, name = run.args.reward_fn.rpartition(":")
         found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])

@@ -1,6 +1,6 @@
 """Prompts -> scored responses: one batch of PPO, before anything is learned from it.
 
-``Collector.collect`` samples from the old actor, then asks the rewards; ``collect`` of train_ppo.py calls it.
+``collect`` of train_ppo.py samples with a ``Collector`` from the old actor, then asks the rewards.
 """
 
 import time
@@ -118,22 +118,6 @@ class Collector:
         with self.host.on_device(*modules_of(reward)):
             lengths = rollout.layout.response_len
             return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
-
-    def collect(
-        self,
-        model: PreTrainedModel,
-        reward: Reward,
-        prompts: Sequence[Prompt],
-        keys: Tensor,
-        seconds: Seconds,
-    ) -> Batch:
-        """A response of the model to each prompt, and what each part of the reward says of it; not yet
-        ``scores``. keys [B]: of the noise. Raises InputError on all processes where a reward of one fails."""
-        with seconds.of("rollout"), self.world.all_or_none(), self.sampling_from(model):
-            rollout, texts = self.respond(prompts, keys, self.args.temperature)
-        with seconds.of("reward"), self.world.all_or_none():
-            raw = self.raw_scores(reward, prompts, rollout, texts)
-        return Batch(list(prompts), rollout, texts, raw, seconds=seconds)
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response

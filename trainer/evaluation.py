@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from dataset.answers import comparable
-from dataset.lm_dataset import Prompt, RLAIFDataset
+from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.collect import Batch
 from trainer.compute.rollout_data import Rollout
+from trainer.compute.scoring import score_policy
 from trainer.generation.sampling import noise_keys
-from trainer.options.offline import evaluate_pairs, sequence_kl
+from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
 from trainer.runs.displays import Row, Rows
 from trainer.runs.distributed import batches_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # run.py needs BATCH, by way of inputs.py
     from trainer.run import PpoRun
 
 BATCH = 256  # responses sampled at a time
+PAIRS = 128  # held-out pairs that are scored together
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
 SHOWN = 8  # held-out prompts whose answers are kept
 
@@ -48,7 +50,7 @@ def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Foun
             averaged, _ = evaluate(run, run.held_out)
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
-        found |= evaluate_pairs(run.held_out_pairs, run.scorers, run.host, run.args.temperature, run.world)
+        found |= evaluate_pairs(run, run.held_out_pairs)
     return metrics | found, rows | shown
 
 
@@ -118,9 +120,6 @@ def answer(
     for reward in (run.reward, run.judge):
         with run.world.all_or_none():
             parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
-    if run.args.offline_data_path and temperature:
-        with run.world.all_or_none():
-            parts["kl"] = sequence_kl(rollout, run.scorers, run.host, temperature)
     return rollout, texts, parts
 
 
@@ -129,6 +128,25 @@ def pass_rate(right: list[bool], k: int) -> float:
     arXiv:2107.03374, eq. 1). right: n bools, c of them True; k <= n."""
     wrong = len(right) - sum(right)
     return 1 - math.comb(wrong, k) / math.comb(len(right), k)
+
+
+@torch.no_grad()
+def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
+    """-> {"eval/chosen_preferred": the share of the held-out pairs of offline PPO in which actor / reference
+    is larger for the chosen answer than for the rejected one; equal counts a half}."""
+    metrics = Metrics()
+    temperature = run.args.temperature
+    with run.world.all_or_none(), run.host.on_device(run.ref):
+        for places in batches_of(len(pairs), PAIRS, run.world):
+            found = [pairs[place] for place in places or [0]]
+            rollout = logged_rollout([answer for pair in found for answer in pair], run.world.device)
+            actor, _ = score_policy(rollout, run.scorers["actor"], temperature)
+            ref, _ = score_policy(rollout, run.scorers["reference"], temperature)
+            if places:  # else only other processes have pairs left; sharded models need all processes
+                moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
+                preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
+                metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
+    return metrics.means(run.world)
 
 
 # ------------------------------------------------------------------------------------------ what is kept

@@ -12,6 +12,7 @@ A script gives four functions:
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dataset.data_order import RecordBatches, record_loader
@@ -36,9 +37,7 @@ def build_and_train(
 ) -> None:
     """All that a script does. argv: the command line, None for the process' own."""
 
-    def train(run: Run, logger: Any) -> None:
-        train_to_the_end(run, logger, collect, learn, evaluate)
-
+    train = partial(train_to_the_end, collect=collect, learn=learn, evaluate=evaluate)
     with init_world(args.device, args.ddp) as world:
         with world.all_or_none():
             run = build(args, world)

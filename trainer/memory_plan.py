@@ -62,7 +62,7 @@ class Sizes:
         self.adapters = adapter_size(model.base_model, 1)  # what adapters of rank 1 would add
 
     def frozen(self, case: "Case") -> int:
-        """Bytes of a copy that does not train: as ``prepare_frozen`` in run.py rounds it."""
+        """Bytes of a copy that does not train: as ``prepare_frozen`` in models.py rounds it."""
         adapted = case.args.lora_r
         rounded = 0 if adapted else self.linear
         if self.exact:

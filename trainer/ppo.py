@@ -9,7 +9,6 @@ whole minibatch. Sources: PPO, Schulman et al. 2017 (arXiv:1707.06347); GAE, Sch
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -205,22 +204,6 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, tuple[Tensor, Tensor | int]]:
-    """{name: (sum, count)}: KL to the reference, how far the sampler's log-probs are from the scorer's, and,
-    with a critic, the values beside the outcomes."""
-    mask = rollout.mask
-    tokens = rollout.response_len.sum()
-    k1, k2, k3 = kl_estimators(rollout.old_logprobs, rollout.ref_logprobs)
-    gap = (rollout.sampler_logprobs - rollout.old_logprobs).abs()
-    per_token = {"kl/k1": k1, "kl/k2": k2, "kl/k3": k3, "rollout/sampler_gap": gap}
-    per_token |= {"rollout/importance_weight": rollout.importance_weights}
-    if rollout.values is not None:
-        bias = rollout.values - rollout.outcomes
-        per_token |= {"value/mean": rollout.values, "value/return": rollout.outcomes, "value/bias": bias}
-    sums = {name: (masked_sum(x, mask), tokens) for name, x in per_token.items()}
-    return sums | {"kl/sequence": (masked_sum(k1, mask), len(rollout.tokens))}
-
-
 def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> tuple[Tensor, float]:
     """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
     over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,
@@ -234,36 +217,44 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     return (entropy >= least) & mask, least
 
 
-class Clip(NamedTuple):
-    """How far a token's ratio may move before its gradient ends: 1 - low to 1 + high.
-
-    dual: where the advantage is negative, the loss of a token is at most dual * |advantage|; 0 for no limit.
-    Without it a token whose ratio has grown far above 1 + high pulls with all of that ratio.
-    """
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float = 0.0
-
-
-def policy_objective(
-    logprobs: Tensor, mb: Rollout, clip: Clip, kl_in: str, kl_weight: float, decay: float
+def policy_loss(
+    logprobs: Tensor,
+    mb: Rollout,
+    low: float,
+    high: float,
+    dual: float = 0.0,
+    kl_in: str = "loss",
+    kl_weight: float = 0.0,
+    decay: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the actor minimises: clipped policy loss + kl_weight * KL to the reference -> (sum over tokens,
-    metrics as sums). logprobs [B, R] of the actor; mb: the micro-batch; kl_weight: in units of the loss a
-    nat; decay: gamma * lambda, what a later token's reward counts in an advantage."""
-    weights = mb.importance_weights
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347, eq. 7) of each token, at most dual * |A|
+    where A is negative (0: no limit), times its importance weight; + kl_weight * KL to the reference -> (sum
+    over tokens, metrics as sums). logprobs [B, R] of the actor; kl_weight: in units of the loss a nat; decay:
+    gamma * lambda, what a later token's reward counts in an advantage."""
+    log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 0.0)
+    ratio = log_ratio.exp()
     advantages = mb.advantages
-    moved = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0)
     if kl_in == "reward":  # the advantages have the KL of before the updates; here what was moved since
-        advantages = advantages - kl_weight * discounted_sums(moved, decay)
+        advantages = advantages - kl_weight * discounted_sums(log_ratio.detach(), decay)
+    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual:
+        per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
+    weights = mb.importance_weights
     counted = weights if mb.counted is None else weights * mb.counted
-    loss, metrics = policy_loss(logprobs, mb.old_logprobs, advantages, mb.mask, clip, counted)
-    total = loss
+    loss = total = masked_sum(counted * per_token, mb.mask)
     if kl_in == "loss" and kl_weight:  # k2 times the ratio: the gradient of today's KL (arXiv:2510.01555)
         k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
-        total = total + kl_weight * masked_sum(weights * moved.exp() * k2, mb.mask)
-    return total, metrics | {"policy/loss": loss}
+        total = loss + kl_weight * masked_sum(weights * ratio.detach() * k2, mb.mask)
+    with torch.no_grad():
+        outside = (ratio < 1 - low) | (ratio > 1 + high)
+        metrics = {
+            "policy/loss": loss,
+            # k3 of the old policy against the new one: what --target_kl stops on
+            "policy/approx_kl": masked_sum(ratio - 1 - log_ratio, mb.mask),
+            "policy/clip_fraction": masked_sum(outside.float(), mb.mask),
+            "policy/ratio": masked_sum(ratio, mb.mask),
+        }
+    return total, metrics
 
 
 def discounted_sums(x: Tensor, decay: float) -> Tensor:
@@ -274,38 +265,6 @@ def discounted_sums(x: Tensor, decay: float) -> Tensor:
         x = x + decay**n * F.pad(x[:, n:], (0, n))
         n *= 2
     return x
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: Clip,
-    weights: Tensor | float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate, token level -> (sum, metrics as sums over tokens).
-
-    -min(r A, clip(r) A) (arXiv:1707.06347, eq. 7) with a ``Clip``, each token times its weight (``weights``:
-    ``importance_weights`` [B, R]). approx_kl is k3 of the old policy against the new one: it is what
-    ``--target_kl`` stops on.
-    """
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
-    per_token = -torch.min(ratio * advantages, clipped * advantages)
-    if clip.dual:
-        most = -clip.dual * advantages
-        per_token = torch.where(advantages < 0, torch.min(per_token, most), per_token)
-    loss = masked_sum(weights * per_token, mask)
-    with torch.no_grad():
-        outside = (ratio < 1 - clip.low) | (ratio > 1 + clip.high)
-        metrics = {
-            "policy/approx_kl": masked_sum(ratio - 1 - log_ratio, mask),
-            "policy/clip_fraction": masked_sum(outside.float(), mask),
-            "policy/ratio": masked_sum(ratio, mask),
-        }
-    return loss, metrics
 
 
 def value_loss(
@@ -321,9 +280,5 @@ def value_loss(
     limit = cliprange or torch.inf
     clipped_error = ((old_values - returns) / scale + change.clamp(-limit, limit)).square()
     loss = 0.5 * masked_sum(torch.max(error, clipped_error), mask)
-    with torch.no_grad():
-        metrics = {
-            "value/error": masked_sum(error, mask),
-            "value/clip_fraction": masked_sum((change.abs() > limit).float() * (clipped_error > error), mask),
-        }
-    return loss, metrics
+    clipped = (change.abs() > limit).float() * (clipped_error > error)
+    return loss, {"value/loss": loss, "value/clip_fraction": masked_sum(clipped, mask)}

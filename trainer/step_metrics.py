@@ -19,23 +19,28 @@ from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
 from trainer.runs.optimizer_step import Step
 
-LEAST_SPREAD = 1e-6  # times the mean: a smaller standard deviation is rounding
-
 
 def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
-    """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL, the sampler's gap, the values
-    beside the outcomes."""
-    offline = bool(run.args.offline_data_path)  # then only the critic is measured: nothing was sampled
-    for name, (total, count) in ppo.rollout_metrics(new).items():
-        if name.startswith("value/") or not offline:
-            metrics.add(name, total, count)
+    """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
+    sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
+    mask = new.mask
+    tokens = new.response_len.sum()
+    if not run.args.offline_data_path:  # else nothing was sampled, and only the critic is measured
+        k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
+        metrics.add("kl/k1", ppo.masked_sum(k1, mask), tokens)
+        metrics.add("kl/k3", ppo.masked_sum(k3, mask), tokens)
+        metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
+        gap = (new.sampler_logprobs - new.old_logprobs).abs()
+        metrics.add("rollout/sampler_gap", ppo.masked_sum(gap, mask), tokens)
+        metrics.add("rollout/importance_weight", ppo.masked_sum(new.importance_weights, mask), tokens)
+        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
+        metrics.add("rollout/importance_ess", size, 1)
     if run.critic:
-        explained = ppo.explained_variance(new.outcomes, new.values, new.mask, run.world.sum)
+        metrics.add("value/mean", ppo.masked_sum(new.values, mask), tokens)
+        metrics.add("value/return", ppo.masked_sum(new.outcomes, mask), tokens)
+        explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
-    if not offline:
-        size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, new.mask, run.world.sum)
-        metrics.add("rollout/importance_ess", size, 1)
     metrics.add("policy/advantage_std", new.advantage_std, 1)
     metrics.add_all(run.kl.metrics(), 1)
 
@@ -94,20 +99,17 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     them does not vary.
     """
     mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
-    rows = list(chain.from_iterable(world.gather(mine)))
-    score = centred([x for _, x, _ in rows])
-    length = centred([count for _, _, count in rows])
+    texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
+    every = torch.ones(len(texts), dtype=torch.bool)
+
+    def centred(numbers: Sequence[float]) -> Tensor:  # each process has those of all
+        return ppo.centred(torch.tensor(numbers, dtype=torch.float64), every, torch.clone)[0]
+
+    score = centred(scores_of_all)
+    length = centred(lengths)
     size = (score.square().sum() * length.square().sum()).sqrt().item()
     return {
-        "rollout/distinct": len({text for text, _, _ in rows}) / len(rows),
+        "rollout/distinct": len(set(texts)) / len(texts),
         "reward/score_std": score.square().mean().sqrt().item(),
         "rollout/score_length_corr": (score @ length).item() / size if size else 0.0,
     }
-
-
-def centred(numbers: Sequence[float]) -> Tensor:
-    """Numbers less their mean, fp64 [N]; 0 everywhere where they differ by no more than rounding."""
-    x = torch.tensor(numbers, dtype=torch.float64)
-    mean = x.mean()
-    x = x - mean
-    return torch.zeros_like(x) if x.square().mean().sqrt() <= LEAST_SPREAD * mean.abs() else x

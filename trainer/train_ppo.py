@@ -231,13 +231,12 @@ from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_policy, score_values
 from trainer.evaluation import evaluate_actor, rows_of_step
 from trainer.flags import Flags
-from trainer.inputs import complete_flags, load_inputs
+from trainer.inputs import complete_flags
 from trainer.loop import build_and_train
 from trainer.options.filter_groups import sample_again
 from trainer.options.offline import collect_logged, take_reference
 from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
-from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
 from trainer.step_metrics import note_rollout, note_step, step_metrics
@@ -262,12 +261,17 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
+    collector = run.collector
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-    noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
-    batch = run.collector.collect(run.old_actor, run.reward, prompts, noise, seconds)
+        noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
+    with seconds.of("rollout"), run.world.all_or_none(), collector.sampling_from(run.old_actor):
+        rollout, texts = collector.respond(prompts, noise, args.temperature)
+    with seconds.of("reward"), run.world.all_or_none():
+        raw = collector.raw_scores(run.reward, prompts, rollout, texts)
+    batch = Batch(prompts, rollout, texts, raw, seconds=seconds)
     if args.filter_groups:
-        sample_again(run.collector, batch, run.old_actor, run.reward, step, positions)
+        sample_again(collector, batch, run.old_actor, run.reward, step, positions)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
     batch.scores = run.reward.combine(batch.raw, run.world)
     return batch
@@ -364,9 +368,9 @@ def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, M
     loss, info = ppo.value_loss(
         values, mb.values, mb.returns, mb.mask, cliprange=args.cliprange_value, scale=run.critic.scale
     )
-    metrics.add_all({"value/loss": loss, **info}, mb.response_len.sum())
+    metrics.add_all(info, mb.response_len.sum())
     metrics.add("value/balance_loss", balance, len(mb.tokens))
-    return args.vf_coef * loss / token_count + balance / run.sizes.minibatch, metrics
+    return args.vf_coef * loss / token_count + balance / run.minibatch_size, metrics
 
 
 def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
@@ -374,10 +378,12 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
-    loss, info = ppo.policy_objective(
+    loss, info = ppo.policy_loss(
         logprobs,
         mb,
-        clip=run.clip,
+        low=args.clip_epsilon,
+        high=args.clip_epsilon_high or args.clip_epsilon,
+        dual=args.dual_clip,
         kl_in=args.kl_in,
         # Advantages were divided by this unit. So is the KL: --kl_coef stays in reward units.
         kl_weight=run.kl.coef / mb.advantage_unit,
@@ -388,7 +394,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
         loss = loss - args.entropy_coef / mb.advantage_unit * entropy
     metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
     metrics.add("policy/balance_loss", balance, len(mb.tokens))
-    return loss / token_count + balance / run.sizes.minibatch, metrics
+    return loss / token_count + balance / run.minibatch_size, metrics
 
 
 def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
@@ -438,7 +444,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     order = minibatch_order(
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
-    first_step = step * run.sizes.steps  # optimizer steps before this batch
+    first_step = step * run.updates_per_batch  # optimizer steps before this batch
     # Else only the critic does: --critic_warmup_steps.
     actor_trains = first_step >= run.learners["actor"].first_step
     stopped = False  # by --target_kl
@@ -471,13 +477,8 @@ def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[
     return step_metrics(run, batch, metrics), rows_of_step(run, batch)
 
 
-def build(args: Flags, world: World) -> PpoRun:
-    """Flags -> the run, with all inputs checked. Raises InputError."""
-    return PpoRun(load_inputs(args, world), world)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    build_and_train(build, parse_args(argv), argv, collect, learn, evaluate_actor)
+    build_and_train(PpoRun, parse_args(argv), argv, collect, learn, evaluate_actor)
 
 
 if __name__ == "__main__":

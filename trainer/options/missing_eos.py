@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dataset.data_order import global_batch
 from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
-from trainer.collect import Collector, Seconds
+from trainer.collect import Collector
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import Reward, RunningStats
 from trainer.runs.distributed import share_of
@@ -34,8 +34,11 @@ def suited_penalty(
     mine: Sequence[int] = share_of(range(count), world)
     with world.all_or_none():
         prompts = [data[places[i]] for i in mine]
-    batch = collector.collect(model, reward, prompts, noise_keys(args.seed, PROBE_STEP, mine), Seconds())
-    scores = reward.combine(batch.raw, world)["score"]
+    keys = noise_keys(args.seed, PROBE_STEP, mine)
+    with world.all_or_none(), collector.sampling_from(model):
+        rollout, texts = collector.respond(prompts, keys, args.temperature)
+        raw = collector.raw_scores(reward, prompts, rollout, texts)
+    scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
     penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")

@@ -6,11 +6,10 @@ the ratio is actor / reference. All the rest is as ever. It is the offline PPO o
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.data_order import next_batch
@@ -20,14 +19,10 @@ from dataset.record_files import open_records
 from model.loading import eos_ids
 from trainer.collect import Batch, Seconds
 from trainer.compute.batching import pad_right
-from trainer.compute.memory import HostMemory
 from trainer.compute.rollout_data import Rollout, as_rollout
-from trainer.compute.scoring import score_policy
 from trainer.rewards.combine import RawScores
-from trainer.runs.distributed import World, batches_of
-from trainer.runs.metrics import Metrics
+from trainer.runs.distributed import World
 
-PAIRS = 128  # held-out pairs that are scored together
 Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
 
 
@@ -83,54 +78,3 @@ def take_reference(rollout: Rollout) -> None:
     """The reference counts as the policy that wrote the answers: the ratio is actor / reference, and all
     importance weights are 1."""
     rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
-
-
-def actor_and_reference(
-    rollout: Rollout, scorers: Mapping[str, Any], host: HostMemory, temperature: float
-) -> Iterator[Tensor]:
-    """Log-probs [B, R] of a rollout's tokens under the actor and under the reference. scorers: of a run."""
-    for name in ("actor", "reference"):
-        with host.on_device(scorers[name].model):
-            yield score_policy(rollout, scorers[name], temperature)[0]
-
-
-def sequence_kl(rollout: Rollout, scorers: Mapping[str, Any], host: HostMemory, temperature: float) -> Tensor:
-    """k1 of each response [B], log actor - log reference over its tokens. Its mean over the actor's own
-    samples is the KL to the reference, in nats a response."""
-    actor, reference = actor_and_reference(rollout, scorers, host, temperature)
-    return torch.where(rollout.mask, actor - reference, 0.0).sum(1).cpu()
-
-
-@torch.no_grad()
-def evaluate_pairs(
-    pairs: LoggedPairs, scorers: Mapping[str, Any], host: HostMemory, temperature: float, world: World
-) -> dict[str, float]:
-    """What the actor thinks of the held-out pairs -> {"eval/…": mean over the pairs of all processes}:
-    chosen_share, p(chosen) / (p(chosen) + p(rejected)) with its standard deviation and that of its change
-    since the start; chosen_preferred, the share of the pairs in which actor / reference is larger for the
-    chosen answer. docs/metrics.md."""
-    metrics = Metrics()
-    with world.all_or_none():
-        for places in batches_of(len(pairs), PAIRS, world):
-            found = [pairs[place] for place in places or [0]]
-            rollout = logged_rollout([answer for pair in found for answer in pair], world.device)
-            actor, ref = actor_and_reference(rollout, scorers, host, temperature)
-            if not places:  # only other processes have pairs left; sharded models need all processes
-                continue
-            moved = torch.where(rollout.mask, actor - ref, 0.0).sum(1)
-            shares = chosen_shares(actor, rollout)
-            for name, x in (("", shares), ("_change", shares - chosen_shares(ref, rollout))):
-                metrics.add(f"eval/chosen_share{name}", x.sum(), len(found))
-                metrics.add(f"eval/chosen_share{name}_mean_square", x.square().sum(), len(found))
-            preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
-            metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
-    means = metrics.means(world)
-    del means["eval/chosen_share_change"]  # the difference of two evaluations says it
-    return means
-
-
-def chosen_shares(logprobs: Tensor, rollout: Rollout) -> Tensor:
-    """Log-probs [2 P, R] of pairs, chosen and rejected in turn -> p(chosen) / (p(chosen) + p(rejected)), fp64
-    [P], p of an answer being the geometric mean of the probabilities of its tokens."""
-    means = torch.where(rollout.mask, logprobs, 0.0).sum(1) / rollout.response_len
-    return torch.sigmoid(means[::2] - means[1::2]).double()

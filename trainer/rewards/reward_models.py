@@ -1,4 +1,4 @@
-"""Reward models: loading, scoring, and the choice of the model that the critic starts from.
+"""Reward models: loading and scoring.
 
 Two kinds are supported: a sequence classifier with one label, and a model whose own code has
 ``get_score(tokenizer, messages)``, as internlm2-reward has it. Each uses its own tokenizer and chat template,
@@ -11,7 +11,6 @@ score head is made fp32.
 import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from errors import InputError
 from model.loading import (
     as_input_error,
     check_tokenizer,
-    embeddings,
     fill_buffers,
     is_from_outside,
     load_config,
@@ -249,34 +247,6 @@ def load_reward_model(
         make_score_heads(model)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
         return kind(model, tokenizer, dtype)
-
-
-def critic_start(
-    critic_init: str,
-    models: Mapping[str, tuple[RewardModel, float]],
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[PreTrainedModel, float] | None:
-    """(the classifier that the critic starts from, its weight), or None if the critic starts from the actor.
-
-    critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
-    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor and
-    "reward" raises InputError. models: {name: (reward model, weight)}.
-    """
-    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
-    readers = [
-        (model.model, weight)
-        for model, weight in models.values()
-        if isinstance(model, ClassifierRewardModel)
-        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
-        and embeddings(model.model) >= rows
-    ]
-    if critic_init == "reward" and not readers:
-        raise InputError(
-            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
-            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
-        )
-    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else None
 
 
 def parse_spec(text: str) -> tuple[str, float]:

@@ -130,11 +130,6 @@ class Run(ABC):
     def states(self) -> Mapping[str, Stateful]:
         """{name: what else a checkpoint keeps}"""
 
-    @property
-    def files(self) -> Iterable[str]:
-        """Names of files in the run folder that a checkpoint has a copy of."""
-        return ()
-
     @abstractmethod
     def about(self) -> str:
         """Lines that say what the run is made of."""
@@ -154,7 +149,7 @@ class Run(ABC):
         """Choose what the flags leave open and the models decide, before the first evaluation."""
 
     def restore_best(self, logger: Any) -> None:
-        """After a checkpoint was loaded: make the files of the best evaluation what they were then."""
+        """After a checkpoint was loaded: take over the best evaluation so far."""
 
     def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""

@@ -1,7 +1,7 @@
 """Checkpoints: the folder ``checkpoints/step_<n>/``, all that a run needs to continue after batch n.
 
 What is in it, and why it is complete or absent: docs/reliability.md, "Checkpoints". ``modules``,
-``optimizers``, ``states`` and ``files`` of a ``Run`` list what to save. What is loaded again from its own
+``optimizers`` and ``states`` of a ``Run`` list what to save. What is loaded again from its own
 file is not in it, and no random states: sampling noise, the order of prompts and learning rates are pure
 functions of the seed and the step. Loading runs no code: it reads safetensors, JSON and text.
 """
@@ -57,8 +57,6 @@ def save(folder: Path, run: Run, keep: int) -> None:
         with world.all_or_none(), writing(temporary):
             if world.is_main:
                 _write_states(temporary, run)
-                for name in run.files:
-                    shutil.copyfile(folder / name, temporary / name)
                 _seal(temporary)
                 move(temporary, place)
                 for path in list_checkpoints(folder)[:-keep]:

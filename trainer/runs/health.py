@@ -39,7 +39,8 @@ CLEAR = 2  # standard errors of a difference: from there on it is called a rise 
 ENOUGH = 64  # responses: of fewer, chance decides what a share of them is
 FAR = 20  # times the learning rate that suits the model's size, or that part of it
 TINY = 1e-9  # in the place of a spread of 0
-JUDGES = ("eval/chosen_share", "eval/accuracy", "eval/judge")  # of evaluations: they are never rewarded
+SHARES = ("eval/chosen_preferred", "eval/accuracy")  # of evaluations: of the records, 0 or 1 for each
+JUDGES = (*SHARES, "eval/judge")  # they are never rewarded
 
 
 def spread_of_steps(values: Sequence[float]) -> float:
@@ -53,17 +54,12 @@ def spread_of_steps(values: Sequence[float]) -> float:
     return fmean(abs(b - a) for a, b in pairwise(values)) * math.sqrt(math.pi) / 2
 
 
-def least_difference(
-    count: int, changes: Sequence[float] = (), spreads: Sequence[float] = (), shares: Sequence[float] = ()
-) -> float:
+def least_difference(count: int, spreads: Sequence[float] = (), shares: Sequence[float] = ()) -> float:
     """The least difference of two evaluations of ``count`` records that is called a rise or a fall: two
     standard errors; NaN where nothing is known.
 
-    Taken from the first of these that is given: how much the records' changes since the start vary, the
-    latest one last; how much the records vary; the two means of what is 0 or 1 for each record.
+    Taken from how much the records vary, or else from the two means of what is 0 or 1 for each record.
     """
-    if changes:
-        return CLEAR * changes[-1] / math.sqrt(count)
     spreads = spreads or [math.sqrt(x * (1 - x)) for x in shares]
     return CLEAR * max(spreads, default=math.nan) * math.sqrt(2 / count)
 
@@ -167,10 +163,9 @@ class Past:
         """How far the second of two evaluations is above the first, in least differences: beyond 1 and -1 it
         is a rise or a fall."""
         name = self.witness
-        is_share = name == "eval/accuracy"
+        is_share = name in SHARES
         least = least_difference(
             count=self.known("held_out") or 1,
-            changes=self.values[f"{name}_change_std"],
             spreads=() if is_share else self.values[f"{name}_std"] or self.values["reward/score_std"][:1],
             shares=(one, other) if is_share else (),
         )

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
 from trainer.runs.displays import Display, Records, Row, logged, metric_names
-from trainer.runs.health import Finding, as_markdown, least_difference, spread_of_steps
+from trainer.runs.health import SHARES, Finding, as_markdown, least_difference, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
 TEMPLATES = Environment(
@@ -83,11 +83,10 @@ def in_words(run: Run, records: Records, state: str) -> list[str]:
     if change:
         where = f"on {held_out} held-out {display.tested}"
         spreads = values_of(records, f"eval/{short}_std")
-        if not spreads and short != "accuracy":  # which is a share of the records
+        if not spreads and f"eval/{short}" not in SHARES:
             spreads = [spread * math.sqrt(run.args.batch_size * run.world.size)]
         least = least_difference(
             count=held_out or 1,
-            changes=values_of(records, f"eval/{short}_change_std"),
             spreads=spreads,
             shares=change,
         )
