@@ -30,7 +30,6 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from dataset.data_order import local_positions
 from trainer import train_ppo
 from trainer.compute.precision import fast_dtype
-from trainer.inputs import load_inputs
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 
@@ -97,7 +96,7 @@ class Ours:
         }
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
-        self.run = PpoRun(load_inputs(self.args, world), world)
+        self.run = PpoRun(self.args, world)
         self.prompts = self.run.prompts
         self.run.prepare()
         self.number, self.metrics = 0, []

@@ -34,7 +34,7 @@ from trainer.runs.health import WRONG, findings, read_run
 
 KEPT = ROOT / "benchmarks" / "results" / "health.json"
 PAGE = KEPT.with_suffix(".md")
-NOT_READ = ("perf/", "train/", "kl/k2", "kl/k3", "_greedy", "value/balance", "policy/balance")
+NOT_READ = ("perf/", "train/", "kl/k3", "_greedy", "value/balance", "policy/balance")
 
 
 def train(flags, folder, log, fault=None):

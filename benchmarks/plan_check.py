@@ -89,11 +89,11 @@ def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
     from dataset.data_order import RecordBatches, record_loader
+    from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
     from trainer.inputs import load_inputs
     from trainer.memory_plan import Sizes
-    from trainer.run import PpoRun
     from trainer.runs.distributed import init_world
 
     args, peaks = T.parse_args(argv), {}
@@ -109,7 +109,8 @@ def measure(argv):
         free_unused_memory()  # as PpoRun does first
         forget_peak()
         numbers = Sizes(inputs.actor, inputs.actor.dtype).all
-        run = PpoRun(inputs, world)
+        building.load_inputs = lambda *_: inputs  # those above
+        run = building.PpoRun(args, world)
         run.prepare()
         note("building")
         sizes = args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations

@@ -65,9 +65,8 @@ def ours(scorer, optimizer, rollout):
     for index in micro_batches(rollout.lengths.tolist(), budget):
         mb = rollout.rows(index)
         logprobs, _, _ = scorer(*mb.sequences, 1.0)
-        loss, _ = ppo.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, ppo.Clip())
-        k2 = ppo.kl_estimators(logprobs, mb.ref_logprobs)[1]
-        ((loss + 0.02 * ppo.masked_sum(k2, mb.mask)) / tokens).backward()
+        loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_weight=0.02)
+        (loss / tokens).backward()
     torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -7,7 +7,6 @@ from test_invariants import ALONE
 from tiny import finish, flags, launch_two, load_weights, read_jsonl, same_run
 
 from trainer import train_ppo
-from trainer.inputs import load_inputs
 from trainer.run import PpoRun
 
 # fp32 on a CPU, rates at which a few steps change the weights; run folder "r"
@@ -24,7 +23,7 @@ def sizes(responses):
 def built(files, **values):
     """Flags -> a run as main builds it, in one process."""
     args = train_ppo.parse_args(flags(**{**files, **values}))
-    return PpoRun(load_inputs(args, ALONE), ALONE)
+    return PpoRun(args, ALONE)
 
 
 def run_in_two_processes(argv):

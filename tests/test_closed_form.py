@@ -5,6 +5,7 @@ ref * exp(r / beta), normalised, and the maximum is beta * log E_ref[exp(r / bet
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +113,9 @@ def test_only_k2_belongs_in_the_loss(estimator, reaches):
         p = log_p.exp().detach()
         advantages = reward - (p * reward).sum()
         std = (p * advantages.square()).sum().sqrt().clamp(min=1e-4)
-        loss, _ = ppo.policy_loss(log_p, log_p.detach(), p * advantages / std, mask, ppo.Clip())
+        mb = SimpleNamespace(mask=mask, old_logprobs=log_p.detach(), advantages=p * advantages / std)
+        mb.importance_weights, mb.counted = torch.ones(4), None
+        loss, _ = ppo.policy_loss(log_p, mb, 0.2, 0.2)
         loss = loss + beta / std * (p * ppo.kl_estimators(log_p, ref)[estimator]).sum()
         (grad,) = torch.autograd.grad(loss, logits)
         with torch.no_grad():

@@ -69,7 +69,7 @@ def rows(counted):
 
 def gradient(mb, kl_weight):
     logprobs = (mb.old_logprobs + 0.05).requires_grad_()
-    loss, _ = ppo.policy_objective(logprobs, mb, ppo.Clip(), "loss", kl_weight, 1.0)
+    loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_weight=kl_weight)
     loss.backward()
     return logprobs.grad
 

@@ -234,7 +234,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
         kind = "_greedy" if n % 2 else "" if n % 3 == 0 else None
         record["answer"] = responses[kind][n if kind else n * answers] if kind is not None else "nothing"
     write_jsonl(tmp_path / "held_out.jsonl", records)
-    run = PpoRun(load_inputs(args, ALONE), ALONE)
+    run = PpoRun(args, ALONE)
     run.actor.load_state_dict(plain.state_dict())
     found, _ = train_ppo.evaluate_actor(run, {}, {})
     for kind, texts in responses.items():

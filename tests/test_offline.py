@@ -8,7 +8,6 @@ from tiny import WORDS, flags, run_files, write_jsonl
 from errors import InputError
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor
-from trainer.inputs import load_inputs
 from trainer.options.offline import evaluate_pairs, sequence_kl
 from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
@@ -36,7 +35,7 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     args = train_ppo.parse_args(flags(**{**files, **SIZES, **values}))
-    return PpoRun(load_inputs(args, ALONE), ALONE)
+    return PpoRun(args, ALONE)
 
 
 def pairs_of(run):

@@ -47,7 +47,8 @@ from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
-from trainer.rewards.reward_models import critic_start, load_reward_model
+from trainer.models import critic_start
+from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import backward
 

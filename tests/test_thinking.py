@@ -41,7 +41,7 @@ from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from model.loading import load_tokenizer
 from trainer import train_ppo, train_reward, train_sft
-from trainer.inputs import choose_reasoning
+from trainer.inputs import choose_reasoning, load_inputs
 from trainer.rewards.combine import Judge, Reward
 from trainer.rewards.rules import thinking_reward
 from trainer.train_reward import Reference
@@ -273,7 +273,7 @@ def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
     argv = flags(model=policy or path, reward_url="http://x", data_path=data)
     args = train_ppo.parse_args([*argv, *(flags(reasoning=given) if given is not None else [])])
     if policy:
-        inputs = train_ppo.load_inputs(args, ALONE)
+        inputs = load_inputs(args, ALONE)
         return inputs.args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
     prompts = RLAIFDataset(data, tokenizer, 64)

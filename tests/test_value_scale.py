@@ -176,7 +176,7 @@ def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset, 
     start = torch.cat([p.flatten() for p in make_run(files)[0].ref.parameters()])
     assert (scaled - weights).norm() < 0.02 * (weights - start).norm()
     for one, other in zip(metrics, others, strict=True):
-        for name in ("value/error", "value/explained_variance", "policy/entropy", "kl/k2"):
+        for name in ("value/loss", "value/explained_variance", "policy/entropy", "kl/k3"):
             assert other[name] == pytest.approx(one[name], rel=0.02, abs=1e-3), name
         assert other["value/scale"] == pytest.approx(factor * one["value/scale"], rel=1e-3)
         assert other["value/mean"] == pytest.approx(factor * one["value/mean"] + offset, abs=0.02 * factor)

@@ -17,11 +17,11 @@ import torch
 from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
 
 from dataset.data_order import epoch_order
+from model.loading import load_policy
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.compute import scoring
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.inputs import load_inputs
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 
@@ -349,7 +349,6 @@ class Plain:
         new, k1, outcome = self.new, k1[self.new], outcome[self.new]
         k1_of_rows = [k1[self.row[new] == i].sum() for i in range(self.first_new, rows)]
         self.note("kl/k1", k1)
-        self.note("kl/k2", k1**2 / 2)
         self.note("kl/k3", torch.exp(-k1) - 1 + k1)
         self.note("kl/sequence", torch.stack(k1_of_rows))
         self.note("rollout/sampler_gap", (self.sampled_logprobs - self.old_logprobs)[new].abs())
@@ -359,7 +358,6 @@ class Plain:
         values = self.old_values[new]
         self.note("value/mean", values)
         self.note("value/return", outcome)
-        self.note("value/bias", values - outcome)
         self.note("value/scale", torch.tensor([self.scale]))
         self.note("value/explained_variance", 1 - ((outcome - values).var() / outcome.var())[None])
 
@@ -441,7 +439,6 @@ class Plain:
         error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
         losses = torch.maximum(error, clipped_error) / 2
         self.note("value/loss", losses)
-        self.note("value/error", error)
         binds = ((values - old).abs() > reach) & (clipped_error > error)
         self.note("value/clip_fraction", binds.float())
         self.note("value/balance_loss", balance)
@@ -608,10 +605,9 @@ def start(files, experts=False, steps=False, logged=False, **values):
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))
-    inputs = load_inputs(args, ALONE)
-    prompts = inputs.prompts
-    untouched = copy.deepcopy(inputs.actor)
-    run = PpoRun(inputs, ALONE)
+    untouched = load_policy(args.model)
+    run = PpoRun(args, ALONE)
+    prompts = run.prompts
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)

@@ -68,7 +68,7 @@ def build_models(
     args: Flags, actor: PreTrainedModel, start: PreTrainedModel | None, weight: float, sharded: bool
 ) -> tuple[CriticModel, PreTrainedModel, PreTrainedModel]:
     """-> (critic, reference, old actor); the actor gets its adapters. start, weight: of ``critic_start``;
-    start is None without a critic, and so is the critic; sharded: equal matrices share their memory until each
+    start is None without a critic, and so is the critic; sharded: equal matrices share memory until each
     process has its part of them."""
     critic: CriticModel = None  # type: ignore[assignment]
     if start:

@@ -187,7 +187,7 @@ def test_ratio_is_one_and_kl_zero_before_the_first_update(files, dtype):
     assert sums.totals(["policy/ratio"], "cpu").item() / tokens == pytest.approx(1.0, abs=1e-6)
     assert sums.totals(["policy/approx_kl"], "cpu").item() / tokens == pytest.approx(0.0, abs=1e-9)
     means = metrics.means(run.world)
-    assert means["kl/k1"] == means["kl/k2"] == means["kl/k3"] == 0
+    assert means["kl/k1"] == means["kl/k3"] == 0
     assert means["rollout/sampler_gap"] < {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}[dtype]
     assert max(g.abs().max() for g in grads) > 1e-4
 

@@ -17,7 +17,6 @@ from tiny import (
 from errors import InputError
 from trainer import train_ppo
 from trainer.evaluation import evaluate_actor
-from trainer.inputs import load_inputs
 from trainer.rewards.combine import Judge
 from trainer.rewards.reward_models import load_reward_model
 from trainer.run import PpoRun
@@ -95,7 +94,7 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 def evaluated_run(files, more, **values):
     """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
-    return PpoRun(load_inputs(args, ALONE), ALONE)
+    return PpoRun(args, ALONE)
 
 
 def test_one_part_alone_has_no_second_name():

@@ -16,7 +16,8 @@ from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.rewards.reward_models import critic_start, load_reward_model
+from trainer.models import critic_start
+from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.resume import weights_hash
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_the_critic_starts_with_weight_and_sign_on_the_demo():
     with torch.no_grad():
         value = critic(torch.tensor([ids]))[0, place].item()
     assert value == pytest.approx(-0.7 * reward([pair]).item(), abs=1e-4)
-    assert critic_start("actor", {"b": (reward, -0.7)}, policy, tokenizer) is None
+    assert critic_start("actor", {"b": (reward, -0.7)}, policy, tokenizer) == (policy, 1.0)
 
 
 def test_a_run_refuses_another_reward_dtype(tmp_path):

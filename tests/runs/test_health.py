@@ -58,8 +58,6 @@ USUAL = {
     "policy/early_stop": 0.0,
     "policy/skipped_steps": 0.0,
     "value/explained_variance": 0.1,
-    "value/bias": 0.05,
-    "value/error": 0.5,
     "value/clip_fraction": 0.01,
 }
 FLAGS = {
