@@ -321,8 +321,6 @@ class Plain:
         self.old_logprobs, entropy, _ = self.policy(self.old_actor, list(range(rows)))
         least = sorted(entropy.tolist())[-round(args.entropy_top * len(entropy))]
         self.counted = (entropy >= least).float()
-        if args.entropy_top < 1:
-            self.note("policy/entropy_threshold", torch.tensor([least]))
         self.ref_logprobs = self.policy(self.ref, list(range(rows)))[0]
         sampled = self.sampled_logprobs
         if args.offline_data_path:  # whose the answers are is not known: the reference's

@@ -204,17 +204,17 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 
-def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> tuple[Tensor, float]:
+def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable) -> Tensor:
     """``--entropy_top``: the share of response tokens at which the old actor's entropy [B, R] is highest,
     over the whole batch and all processes; the policy loss is of these only (Wang et al. 2025,
     arXiv:2506.01939).
 
-    -> (bool [B, R], the least entropy of these in nats). gather: x -> the x of every process.
+    -> bool [B, R]. gather: x -> the x of every process.
     """
     everyone = torch.cat(gather(entropy[mask].cpu()))
     count = max(1, round(share * len(everyone)))
     least = everyone.kthvalue(len(everyone) - count + 1).values.item()
-    return (entropy >= least) & mask, least
+    return (entropy >= least) & mask
 
 
 def policy_loss(

@@ -48,7 +48,7 @@ from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of
 from trainer.runs import displays
-from trainer.runs.base import Learner, Progress, Run, Stateful, command_line
+from trainer.runs.base import Learner, Progress, Run, command_line
 from trainer.runs.distributed import World
 
 
@@ -204,7 +204,7 @@ class PpoRun(Run):
         self.state: dict[str, Tensor] | None = None  # of a sharded actor, while it is saved
 
     def _build_options(self) -> None:
-        """``options``: {name: what has a state that checkpoints keep}"""
+        """The options; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         learner = self.learners["actor"]
         metric = args.best_metric.removeprefix("eval/")
@@ -223,18 +223,18 @@ class PpoRun(Run):
             args.batch_size, args.mini_batch_size, self.world.rank, self.world.size, args.num_generations
         )
         self.replay = Replay(args.replay_batches, positions, self.world)
-        self.options: dict[str, Stateful] = {
+        self.states = {
             "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,
             "kl": self.kl,
             "advantage_scale": self.advantage_scale,
         }
         if self.critic:
-            self.value_scale = self.options["value_scale"] = ValueScale(self.critic)
+            self.value_scale = self.states["value_scale"] = ValueScale(self.critic)
         if args.replay_batches:
-            self.options["replay"] = self.replay
+            self.states["replay"] = self.replay
         if args.ema_beta:
-            self.options["ema"] = self.ema
+            self.states["ema"] = self.ema
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -246,10 +246,6 @@ class PpoRun(Run):
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
-
-    @property
-    def states(self) -> dict[str, Stateful]:
-        return self.options
 
     def prepare(self) -> None:
         """Round the frozen models; move them to the host's memory, or shard all, where the flags say so."""

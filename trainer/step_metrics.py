@@ -17,7 +17,6 @@ from trainer.options.filter_groups import rows_of_equal_groups
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
-from trainer.runs.optimizer_step import Step
 
 
 def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
@@ -42,17 +41,8 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
     metrics.add("policy/advantage_std", new.advantage_std, 1)
-    metrics.add_all(run.kl.metrics(), 1)
-
-
-def note_step(run: PpoRun, name: str, step: Step, metrics: Metrics) -> None:
-    """Add an optimizer step (``Step``) of a learner to ``metrics``."""
-    group = "value" if name == "critic" else "policy"
-    metrics.add("policy/skipped_steps", not step.finite, 1)
-    if step.finite:
-        metrics.add(f"{group}/grad_norm", step.norm, 1)
-    rate = run.learners[name].optimizer.param_groups[0]["lr"]
-    metrics.add(f"{group}/learning_rate", rate, 1)
+    if run.kl.target:
+        metrics.add("kl/coef", run.kl.coef, 1)
 
 
 def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:

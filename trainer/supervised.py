@@ -33,7 +33,7 @@ from trainer.compute.scoring import BalanceLoss, prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
-from trainer.runs.base import Learner, Progress, Run, Stateful
+from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
@@ -118,6 +118,7 @@ class SupervisedRun(Run):
         )
         self.learners = {"model": learner}
         self.loss_scale = LossScale(self.dtype)
+        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
 
     def load_policy(self) -> PreTrainedModel:
@@ -150,10 +151,6 @@ class SupervisedRun(Run):
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {"optimizer": self.learners["model"].optimizer}
-
-    @property
-    def states(self) -> dict[str, Stateful]:
-        return {"loss_scale": self.loss_scale}
 
     def loss_counts(self, items: Items) -> list[float]:
         """Numbers by which losses are divided, once summed over processes."""

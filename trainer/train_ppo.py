@@ -3,9 +3,10 @@
     for each step, which is one batch of responses:                        loop.py
         collect   the old actor answers every prompt                       generation/engine.py
                   the rewards score the answers                            rewards/combine.py
-        learn     score      log-probs of reference and old actor; values  compute/scoring.py
-                  estimate   scores -> rewards of tokens -> advantages     ppo.py
-                  update     for each PPO epoch, for each minibatch:
+        learn
+            fill_rollout     log-probs of reference and old actor; values  compute/scoring.py
+            estimate         scores -> rewards of tokens -> advantages     ppo.py
+            update    for each PPO epoch, for each minibatch:
                                  train the critic: vf_coef * value loss
                                  train the actor:  clipped policy loss + kl_coef * KL to the reference
                                                    (- entropy_coef * entropy) (+ ptx_coef * loss of
@@ -239,7 +240,7 @@ from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
-from trainer.step_metrics import note_rollout, note_step, step_metrics
+from trainer.step_metrics import note_rollout, step_metrics
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -280,10 +281,10 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
 # ------------------------------------------------------------------- learn: scored responses -> weights
 
 
-def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
-    """What the models, not the rewards, say of the batch before it is learned from -> its rollout with
-    log-probs and values [B, R]. With --replay_batches the rows of older batches stand above it: what actor
-    and critic say of them today, and what the reference said."""
+def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
+    """What the models say of a batch before it is learned from -> its rollout with all that stays fixed while
+    it is, in the order of the fields of ``Rollout``. With --replay_batches the rows of older batches stand
+    above it: what actor and critic say of them today, and what the reference said."""
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
@@ -302,9 +303,12 @@ def score(run: PpoRun, batch: Batch, metrics: Metrics) -> Rollout:
         rollout.old_logprobs, rollout.sampler_logprobs, rollout.mask, args.importance_cap
     )
     if args.entropy_top < 1:
-        chosen = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
-        rollout.counted, least = chosen
-        metrics.add("policy/entropy_threshold", least, 1)
+        rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
+    # --kl_target; before ``estimate``, which uses the weight of the KL.
+    run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
+    estimate(run, rollout)
+    note_rollout(run, newest_rows(rollout, args.batch_size), metrics)
+    run.replay.keep(new)
     return rollout
 
 
@@ -342,18 +346,6 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         informative = ppo.std_or_zero(total) > 0  # False where all scores are equal
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
     rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
-
-
-def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
-    """All that stays fixed while a batch is learned from, in the order of the fields of ``Rollout``."""
-    count = run.args.batch_size  # rows of the new batch, the last ones
-    rollout = score(run, batch, metrics)
-    # --kl_target; before ``estimate``, which uses the weight of the KL.
-    run.kl.follow(step, newest_rows(rollout, count), run.world.sum)
-    estimate(run, rollout)
-    note_rollout(run, newest_rows(rollout, count), metrics)
-    run.replay.keep(batch.rollout)
-    return rollout
 
 
 def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
@@ -426,7 +418,11 @@ def train(
         learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
         return None
     step = step_if_finite(run, learner, means[0], number)
-    note_step(run, name, step, metrics)
+    metrics.add("policy/skipped_steps", not step.finite, 1)
+    group = "policy" if name == "actor" else "value"
+    if step.finite:
+        metrics.add(f"{group}/grad_norm", step.norm, 1)
+    metrics.add(f"{group}/learning_rate", learner.learning_rate(number), 1)
     return step
 
 

@@ -10,7 +10,7 @@ from tiny import flags, load_weights, read_jsonl, run_files, same_run, write_jso
 from trainer import train_ppo
 
 OPTIONS = {"kl_target": 0.05, "kl_horizon": 32, "entropy_coef": 0.05, "entropy_top": 0.4, "ema_beta": 0.7}
-SAME = {"kl/coef", "kl/sequence", "policy/entropy", "policy/entropy_threshold", "policy/loss", "ema/score"}
+SAME = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/score"}
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ class Rollout:
         layout = Layout.of_responses(prompt_len, response_len, device)
         places = send(torch.tensor(rows), device)
         picked: dict[str, Any] = {}
-        for name, x in self._tensors().items():
+        for name, x in self.filled().items():
             picked[name] = x[places]
             if x.dim() == 2:
                 width = layout.longest if name == "tokens" else layout.shape[1]
@@ -99,7 +99,7 @@ class Rollout:
         rows = zip(self.tokens.tolist(), layout.prompt_len, layout.response_len, strict=True)
         return [tokens[start : start + count] for tokens, start, count in rows]
 
-    def _tensors(self):
+    def filled(self) -> dict[str, Any]:
         """-> {name: tensor} of the fields that are filled"""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in values.items() if isinstance(x, Tensor)}
@@ -108,7 +108,7 @@ class Rollout:
 def join_rollouts(parts: Iterable[Rollout]) -> Rollout:
     """Rollouts one below the other -> one of all their rows, as wide as the widest. A field that one of them
     lacks is lacking in the result."""
-    found = [part._tensors() for part in parts]
+    found = [part.filled() for part in parts]
     joined: dict[str, Any] = {}
     for name in found[0]:
         tensors = [x[name] for x in found if name in x]

@@ -54,7 +54,3 @@ class KlTarget(Kept):
             error = total / responses / self.target - 1
             error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
             self.coef *= 1 + error * responses / self.horizon
-
-    def metrics(self) -> dict[str, float]:
-        """{name: number} of a step: the weight, where it can move."""
-        return {"kl/coef": self.coef} if self.target else {}

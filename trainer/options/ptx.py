@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -46,14 +47,15 @@ class Ptx:
     def read(self, step: int) -> None:
         """Read the demonstrations of all optimizer steps of a step. All processes must call it; all raise
         InputError where one meets a wrong record."""
-        steps = range(step * self.per_batch, (step + 1) * self.per_batch)
-        mine = slice(self.world.rank, None, self.world.size)
+        self.items = {}
         with self.world.all_or_none():
-            chosen = {n: global_batch(len(self.data), self.seed, n, self.size)[mine] for n in steps}
-            self.items = {n: [self.data[place] for place in places] for n, places in chosen.items()}
-        counts = [sum(sum(mask[1:]) for _, mask in self.items[n]) for n in steps]
-        totals = (max(sum(theirs), 1) for theirs in zip(*self.world.gather(counts), strict=True))
-        self.learned = dict(zip(steps, totals, strict=True))
+            for number in range(step * self.per_batch, (step + 1) * self.per_batch):
+                places = global_batch(len(self.data), self.seed, number, self.size)
+                mine = places[self.world.rank :: self.world.size]
+                self.items[number] = [self.data[place] for place in mine]
+        counts = [sum(sum(mask[1:]) for _, mask in items) for items in self.items.values()]
+        totals = self.world.sum(torch.tensor(counts, device=self.world.device)).clamp(min=1)
+        self.learned = dict(zip(self.items, totals.tolist(), strict=True))
 
     def source(self, number: int, scorer: PolicyScorer) -> GradientSource:
         """What optimizer step ``number`` of the actor learns from the demonstrations."""

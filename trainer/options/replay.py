@@ -7,7 +7,7 @@ arXiv:2110.00641). Every process keeps the same global batches, so a run can be 
 processes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ FIELDS = (
 
 
 def newest_rows(rollout: Rollout, count: int) -> Rollout:
-    """The last ``count`` rows of a joined rollout: those of the new batch, which has not been learned
+    """The last ``count`` rows of a joined rollout, as those of the new batch, which has not been learned
     from."""
     first = len(rollout.tokens) - count
-    return rollout.rows(range(first, len(rollout.tokens))) if first else rollout
+    return rollout.rows(range(first, len(rollout.tokens))) if first > 0 else rollout
 
 
 @dataclass
@@ -36,41 +36,37 @@ class Replay:
     size: int
     positions: list[int]  # the rows of a global batch that belong to this process (dataset/data_order.py)
     world: World
-    batches: list[dict[str, Any]] = field(default_factory=list)
+    kept: Rollout | None = None  # their rows, one batch below the other
 
     def join(self, rollout: Rollout) -> Rollout:
         """This process' rows of the kept batches, and below them those of the new ``rollout`` [B]."""
+        if not self.kept:
+            return rollout
+        batch = len(self.positions) * self.world.size
+        starts = range(0, len(self.kept.tokens), batch)
+        mine = self.kept.rows([start + place for start in starts for place in self.positions])
         device = rollout.tokens.device
-        parts = [
-            Rollout(**{name: x[self.positions].to(device) for name, x in batch.items()})
-            for batch in self.batches
-        ]
-        return join_rollouts([*parts, rollout]) if parts else rollout
+        there = Rollout(**{name: x.to(device) for name, x in mine.filled().items()})
+        return join_rollouts([there, rollout])
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
         if not self.size:
             return
-        filled = {name: getattr(rollout, name) for name in FIELDS}
-        mine = {name: x.cpu() for name, x in filled.items() if x is not None}
+        filled = rollout.filled()
+        mine = {name: filled[name].cpu() for name in FIELDS if name in filled}
         parts = self.world.gather((self.positions, mine))
-        joined = join_rollouts([Rollout(**fields) for _, fields in parts])
-        order = torch.tensor([place for positions, _ in parts for place in positions]).argsort()
-        self.batches.append({name: getattr(joined, name)[order] for name in mine})
-        self.batches = self.batches[-self.size :]
+        new = join_rollouts([Rollout(**fields) for _, fields in parts])
+        order = torch.tensor([place for positions, _ in parts for place in positions]).argsort().tolist()
+        batches = [new.rows(order)]
+        if self.kept:
+            batches.insert(0, self.kept)
+        self.kept = newest_rows(join_rollouts(batches), self.size * len(order))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps."""
-        return {
-            f"{number}.{name}": x.contiguous()
-            for number, batch in enumerate(self.batches)
-            for name, x in batch.items()
-        }
+        return {name: x.contiguous() for name, x in self.kept.filled().items()} if self.kept else {}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
-        batches: dict[int, dict[str, torch.Tensor]] = {}
-        for key, x in state.items():
-            number, _, name = key.partition(".")
-            batches.setdefault(int(number), {})[name] = x
-        self.batches = [batches[number] for number in sorted(batches)]
+        self.kept = Rollout(**state) if state else None

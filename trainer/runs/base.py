@@ -107,6 +107,7 @@ class Run(ABC):
     held_out: Sized | None  # the records of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     learners: dict[str, Learner]
+    states: dict[str, Stateful]  # {name: what a checkpoint keeps besides weights and moments}
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
@@ -124,11 +125,6 @@ class Run(ABC):
     @abstractmethod
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """{file name: what a checkpoint has the moments of}"""
-
-    @property
-    @abstractmethod
-    def states(self) -> Mapping[str, Stateful]:
-        """{name: what else a checkpoint keeps}"""
 
     @abstractmethod
     def about(self) -> str:
