@@ -3,10 +3,9 @@
 import json
 import shutil
 import signal
-from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
-import torch
 from tiny import (
     DIE,
     finish,
@@ -21,8 +20,7 @@ from tiny import (
 from errors import InputError
 from model.loading import load_policy, load_tokenizer
 from trainer import train_ppo
-from trainer.options.best import Best, choose_best
-from trainer.rewards.combine import Judge, Reward
+from trainer.options.best import Best, usual_metric
 
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 6, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "dtype": "float32"}
@@ -59,12 +57,8 @@ def result(out, name="ppo_actor_32.pth"):
     return (out / name).read_bytes()
 
 
-def state_of(out, step):
-    return json.loads((out / "r" / "checkpoints" / f"step_{step}" / "state.json").read_text())["best"]
-
-
-def summary_of(out):
-    return (out / "r" / "summary.md").read_text()
+def best_of(out):
+    return json.loads((out / "r" / "best.json").read_text())
 
 
 VALUES = "0 1 5 2 9 3 4"  # of the evaluations before training and after steps 1 to 6: the best is at step 4
@@ -115,8 +109,7 @@ def test_the_best_is_what_a_run_that_ended_there_saves(whole, files, tmp_path, m
     assert result(whole, NAME) == ended
     assert result(whole, "r/best.pth") == ended
     assert result(whole) != ended  # the result is the last step's
-    assert state_of(whole, 6) == {**state_of(whole, 3), "value": 9.0, "step": 4}
-    assert (state_of(whole, 3)["step"], state_of(whole, 3)["metric"]) == (2, "eval/judge")
+    assert best_of(whole) == {"source": ANY, "metric": "eval/judge", "value": 9.0, "step": 4}
     for path in (whole / NAME, whole / "r" / KEPT):  # both can be loaded, each with its folder
         model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
         assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
@@ -172,7 +165,7 @@ def test_with_adapters_the_best_is_merged_as_the_result_is(files, tmp_path, monk
     monkeypatch.setenv("JUDGE", "0 1 2")
     train_ppo.main(argv_of(files, tmp_path, max_steps=2, lora_r=2))
     assert result(tmp_path, NAME) == result(tmp_path)
-    assert state_of(tmp_path, 2)["step"] == 2  # the checkpoint of the same step knows of it
+    assert best_of(tmp_path)["step"] == 2
 
 
 def test_a_model_that_is_the_best_file_is_refused(whole, files, tmp_path):
@@ -184,79 +177,39 @@ def test_a_model_that_is_the_best_file_is_refused(whole, files, tmp_path):
 # -------------------------------------------------------------------------------------- killed and resumed
 
 
-def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, killed, half, files, monkeypatch):
-    assert result(killed, NAME) == result(whole, NAME)  # step 4 was saved
+def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, half, files, monkeypatch):
+    """Another run wrote its own best to --out_dir in between."""
+    assert result(half, NAME) == result(whole, NAME)  # step 4 was saved
+    (half / NAME).write_text("another run's")
     monkeypatch.setenv("JUDGE", VALUES)
     monkeypatch.setenv("JUDGE_FROM", "4")  # the first evaluation after step 3
     train_ppo.main([*argv_of(files, half), "--resume", "auto"])
     same_run(whole / "r", half / "r", step=6)
-    assert state_of(half, 6) == state_of(whole, 6)
-    for name in (NAME, "r/best.pth", "ppo_actor_32.pth", "r/checkpoints/step_6/best.pth"):
+    assert best_of(half) == best_of(whole)
+    for name in (*PLACES, "ppo_actor_32.pth"):
         assert result(half, name) == result(whole, name)
-
-
-def test_a_resumed_run_has_the_best_of_its_checkpoint(killed, half, files, tmp_path, monkeypatch):
-    """The file of step 4, which is done again and is not the best any more, goes; so does another run's."""
-    (half / NAME).write_text("another run's")
-    kept = result(half, "r/checkpoints/step_3/best.pth")
-    assert result(killed, "r/best.pth") != kept
-    monkeypatch.setenv("JUDGE", "0 1 5 2 4 3 4")
-    monkeypatch.setenv("JUDGE_FROM", "4")
-    train_ppo.main([*argv_of(files, half), "--resume", "auto"])
-    assert state_of(half, 6)["step"] == 2
-    for name in (NAME, "r/best.pth", "r/checkpoints/step_6/best.pth"):
-        assert result(half, name) == kept
-    assert kept == stopped_after(2, files, tmp_path / "two", monkeypatch)
 
 
 def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE", "0 0 0 0 -9 -8 -9")
     monkeypatch.setenv("JUDGE_FROM", "4")
     prompts = write_jsonl(half / "other.jsonl", [{"prompt": "d"}])
-    old = result(half, "r/checkpoints/step_3/best.pth")
+    old = result(half, PLACES[1])
     train_ppo.main([*argv_of(files | {"eval_data_path": prompts}, half), "--resume", "auto"])
-    said = capsys.readouterr().out
-    assert "note: the best so far was evaluated otherwise; it begins anew" in said
-    state = state_of(half, 6)
-    assert (state["value"], state["step"], state["since"]) == (-8.0, 5, 3)
-    assert "the best by eval/judge (-8.000), of the evaluations after step 3" in summary_of(half)
-    assert result(half, NAME) == result(half, "r/best.pth") != old
+    assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
+    assert (best_of(half)["value"], best_of(half)["step"]) == (-8.0, 5)
+    assert result(half, NAME) == result(half, PLACES[1]) != old
 
 
-def test_resumed_once_without_evaluations_it_keeps_its_best(half, files, monkeypatch, capsys):
-    """Step 2 has 5.0; steps 4 and 5 are not evaluated; then step 6, with 4.0, does not beat it."""
-    kept, state = result(half, "r/checkpoints/step_3/best.pth"), state_of(half, 3)
+def test_resumed_without_evaluations_it_keeps_its_best(half, files, capsys):
+    kept, best = result(half, NAME), best_of(half)
     without = {"eval_data_path": "", "eval_reward_fn": ""}
-    monkeypatch.setenv("FAULT", "raise ValueError('stop')")
-    monkeypatch.setenv("FAULT_AT", "3")
-    with pytest.raises(InputError, match="stop"):
-        train_ppo.main([*argv_of(files | without, half), "--resume", "auto"])
-    monkeypatch.delenv("FAULT_AT")
-    assert "evaluated otherwise" not in capsys.readouterr().out
-    assert state_of(half, 5) == state
-    assert f"{NAME} has those after step 2, the best by eval/judge (5.000)." in summary_of(half)
+    train_ppo.main([*argv_of(files | without, half), "--resume", "auto"])
+    said = capsys.readouterr().out
+    assert "evaluated otherwise" not in said
+    assert f"{NAME} has those after step 4, the best by eval/judge (9.000)." in said
+    assert best_of(half) == best
     assert [result(half, name) for name in PLACES] == [kept, kept]
-    monkeypatch.setenv("JUDGE", "4")
-    train_ppo.main([*argv_of(files, half), "--resume", "auto"])
-    assert state_of(half, 6) == state
-    assert [result(half, name) for name in PLACES] == [kept, kept]
-
-
-def test_a_later_best_than_that_of_the_checkpoint_goes(files, tmp_path, monkeypatch):
-    """The start has 5.0, step 4 has 9.0. Resumed from step 3 there is none, until step 6, which has 2.0."""
-    monkeypatch.setenv("JUDGE", "5 1 1 1 9 2 2")
-    monkeypatch.setenv("FAULT", "raise ValueError('stop')")
-    monkeypatch.setenv("FAULT_AT", "15")
-    with pytest.raises(InputError, match="stop"):
-        train_ppo.main(argv_of(files, tmp_path))
-    assert (tmp_path / "r" / KEPT).exists()
-    monkeypatch.delenv("FAULT_AT")
-    monkeypatch.setenv("JUDGE_FROM", "6")
-    checkpoint = tmp_path / "r" / "checkpoints" / "step_3"
-    train_ppo.main([*argv_of(files, tmp_path, eval_interval=0), "--resume", str(checkpoint)])
-    assert "never above 5.000" in summary_of(tmp_path)
-    left = {path.name for path in (*tmp_path.iterdir(), *(tmp_path / "r").iterdir())}
-    assert not left & {KEPT, "best", NAME, "ppo_actor_32_best"}
 
 
 def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
@@ -276,79 +229,23 @@ def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
 # ---------------------------------------------------------------------------------------------- the metric
 
 
-def chosen(metric="", answer=None, judge=None, fn="", reasoning=0, answers=1, pairs=None, **reward):
-    args = SimpleNamespace(best_metric=metric, reasoning=reasoning, eval_reward_fn=fn, eval_reward_model=[])
-    args.num_generations = answers
-    held_out = Records()
-    held_out.has_accuracy = answer is not None
-    given = {
-        "models": {"model": (lambda pairs: torch.zeros(len(pairs)), 1.0)},
-        "reasoning": bool(reasoning),
-        **reward,
-    }
-    return choose_best(args, held_out, Reward(**given), Judge(function=judge), pairs)
-
-
-class Records(list):
-    fingerprint = "1f"
-
-
-def test_another_judge_is_another_source_where_it_decides():
-    sources = {chosen("judge", judge=len, fn=fn).source for fn in ("one.py:f", "two.py:f")}
-    assert len(sources) == 2
-    assert len({chosen("score", judge=len, fn=fn).source for fn in ("one.py:f", "two.py:f")}) == 1
-
-
 def test_which_metric_decides():
-    """What the pairs say, the judge, the user's function, the accuracy, the score: the first there is."""
-    given = {"answer": "a", "judge": len, "function": len, "normalize": True, "pairs": [1]}
-    for without, metric in (
-        ("", "chosen_share"),
-        ("pairs", "judge"),
-        ("judge", "function"),
-        ("function", "score_raw"),
-        ("normalize", "score"),
-    ):
-        given.pop(without, None)
-        best = chosen(**given)
-        assert best.metric == f"eval/{metric}"
-        assert best.successor == ("eval/accuracy" if metric.startswith("score") else "")
-    assert chosen().successor == chosen("score", answer="a").successor == ""
-    assert chosen(answer="a", models={}).metric == "eval/accuracy"  # there is no score
-    assert chosen("missing_eos", missing_eos_penalty=None).metric == "eval/missing_eos"  # not yet chosen
-    for name in ("model", "eval/model", "length", "score_greedy", "eval/finished_greedy"):
-        assert chosen(name).metric == f"eval/{name.removeprefix('eval/')}"
-    assert chosen("format_rate", reasoning=1).metric == "eval/format_rate"
+    """The pairs, the judge, the function, the accuracy above 0, the score: the first that there is."""
+    found = dict.fromkeys(["eval/length", "eval/score", "reward/judge"], 1.0)
+    for name in ("score", "score_raw", "accuracy", "function", "judge", "chosen_preferred"):
+        found[f"eval/{name}"] = 0.5
+        assert usual_metric(found) == f"eval/{name}"
+    assert usual_metric({"eval/accuracy": 0.0, "eval/score": 0.0}) == "eval/score"
+    assert usual_metric({"eval/accuracy": 0.0, "eval/length": 1.0}) == "eval/accuracy"  # there is no score
+    assert usual_metric({"eval/length": 1.0}) == ""
+    assert Best().beaten_by({"eval/length": 1.0}, 1) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["accuracy", "judge", "format_rate", "loss", "reward/score", "ema/score", "eval/"]
-)
-def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(name):
-    if name == "eval/":
-        assert chosen(name).metric == "eval/score"  # as if it were not given
-        return
-    with pytest.raises(InputError, match=f"--best_metric {name}: no evaluation of this run says") as error:
-        chosen(name)
-    assert "choose one of model, score, length, finished, model_greedy, score_greedy" in str(error.value)
-
-
-def test_what_has_no_greedy_twin_is_known_by_its_exact_name():
-    """pass@k: k = 2, 4 … up to --num_generations, as evaluate in evaluation.py logs them."""
-    for name in ("pass@2", "pass@4", "accuracy_greedy"):
-        assert chosen(name, answer="a", answers=6).metric == f"eval/{name}"
-    for name in ("pass@3", "pass@8", "pass@4_greedy"):
-        with pytest.raises(InputError, match=r"accuracy_greedy, pass@2, pass@4$"):
-            chosen(name, answer="a", answers=6)
-    with pytest.raises(InputError, match="pass@2: no evaluation"):
-        chosen("pass@2", answers=4)  # no answers in the records
-    assert chosen("chosen_preferred", pairs=[1]).metric == "eval/chosen_preferred"
-    with pytest.raises(InputError, match=r"share_greedy: no .*, chosen_share, chosen_preferred$"):
-        chosen("chosen_share_greedy", pairs=[1])
-    with pytest.raises(
-        InputError, match="--best_metric eval/kl: no evaluation of this run says by it which actor is best"
-    ):
-        chosen("eval/kl", pairs=[1])
+def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE", VALUES)
+    message = "--best_metric eval/loss: no evaluation has it; choose one of .*eval/judge, .*eval/score_greedy"
+    with pytest.raises(InputError, match=message):
+        train_ppo.main(argv_of(files, tmp_path, best_metric="loss"))
 
 
 @pytest.mark.parametrize("flag", ["best_metric", "eval_reward_fn", "eval_reward_model"])
@@ -358,59 +255,24 @@ def test_flags_of_evaluations_need_held_out_prompts(files, flag):
         train_ppo.parse_args(argv_of(files | wanted, "out"))
 
 
-def test_the_accuracy_decides_from_its_first_value_above_0_on():
-    """score, accuracy of each evaluation -> whether it is the best so far, and by which metric."""
-    best = Best("eval/score", "x", "eval/accuracy")
-    for step, (score, accuracy, better, metric) in enumerate(
-        (
-            (1.0, 0.0, True, "score"),
-            (0.9, 0.0, False, "score"),
-            (2.0, 0.0, True, "score"),
-            (0.5, 0.1, True, "accuracy"),
-            (9.0, 0.1, False, "accuracy"),
-            (9.0, 0.0, False, "accuracy"),
-            (0.0, 0.2, True, "accuracy"),
-        )
-    ):
-        metrics = {"eval/score": score, "eval/accuracy": accuracy}
-        assert best.beaten_by(metrics) is better
-        if better:
-            best.take(metrics, step)
-        assert best.metric == f"eval/{metric}"
-        resumed = Best("eval/score", "x", "eval/accuracy")
-        resumed.load_state_dict(best.state_dict())
-        assert resumed == best
-        resumed.load_state_dict({})  # a checkpoint from before there was a best
-        assert resumed == best and not resumed.forgotten
-    assert (best.value, best.step) == (0.2, 6)
-    assert best.describe("b.pth") == "b.pth has those after step 6, the best by eval/accuracy (0.200)"
-    old = {
-        "metric": "eval/accuracy",
-        "source": "x",
-        "value": 0.3,
-        "step": 4,
-        "since": 0,
-    }  # an older version's
-    resumed = Best("eval/score", "x", "eval/accuracy")
-    resumed.load_state_dict(old)
-    assert (resumed.metric, resumed.value, resumed.step) == ("eval/accuracy", 0.3, 4)
-    by_function = Best("eval/function", "x")
-    by_function.load_state_dict(old)
-    assert (by_function.value, by_function.forgotten) == (None, True)
-
-
 def test_only_a_higher_value_beats_the_best():
-    best = Best("eval/x")
-    assert best.beaten_by({"eval/x": -5.0})
-    assert not best.beaten_by({"eval/x": float("nan")})
-    best.take({"eval/x": -5.0}, 3)
-    best.since = 2
-    assert not best.beaten_by({"eval/x": -5.0})
-    assert not best.beaten_by({"eval/y": 9.0})
-    assert best.beaten_by({"eval/x": -4.0})
-    other = Best("eval/x")
-    other.load_state_dict(best.state_dict())
-    assert other == best
-    other = Best("eval/y")
-    other.load_state_dict(best.state_dict())
-    assert (other.value, other.step, other.forgotten) == (None, 0, True)
+    first = Best("x", "eval/x").beaten_by({"eval/x": -5.0}, 3)
+    assert first == Best("x", "eval/x", -5.0, 3)
+    for value in (-5.0, float("nan"), -6.0):
+        assert first.beaten_by({"eval/x": value, "eval/y": 9.0}, 4) is None
+    assert first.beaten_by({"reward/score": 9.0}, 4) is None  # a step without an evaluation
+    assert first.beaten_by({"eval/x": -4.0}, 4) == Best("x", "eval/x", -4.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("now", "continues"),
+    [
+        (Best("x"), True),
+        (Best("x", "eval/x"), True),
+        (Best("x", "eval/y"), False),
+        (Best("other", "eval/x"), False),  # other prompts, or another judge
+        (Best(), True),  # nothing is evaluated
+    ],
+)
+def test_what_can_be_compared_with_an_earlier_best(now, continues):
+    assert now.follows(Best("x", "eval/x", 0.5, 3)) == continues

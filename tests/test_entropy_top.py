@@ -17,27 +17,26 @@ MASK = torch.tensor([[True, True, False], [True, True, True]])  # five tokens; t
 
 
 @pytest.mark.parametrize(
-    ("share", "least", "counted"),
+    ("share", "counted"),
     [
-        (0.4, 0.4, [[1, 0, 0], [0, 0, 1]]),
-        (0.6, 0.3, [[1, 0, 0], [1, 0, 1]]),
-        (0.01, 0.5, [[1, 0, 0], [0, 0, 0]]),  # at least one token
-        (0.99, 0.1, [[1, 1, 0], [1, 1, 1]]),
+        (0.4, [[1, 0, 0], [0, 0, 1]]),
+        (0.6, [[1, 0, 0], [1, 0, 1]]),
+        (0.01, [[1, 0, 0], [0, 0, 0]]),  # at least one token
+        (0.99, [[1, 1, 0], [1, 1, 1]]),
     ],
 )
-def test_the_share_by_hand(share, least, counted):
-    found, threshold = choose_tokens(share, ENTROPY, MASK, ALONE.gather)
+def test_the_share_by_hand(share, counted):
+    found = choose_tokens(share, ENTROPY, MASK, ALONE.gather)
     assert found.tolist() == torch.tensor(counted).bool().tolist()
-    assert threshold == pytest.approx(least)
 
 
 def test_equal_entropies_count_alike():
-    found, _ = choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE.gather)
+    found = choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE.gather)
     assert found.equal(MASK)
 
 
 def test_1_is_all_tokens_and_0_is_refused():
-    assert choose_tokens(1.0, ENTROPY, MASK, ALONE.gather)[0].equal(MASK)
+    assert choose_tokens(1.0, ENTROPY, MASK, ALONE.gather).equal(MASK)
     with pytest.raises(InputError, match="--entropy_top"):
         train_ppo.parse_args(["--entropy_top", "0"])
 
@@ -46,10 +45,9 @@ def test_the_threshold_is_that_of_all_processes():
     """The other process has five tokens with more entropy than any here: a share of 0.5 leaves none."""
     other = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     world = SimpleNamespace(gather=lambda mine: [mine, other])
-    found, least = choose_tokens(0.5, ENTROPY, MASK, world.gather)
+    found = choose_tokens(0.5, ENTROPY, MASK, world.gather)
     assert not found.any()
-    assert least == 1.0
-    found, _ = choose_tokens(0.6, ENTROPY, MASK, world.gather)
+    found = choose_tokens(0.6, ENTROPY, MASK, world.gather)
     assert found.nonzero().tolist() == [[0, 0]]
 
 

@@ -64,8 +64,9 @@ def read_best(folder: Path) -> Best | None:
 
 
 def write_best(folder: Path, best: Best) -> None:
-    """Write what ``read_best`` returns."""
-    write_whole(folder / EVALUATION, json.dumps(asdict(best)))
+    """Write what ``read_best`` returns. Raises InputError where the disk is full."""
+    with writing(folder):
+        write_whole(folder / EVALUATION, json.dumps(asdict(best)))
 
 
 def usual_metric(found: Mapping[str, float]) -> str:
