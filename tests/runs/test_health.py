@@ -441,22 +441,19 @@ def test_flags_and_facts_that_are_far_from_the_usual_ones(change, name, level, r
 
 
 def test_held_out_pairs_that_fall_are_found_offline():
-    """By hand: 2 sqrt(2) 0.1 / sqrt(200) = 0.02 with 200 pairs."""
+    """By hand: 2 sqrt(2) 0.5 / sqrt(200) = 0.1 with 200 pairs, where one of the shares is a half."""
 
-    def found(before, best, after, **also):
+    def found(before, best, after):
         args = {**FLAGS, "offline_data_path": "x", "facts": {**FACTS, "held_out": 200}}
         values = {0: before, 4: best, 8: after}
-        more = {n: {"eval/chosen_share": x, "eval/chosen_share_std": 0.1, **also} for n, x in values.items()}
+        more = {n: {"eval/chosen_preferred": x} for n, x in values.items()}
         lines = [{"step": n, "policy/loss": 0.0, **more.get(n, {})} for n in range(9)]
         return {f.name: f for f in findings(lines, args)}.get("held_out_falls")
 
-    assert found(0.5, 0.6, 0.581) is None
-    seen = found(0.5, 0.6, 0.579)
-    assert (seen.level, seen.step, seen.symptom) == ("look", 8, "eval/chosen_share falls")
-    assert found(0.5, 0.5, 0.459).level == "wrong"  # also where it has never been above its start
-    changes = {"eval/chosen_share_change_std": 0.02}  # pair by pair: 2 * 0.02 / sqrt(200) = 0.0028
-    assert found(0.5, 0.6, 0.598, **changes) is None
-    assert found(0.5, 0.6, 0.597, **changes).level == "look"
+    assert found(0.5, 0.6, 0.51) is None
+    seen = found(0.5, 0.6, 0.49)
+    assert (seen.level, seen.step, seen.symptom) == ("look", 8, "eval/chosen_preferred falls")
+    assert found(0.5, 0.5, 0.29).level == "wrong"  # also where it has never been above its start
 
 
 def test_flags_and_facts_that_are_usual():

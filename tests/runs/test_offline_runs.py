@@ -62,9 +62,9 @@ def test_a_resumed_run_equals_one_that_never_stopped(files, one, tmp_path):
 def test_it_works_with(options, files, tmp_path, capsys):
     train(**files, **ONE, max_gen_len=8, max_steps=3, **options, out_dir=tmp_path, run_name="r")
     lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    assert lines[-1]["eval/chosen_share"] > lines[0]["eval/chosen_share"]
+    assert lines[-1]["eval/chosen_preferred"] > lines[0]["eval/chosen_preferred"]
     text = (tmp_path / "r" / "summary.md").read_text()
-    assert "The chosen_share" in text and "on 7 held-out pairs" in text
+    assert "The chosen_preferred" in text and "on 7 held-out pairs" in text
     assert "can be chance" in text or "rose" in text
     assert "score" not in text.split("Health")[0]
     said = capsys.readouterr().out
