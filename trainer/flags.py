@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,9 +185,9 @@ class FlagParser(argparse.ArgumentParser):
             if ours in self.flags:
                 value = f" (value: {VALUES[known]})" if known in VALUES else ""
                 return f"{word}: it is called --{ours} here{value}"
-            # The other reasons name flags of train_ppo.py.
-            if known in ONLY_DEMO or (known in NOT_HERE and "ppo_epochs" in self.flags):
-                return f"{word}: not a flag here: {NOT_HERE[known]}"
+            reason = NOT_HERE.get(known, "")
+            if reason and self.flags.keys() >= set(re.findall(r"--(\w+)", reason)):  # of another script else
+                return f"{word}: not a flag here: {reason}"
             known = known.partition(".")[2]
         if not is_flag:
             return f"{word}: not expected here; flags begin with --, --help all lists them"

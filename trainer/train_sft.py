@@ -121,7 +121,7 @@ class SftRun(SupervisedRun):
         check_ends(self.data[0], self.tokenizer, policy)
         moe = "_moe" if is_moe(policy) else ""
         self.pth_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
-        self.result_path = self.result_file = self.pth_path
+        self.result_file = self.pth_path
         self.hf_dir = Path(args.hf_dir or self.pth_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
             raise InputError(

@@ -113,7 +113,6 @@ class Run(ABC):
     mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
-    result_path: Path | None  # the result, None if there is none before the end
 
     @property
     @abstractmethod
@@ -170,9 +169,6 @@ class Run(ABC):
     @abstractmethod
     def save_result(self) -> None:
         """Write the files that users load."""
-
-    def complete(self) -> None:
-        """What is left to do after the last step, on all processes."""
 
     @abstractmethod
     def results(self) -> str:
