@@ -41,7 +41,6 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
-from trainer.compute.memory import keep_freed_memory
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
@@ -348,8 +347,6 @@ class Inputs:
 def load_inputs(args: Flags, world: World) -> Inputs:
     """Load and check all inputs. Raises InputError."""
     args, tokenizer = load_trained_tokenizer(args)
-    if args.shard and world.size > 1:  # before loading, which would leave gaps that nothing else fits into
-        keep_freed_memory(sharded=True)
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):

@@ -86,7 +86,8 @@ class PpoRun(Run):
         sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
-        keep_freed_memory(sharded)
+        if not sharded:  # which gathers and frees layer after layer
+            keep_freed_memory()
         # The reward that PPO learns from, and the judge, which only evaluates.
         self.reward, self.judge = self._load_rewards(args)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
