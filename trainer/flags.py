@@ -258,6 +258,18 @@ def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> N
     trackers.add_flags(add)
 
 
+def add_model_flags(p: FlagParser, title: str, hidden_size: str, layers: str = "checked if given") -> None:
+    """The flags of all three training scripts that name the model. title: of their group; hidden_size,
+    layers: what these two are to the script."""
+    add = p.add
+    p.group(title)
+    add("--model", path, "a .pth, a directory or a hub name")
+    add("--tokenizer", path, "directory or hub name; default: model's")
+    add("--hidden_size", 0, hidden_size, may_change=True)
+    add("--num_hidden_layers", 0, layers, may_change=True)
+    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
+
+
 def add_data_flags(p: FlagParser, records: str) -> None:
     """The flags of all three training scripts that say how records are read. ``records``: what they are to
     the script."""
@@ -271,9 +283,12 @@ def add_data_flags(p: FlagParser, records: str) -> None:
     add("--num_workers", 0, "data loader processes", at_most=64, may_change=True)
 
 
-def add_stage_flags(p: FlagParser) -> None:
-    """The flags that stages 1 and 2 have; each adds its own first."""
+def add_stage_flags(p: FlagParser, records: str) -> None:
+    """The flags that stages 1 and 2 have, but those of the model. records: what they learn from."""
     add = p.add
+    p.group("data")
+    add("--data_path", path, f"{records}: a file or a hub name")
+    add("--eval_data_path", path, f"held-out {records}")
     add_data_flags(p, "records")
     add("--eval_size", int, "last records held out [256, at most a tenth]; 0: none", at_most=inf)
     p.group("optimisation")

@@ -16,9 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import (
-    SWITCHES,
     load_thinking,
-    parse_template_kwargs,
     set_system_prompt,
     set_template,
     set_template_kwargs,
@@ -86,10 +84,6 @@ def complete_flags(args: Flags) -> Flags:
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.thinking_ratio is not None and args.chat_template_kwargs:
-        for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
-            what = f"--thinking_ratio {args.thinking_ratio:g}"
-            raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
     changes: dict[str, object] = {}
     if args.offline_data_path:
         changes["missing_eos_penalty"] = 0.0
@@ -254,16 +248,13 @@ def choose_rates(
     """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
     suits}, a line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
     adapters train."""
-    suited: dict[str, float] = {}
-    said = []
-    for name, (kind, model) in models.items():
-        size = sum(p.numel() for p in model.parameters())
-        suited[name] = suited_rate(kind, size, lora)
-        if getattr(args, name) is None:
-            args = args.completed(**{name: suited[name]})
-            said.append(f"{kind} {suited[name]:g} ({size / 1e6:.1f}M parameters, --{name})")
-    how = "with adapters, by size" if lora else "by size"
-    return args, suited, f"rates    {how}: {', '.join(said)}" if said else None
+    suited = {
+        name: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
+        for name, (kind, model) in models.items()
+    }
+    chosen = {name: rate for name, rate in suited.items() if getattr(args, name) is None}
+    said = ", ".join(f"--{name} {rate:g}" for name, rate in chosen.items())
+    return args.completed(**chosen), suited, f"rates    by size: {said}" if said else None
 
 
 def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:

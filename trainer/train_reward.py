@@ -28,10 +28,10 @@ from trainer.flags import (
     STAGE_FLAGS,
     FlagParser,
     Flags,
+    add_model_flags,
     add_stage_flags,
     complete_output_flags,
     minimind_pth,
-    path,
 )
 
 
@@ -39,19 +39,13 @@ def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
-    p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
-    add("--model", path, "a .pth, a directory or a hub name")
-    add("--tokenizer", path, "directory or hub name; default: model's")
-    add("--hidden_size", 0, "out/full_sft_512.pth", may_change=True)
-    add("--num_hidden_layers", 0, "checked if given", may_change=True)
-    add("--use_moe", 0, "1: start from the _moe checkpoint", choices=[0, 1], may_change=True)
-    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
-    p.group("data")
-    add("--data_path", path, "pairs, or answers with scores")
-    add("--eval_data_path", path, "held-out records of the same kind")
+    title = "model (without --model and --hidden_size: the demo's policy and pairs)"
+    add_model_flags(p, title, "N: out/full_sft_N.pth")
+    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    add_stage_flags(p, "pairs, or answers with scores")
+    p.group("keys of pairs")
     add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
     add("--rejected_key", "", "key of the worse answer; default: rejected")
-    add_stage_flags(p)
     return p
 
 
