@@ -46,7 +46,6 @@ from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
-from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import suited_rate
 
@@ -184,14 +183,11 @@ def choose_reasoning(
     tokenizer: PreTrainedTokenizerBase,
     prompts: RLAIFDataset | LoggedAnswers,
 ) -> tuple[int, str | None]:
-    """-> (--reasoning, a line that says why it was chosen or what spoils it, or None). Where it is not given
+    """-> (--reasoning, a line that says why it was chosen, or None). Where it is not given
     it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
-    if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
-        note = "format   the chat template writes <think>, which responses must write again; --reasoning 0?"
-        return args.reasoning, note
     if args.reasoning is not None:
         return args.reasoning, None
     where = args.data_path or args.offline_data_path

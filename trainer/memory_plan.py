@@ -8,7 +8,6 @@ step, and a CPU's system would kill the process without a word.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +52,7 @@ class Sizes:
         self.table = sum(p.numel() for p in matrices if len(p) == vocabulary)  # of embeddings and head
         self.exact = all(holds(p, dtype) for p in matrices)  # see ``keep_exact`` in precision.py
         self.bytes = sum(p.nbytes for p in model.parameters())  # that it takes now
+        self.device = model.device
         self.adapters = adapter_size(model.base_model, 1)  # what adapters of rank 1 would add
 
     def frozen(self, case: "Case") -> int:
@@ -175,40 +175,17 @@ def fitted_plan(case: Case, room: float) -> Plan:
     return plan
 
 
-def check_memory(
-    args: Namespace,
-    actor: PreTrainedModel,
-    start: PreTrainedModel | None,
-    reward_models: Sequence[PreTrainedModel],
-    device: torch.device,
-    dtype: torch.dtype,
-    sampled: tuple[int, int, int],
-    demonstration: int = 0,
-    in_step: InStep | None = None,
-) -> tuple[Plan, str]:
-    """-> (``Plan``, a note that says where memory goes and how much is free).
-
-    start: the model that the critic starts from, the actor or one of ``reward_models``; sampled: from
-    ``sampling_sizes``; demonstration: tokens of the longest one of --ptx_data_path; in_step: of a sharded
-    run, whose processes plan with what the one has that has least. InputError where the run cannot fit.
-    """
-    if args.offload_frozen and device.type == "cpu":
+def check_memory(case: Case, in_step: InStep | None = None) -> tuple[Plan, str]:
+    """-> (``Plan``, a note that says where memory goes and how much is free). InputError where the run cannot
+    fit. in_step: of a sharded run, whose processes plan with what the one has that has least."""
+    device = case.device
+    if case.args.offload_frozen and device.type == "cpu":
         raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
-    rewards = [Sizes(model, dtype) for model in reward_models]
-    models = {"actor": Sizes(actor, dtype)}
-    # In a sharded run the others come when they are sharded.
-    loaded = sum(
-        p.nbytes for model in (actor, *reward_models) if model.device == device for p in model.parameters()
-    )
+    models = (case.models["actor"], *case.rewards)
+    loaded = sum(size.bytes for size in models if size.device == device)  # to be sharded: elsewhere
     room = USABLE[device.type] * (free_memory(device) + loaded) - LATER
-    processes = 1
     if in_step:  # one plan for all
         room = in_step.least(room)
-        processes = in_step.world.size
-    if start:
-        models["critic"] = Sizes(start.base_model, dtype)  # type: ignore[arg-type]  # for transformers a Module
-    responses, width, _ = sampled
-    case = Case(args, device, dtype, models, rewards, responses, width, demonstration, processes)
     plan = fitted_plan(case, room)
     text = (
         f"about {shown(plan.peak)} of the {shown(room)} that {device} can give, with {plan.token_budget} "
@@ -217,7 +194,7 @@ def check_memory(
     parts = plan.phases[plan.fullest].items()
     text += ", ".join(f"{part} {shown(size)}" for part, size in parts if size)
     if plan.peak > room:
-        raise InputError(f"--model {args.model}: does not fit: {text}; {REMEDIES}")
+        raise InputError(f"--model {case.args.model}: does not fit: {text}; {REMEDIES}")
     return plan, f"memory   {text}"
 
 

@@ -35,7 +35,7 @@ from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
 from trainer.inputs import Inputs, choose_rates, count_steps, sampling_sizes
-from trainer.memory_plan import check_memory
+from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.options.best import KEPT, choose_best, remove_saved
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
@@ -47,7 +47,7 @@ from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.rewards.reward_models import critic_start
 from trainer.runs import displays
-from trainer.runs.base import Learner, Progress, Run, Stateful, command_line
+from trainer.runs.base import Learner, Progress, Run, Stateful
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import make_optimizer
 
@@ -116,17 +116,21 @@ class PpoRun(Run):
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.sizes.steps)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
         room = sampling_sizes(args, self.prompts, self.held_out)
-        self.plan, memory = check_memory(
-            args,
-            self.actor,
-            start,
-            self.judges,
-            world.device,
-            self.dtype,
-            room,
+        sizes = {"actor": Sizes(self.actor, self.dtype)}
+        if start:
+            sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        case = Case(
+            args=args,
+            device=world.device,
+            dtype=self.dtype,
+            models=sizes,
+            rewards=[Sizes(model, self.dtype) for model in self.judges],
+            responses=room[0],
+            width=room[1],
             demonstration=self.ptx.data.longest if self.ptx else 0,
-            in_step=self.in_step,
+            processes=world.size,
         )
+        self.plan, memory = check_memory(case, self.in_step)
         self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self._build_models(start, weight, room)
@@ -379,8 +383,7 @@ class PpoRun(Run):
         if best.value is not None:
             words = f"best     {best.describe(self.best_path)}\n"
         words += f"average  {self.ema_path} (--ema_beta)\n" if self.ema.batches else ""
-        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
-        talk = command_line("chat.py", "--model", self.pth_path, *own_code)
+        talk = self.command("chat.py", "--model", self.pth_path)
         return f"model    {self.pth_path}\n{words}talk     {talk}"
 
 

@@ -17,7 +17,6 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -74,7 +73,7 @@ from trainer.compute.batching import send
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
-from trainer.runs.base import Kept, Stateful, command_line, full_path
+from trainer.runs.base import Kept, Stateful, full_path
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, SupervisedRun, train
 
@@ -135,14 +134,6 @@ def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) ->
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-class Outputs(NamedTuple):
-    """The model's outputs for B conversations, packed one behind the other, of N tokens in all."""
-
-    scores: Tensor  # [B] fp32
-    states: Tensor  # [N, H] the last hidden states
-    balance: Tensor  # the balance loss of a mixture of experts
-
-
 class Zero(Kept):
     """``mean``: the mean score of the held-out answers in the last evaluation, which PPO subtracts.
 
@@ -185,24 +176,17 @@ class RewardRun(SupervisedRun):
         """A policy -> the reward model that trains."""
         return reward_from(policy, self.tokenizer)
 
-    def outputs(self, conversations: list[list[int]]) -> Outputs:
-        """B lists of ids -> their scores, read at the last token."""
+    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
+        of experts."""
         scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
-        return Outputs(scores, output.last_hidden_state, self.balance(output, layout))
+        return scores, self.balance(output, layout)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
-        loss, outputs, metrics = self.score_items(items, kind)
-        if self.balance.weight and kind == "train":
-            metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
-        conversations = len(outputs.scores) // len(items)  # of an item
-        return (loss + outputs.balance / conversations) / totals[0], metrics
-
-    def score_items(self, items: Items, kind: str) -> tuple[Tensor, Outputs, Metrics]:
-        """-> (summed loss, ``Outputs``, of pairs of all chosen and then all rejected answers, Metrics)."""
         *sides, given = zip(*items, strict=True)
-        outputs = self.outputs([ids for side in sides for ids in side])
+        # Of pairs: all chosen, then all rejected answers.
+        scores, balance = self.scores([ids for side in sides for ids in side])
         wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
-        scores = outputs.scores
         sums = {}
         if self.rated:
             loss = (scores - wanted).square().sum()
@@ -218,8 +202,10 @@ class RewardRun(SupervisedRun):
         metrics.add(f"{kind}/loss", loss, len(items))
         if kind == "eval":
             metrics.add("score", scores.double().sum(), len(scores))
+        elif self.balance.weight:
+            metrics.add("train/balance_loss", balance, len(scores))
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
-        return loss, outputs, metrics
+        return (loss + balance / len(sides)) / totals[0], metrics
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
@@ -245,17 +231,8 @@ class RewardRun(SupervisedRun):
         of the model's: its chat template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
-        words: list[str | Path] = [
-            "--model",
-            full_path(args.model),
-            "--tokenizer",
-            result,
-            "--reward_model",
-            result,
-        ]
-        if args.trust_remote_code:
-            words.append("--trust_remote_code")
-        use = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
+        models = ("--model", full_path(args.model), "--tokenizer", result, "--reward_model", result)
+        use = self.command("trainer/train_ppo.py", *models, "--data_path", full_path(args.data_path))
         return (
             f"model    {self.hf_dir}\nuse      {use}\n"
             "         (with the prompts of this file; --data_path names others)\n"

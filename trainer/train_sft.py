@@ -68,7 +68,6 @@ from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
-from trainer.runs.base import command_line
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, SupervisedRun, train
 
@@ -161,8 +160,7 @@ class SftRun(SupervisedRun):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
-        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
-        talk = command_line("chat.py", "--model", self.pth_path, *own_code)
+        talk = self.command("chat.py", "--model", self.pth_path)
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 

@@ -170,6 +170,11 @@ class Run(ABC):
     def save_result(self) -> None:
         """Write the files that users load."""
 
+    def command(self, script: str, *words: str | Path) -> str:
+        """``command_line``, with --trust_remote_code where this run has it."""
+        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
+        return command_line(script, *words, *own_code)
+
     @abstractmethod
     def results(self) -> str:
         """Lines that say where the result is."""
