@@ -15,7 +15,6 @@ import atomic_files
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
-from trainer.compute.memory import peak_memory
 from trainer.runs.distributed import init_world
 from trainer.runs.resume import RunFolder
 
@@ -158,14 +157,6 @@ def test_where_folders_cannot_be_flushed_files_are(tmp_path, monkeypatch):
     assert opened == [(tmp_path / ".a.tmp", os.O_RDWR)]
     assert len(synced) == 1
     assert (tmp_path / "a").read_text() == "text"
-
-
-def test_the_memory_of_a_run_without_the_module_resource(monkeypatch):
-    """What psutil says is of this moment (on Windows it has the peak too), and in bytes as well."""
-    peak = peak_memory()
-    monkeypatch.setitem(sys.modules, "resource", None)
-    now = peak_memory()
-    assert 0.01 * peak < now <= 1.1 * peak
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused():
