@@ -116,7 +116,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     (
         "MiniMind's other name is there",
         {"model": "", "hidden_size": 32, "out_dir": "{}", "reasoning": 1},
-        "reason_32.pth: no such file; --model and --reasoning choose another",
+        "reason_32.pth: no such file",
     ),
     ("a pth that is not there", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
     ("another hidden size", {"hidden_size": 64}, "--hidden_size 64"),

@@ -218,10 +218,11 @@ def test_models_with_a_reward_model_of_their_size_fit_24_gb(monkeypatch, config,
 
 
 def test_micro_batches_follow_from_the_memory(monkeypatch):
-    plans_of = [checked(monkeypatch, HALF, room * GB)[0] for room in (400, 60, 48, 30, 24)]
+    plans_of = [checked(monkeypatch, HALF, room * GB)[0] for room in (400, 40, 35, 30, 24)]
     budgets = [plan.token_budget for plan in plans_of]
     assert budgets[0] == 1 << 16
-    assert budgets == sorted(set(budgets), reverse=True)
+    assert budgets == sorted(budgets, reverse=True)
+    assert len(set(budgets)) >= 3
     assert (budgets[-1], plans_of[-1].release_cache) == (plans.SMALL_BUDGET, True)
     assert checked(monkeypatch, HALF, 400 * GB, device=CPU)[0].token_budget == 1 << 11
     torch.use_deterministic_algorithms(True)

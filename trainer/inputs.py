@@ -123,10 +123,7 @@ def fill_paths(args: Flags) -> Flags:
     if not args.model and (args.hidden_size or args.use_moe):
         if args.reasoning is None and minimind_pth(args, "reason").is_file():
             args = args.completed(reasoning=1)  # it was trained to reason
-        wanted = minimind_pth(args, "reason" if args.reasoning else "full_sft")
-        if not wanted.is_file():
-            raise InputError(f"{wanted}: no such file; --model and --reasoning choose another")
-        args = args.completed(model=str(wanted))
+        args = args.completed(model=str(minimind_pth(args, "reason" if args.reasoning else "full_sft")))
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
         changes: dict[str, object] = {"model": DEMO["model"]}

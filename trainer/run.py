@@ -141,7 +141,7 @@ class PpoRun(Run):
         """Where the trained actor is written, the actor of the best evaluation, and the averaged one."""
         moe = "_moe" if is_moe(self.actor) else ""
         name = f"ppo_actor_{self.actor.config.hidden_size}{moe}"
-        self.pth_path = Path(args.out_dir) / f"{name}.pth"
+        self.result_path = self.pth_path = Path(args.out_dir) / f"{name}.pth"
         self.best_path = self.pth_path.with_name(f"{name}_best.pth")
         self.ema_path = self.pth_path.with_name(f"{name}_ema.pth")
         written = (self.pth_path, self.best_path, self.ema_path)

@@ -166,7 +166,9 @@ class RewardRun(SupervisedRun):
                 "kind"
             )
         self.display = displays.RATINGS if self.rated else displays.PAIRS
-        self.hf_dir = Path(args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}")
+        self.result_path = self.hf_dir = Path(
+            args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
+        )
         self.result_file = self.hf_dir / "config.json"
         self.zero = Zero()
         torch.manual_seed(args.seed)

@@ -47,6 +47,7 @@ def flag_parser() -> FlagParser:
         "model (without --model: random weights of these sizes)",
         hidden_size=f"of a NEW model; 0: {HIDDEN_SIZE}",
         layers=f"of a new model; 0: {LAYERS}",
+        may_change=False,
     )
     add_stage_flags(p, "demonstrations")
     return p
@@ -122,7 +123,7 @@ class SftRun(SupervisedRun):
         check_ends(self.data[0], self.tokenizer, policy)
         moe = "_moe" if is_moe(policy) else ""
         self.pth_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
-        self.result_file = self.pth_path
+        self.result_path = self.result_file = self.pth_path
         self.hf_dir = Path(args.hf_dir or self.pth_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
             raise InputError(

@@ -9,10 +9,7 @@ import pytest
 import torch
 from tiny import ROOT
 
-from trainer.compute import memory
 from trainer.compute.memory import free_memory, peak_memory
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
 
 
 def test_the_free_memory_of_the_machine_is_shared_by_processes(monkeypatch):
@@ -52,14 +49,7 @@ print(freed, full - rss())
 """
 
 
-@LINUX
-def test_a_c_library_that_cannot_do_this_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
-    memory.keep_freed_memory()
-    memory.free_unused_memory()
-
-
-@LINUX
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
 def test_freed_memory_is_kept_for_speed_and_given_back_where_it_is_short():
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT)
     at_once, asked = (int(size) / 99 / (1 << 21) for size in done.stdout.split())

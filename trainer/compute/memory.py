@@ -55,9 +55,8 @@ def free_unused_memory() -> None:
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # not every C library has it
-        libc.malloc_trim(0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def each_micro_batch(
@@ -107,9 +106,7 @@ def keep_freed_memory() -> None:
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if not mallopt:  # not every C library has it
-        return
+    mallopt = ctypes.CDLL(None).mallopt
     mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back
     mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     mallopt(-2, 1 << 26)  # M_TOP_PAD

@@ -114,6 +114,8 @@ class Run(ABC):
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
 
+    result_path: Path
+
     @property
     @abstractmethod
     def modules(self) -> Mapping[str, nn.Module]:
