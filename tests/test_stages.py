@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -21,7 +20,6 @@ from tiny import (
     load_weights,
     read_jsonl,
     save_policy_dir,
-    start_script,
     without_time,
     word_tokenizer,
     write_jsonl,
@@ -38,7 +36,7 @@ from errors import InputError, run_script
 from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
-from trainer import train_ppo, train_reward, train_sft
+from trainer import supervised, train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
 from trainer.compute.scoring import score_learned
@@ -371,18 +369,6 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
 
 # -------------------------------------------------------------------------- resuming and failing, as in PPO
 
-DRIVER = """import os, sys
-sys.path.insert(0, {root!r})
-from trainer import supervised, train_sft, train_reward
-learn = supervised.learn
-def until(run, step, items):
-    if step == {step}:
-        os.kill(os.getpid(), 9)
-    return learn(run, step, items)
-supervised.learn = until
-{script}.main(sys.argv[1:])
-"""
-
 
 def same_supervised_run(one, other, step=6):
     left, right = (load_weights(folder, step, "model") for folder in (one, other))
@@ -394,19 +380,26 @@ def same_supervised_run(one, other, step=6):
     assert lines[0] == lines[1]
 
 
+class Killed(BaseException):
+    """Ends a run without a word."""
+
+
 @pytest.fixture(scope="module")
 def killed(files, tmp_path_factory):
-    """Both runs, saved after steps 2 and 4 and killed in step 6 -> {"sft": out_dir, "reward": out_dir}"""
-    outs, processes = {}, []
-    for kind, script in SCRIPTS.items():
-        outs[kind] = tmp_path_factory.mktemp("killed")
-        driver = outs[kind] / "driver.py"
-        driver.write_text(
-            DRIVER.format(root=str(ROOT), step=5, script=script.__name__.removeprefix("trainer."))
-        )
-        processes.append(start_script([PYTHON, str(driver), *argv_of(files, kind, outs[kind])], {}))
-    for process in processes:
-        finish(process, code=-signal.SIGKILL)
+    """Both runs, saved after steps 2 and 4 and ended in step 6 -> {"sft": out_dir, "reward": out_dir}"""
+    learn = supervised.learn
+    outs = {kind: tmp_path_factory.mktemp("killed") for kind in SCRIPTS}
+
+    def until(run, step, items):
+        if step == 5:
+            raise Killed
+        return learn(run, step, items)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised, "learn", until)
+        for kind, script in SCRIPTS.items():
+            with pytest.raises(Killed):
+                script.main(argv_of(files, kind, outs[kind]))
     return outs
 
 
@@ -422,16 +415,10 @@ def test_resumed_after_a_kill_equals_never_stopped_bit_for_bit(files, whole, kil
 
 
 def test_a_damaged_checkpoint_and_other_flags(files, whole, killed, tmp_path, capsys):
-    run, argv = shutil.copytree(killed["sft"] / "r", tmp_path / "r"), argv_of(files, "sft", tmp_path)
-    for flag, old, new in (
-        ("weight_decay", "0.1", "0.2"),
-        ("batch_size", "4", "2"),
-        ("warmup_ratio", "0.05", "0.1"),
-    ):
-        with pytest.raises(InputError, match=f"--{flag} was {old} and is now {new}"):
-            train_sft.main([*argv, f"--{flag}", new, "--resume", "auto"])
-    with pytest.raises(InputError, match="holds a run"):
-        train_sft.main(argv)
+    run = shutil.copytree(killed["sft"] / "r", tmp_path / "r")
+    argv = argv_of(files, "sft", tmp_path)
+    with pytest.raises(InputError, match=r"--weight_decay was 0\.1 and is now 0\.2"):
+        train_sft.main([*argv, "--weight_decay", "0.2", "--resume", "auto"])
     with pytest.raises(InputError, match=r"--data_path .* does not hold what the run began with"):
         other = write_jsonl(tmp_path / "other.jsonl", read_jsonl(files["sft"])[::-1])
         train_sft.main([*argv, "--data_path", other, "--resume", "auto"])
@@ -518,27 +505,23 @@ def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
         train_sft.main(argv_of(files, "sft", tmp_path, run_name="bad"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, tmp_path, kind, monkeypatch):
+def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "INTERVAL", 2)
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**10)  # doubled twice, it still is no overflow
-    script, losses = SCRIPTS[kind], {}
-    for dtype in ("float32", "float16"):
-        script.main(argv_of(files, kind, tmp_path / dtype, dtype=dtype))
-        lines = read_jsonl(tmp_path / dtype / "r" / "metrics.jsonl")[1:]
-        losses[dtype] = [m["train/loss"] for m in lines]
+    argv = argv_of(files, "sft", tmp_path, dtype="float16")
+    train_sft.main(argv)
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
     assert sum(m["train/skipped_steps"] for m in lines) == 0
-    assert losses["float16"] == pytest.approx(losses["float32"], rel=5e-3)
-    assert losses["float16"] != losses["float32"]
-    at_half = tmp_path / "float16" / "r" / "checkpoints" / "step_2"
-    assert json.loads((at_half / "state.json").read_text())["loss_scale"]["value"] == 2**11
-    whole = load_weights(tmp_path / "float16" / "r", 6, "model")
-    script.main(argv_of(files, kind, tmp_path / "float16", dtype="float16", resume=at_half))
-    again = load_weights(tmp_path / "float16" / "r", 6, "model")
-    assert all(whole[name].equal(again[name]) for name in whole)
-    lines = read_jsonl(tmp_path / "float16" / "r" / "metrics.jsonl")[1:]
-    assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
+    exact = [m["train/loss"] for m in read_jsonl(whole["sft"] / "r" / "metrics.jsonl")[1:]]
+    losses = [m["train/loss"] for m in lines]
+    assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
+    weights = load_weights(tmp_path / "r", 6, "model")
+    train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
+    again = load_weights(tmp_path / "r", 6, "model")
+    assert all(weights[name].equal(again[name]) for name in weights)
+    again = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
+    assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
 
 
 # -------------------------------------------------------------------------- commands, late errors, templates
