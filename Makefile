@@ -37,7 +37,7 @@ demo-assets: .venv/train.stamp
 	$(BIN)/python trainer/train_sft.py $(SMALL) --epochs 3 --learning_rate 1.5e-3 --model model/demo/policy \
 		--data_path dataset/demo/references.jsonl --out_dir out/demo_backbone
 	$(BIN)/python dataset/demo/make_reward.py $(SMALL) --epochs 5 --batch_size 24 \
-		--model out/demo_backbone/full_sft_128 --reference model/demo/policy \
+		--model out/demo_backbone/full_sft_128 \
 		--data_path dataset/demo/preferences.jsonl --eval_data_path dataset/demo/preferences_eval.jsonl \
 		--hf_dir model/demo/reward
 

@@ -141,7 +141,9 @@ def step_seconds(case, card, plan):
     args, actor, small, count = case.args, case.models["actor"], card.dtype.itemsize, case.processes
     answers, width = args.batch_size, args.max_seq_len + args.max_gen_len
     tokens, updates = answers * width, answers // args.mini_batch_size
-    product = actor.linear + actor.config.vocab_size * actor.config.hidden_size  # they multiply every token
+    product = (
+        actor.all - actor.table + actor.config.vocab_size * actor.config.hidden_size
+    )  # they multiply every token
     models = len(case.models)
     cache = answers * (args.max_seq_len + args.max_gen_len / 2) * bytes_per_token(actor.config, small)
     decoding = args.max_gen_len * max(

@@ -280,11 +280,6 @@ class PreferenceDataset(RecordDataset[Judged]):
             rows.append(self.ids(conversation_text(self.tokenizer, prompt, response)))
         return *rows, given
 
-    def prompt(self, place: int) -> Asked:
-        """The prompt of an item."""
-        prompt, _ = to_prompt(named(self.records[self._kept[place]], self.keys))
-        return add_system(prompt, self.system_prompt)
-
 
 # ---------------------------------------------------------------- logged answers (offline PPO)
 #

@@ -1,7 +1,6 @@
 """The command line of train_ppo.py: what a run writes; bad input gives one error line and writes nothing."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -113,11 +112,6 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("model missing", {"model": "/nowhere"}, "/nowhere"),
     ("weights that are not numbers", {"model": "{}/nan"}, "not finite"),
     ("MiniMind's name missing", {"model": "", "hidden_size": 512}, "full_sft_512.pth: no such file"),
-    (
-        "MiniMind's other name is there",
-        {"model": "", "hidden_size": 32, "out_dir": "{}", "reasoning": 1},
-        "reason_32.pth: no such file; --model and --reasoning choose another",
-    ),
     ("a pth that is not there", {"model": "/nowhere.pth"}, "/nowhere.pth: no such file"),
     ("another hidden size", {"hidden_size": 64}, "--hidden_size 64"),
     ("tokenizer too big", {"tokenizer": "{}/big"}, "tokenizer"),
@@ -125,7 +119,6 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("reward model missing", {"reward_model": "/nowhere"}, "--reward_model /nowhere"),
     ("reward model is a policy", {"reward_model": "{policy}"}, "no sequence classifier"),
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
-    ("no reward at all", {"reward_model": ""}, "--reward_model"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
     (
         "a wrong function is named before models are loaded",
@@ -133,23 +126,12 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
         "no function 'g'",
     ),
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
-    ("minibatch larger than batch", {"mini_batch_size": 16}, "--mini_batch_size 16"),
-    ("minibatch does not divide", {"mini_batch_size": 3}, "--mini_batch_size 3"),
-    ("learning rate below zero", {"learning_rate": -1}, "--learning_rate -1"),
     ("learning rate NaN", {"learning_rate": "nan"}, "--learning_rate nan"),
-    ("time limit below zero", {"reward_timeout": -5}, "--reward_timeout -5"),
-    ("time limit NaN", {"reward_timeout": "nan"}, "--reward_timeout nan"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
-    ("temperature zero", {"temperature": 0}, "--temperature 0"),
-    ("gamma above one", {"gamma": 1.5}, "--gamma 1.5"),
-    ("batch of none", {"batch_size": 0}, "--batch_size 0"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
-    ("a clip that allows any fall", {"clip_epsilon": 2}, "--clip_epsilon 2"),
-    ("a dual clip that stops bad tokens", {"dual_clip": 0.5}, "--dual_clip 0.5"),
-    ("warm-up in words", {"critic_warmup_steps": "some"}, "invalid int value: 'some'"),
     (
         "critic from no reward model",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},
@@ -183,38 +165,23 @@ def test_bad_input_on_the_real_command_line(files, tmp_path):
     assert out == ""
 
 
-@pytest.mark.parametrize("argv", [["--batch_size", "many"], ["--no_such_flag"], ["--kl_in", "both"]])
-def test_what_argparse_refuses_is_one_line_as_well(argv, capsys):
-    with pytest.raises(InputError, match=argv[0]):
-        train_ppo.main(argv)
-    assert capsys.readouterr().err == ""  # no usage text either
-
-
 def test_ddp_without_torchrun_is_refused(files, tmp_path):
     with pytest.raises(InputError, match="torchrun"):
         train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
 
 
 def test_minimind_names_are_found(tmp_path, files):
-    """--hidden_size alone loads out/reason_{hidden_size}.pth, and full_sft_….pth where that is not there."""
+    """--hidden_size alone loads out/full_sft_{hidden_size}.pth, as MiniMind's scripts do."""
     policy = tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
-    torch.save(policy.state_dict(), tmp_path / "reason_32.pth")
+    torch.save(policy.state_dict(), tmp_path / "full_sft_32.pth")
     more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}
-    train(**more, **SIZES, out_dir=tmp_path)
+    train(**more, **SIZES | {"max_steps": 1}, out_dir=tmp_path)
     assert (tmp_path / "ppo_actor_32.pth").exists()
-    shutil.move(tmp_path / "reason_32.pth", tmp_path / "full_sft_32.pth")
-    train(**more, **SIZES, out_dir=tmp_path)
 
 
 def test_it_runs_from_any_folder(files, tmp_path):
     argv = flags(**files, **SIZES | {"max_steps": 1}, out_dir=tmp_path, device="cpu", eval_interval=0)
-    done = subprocess.run(
-        [sys.executable, "train_ppo.py", *argv],
-        cwd=ROOT / "trainer",
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "train_ppo.py", *argv]
+    done = subprocess.run(command, cwd=ROOT / "trainer", capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Traceback" not in done.stdout
+    assert "Traceback" not in done.stderr + done.stdout

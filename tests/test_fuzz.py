@@ -1,7 +1,7 @@
 """Fuzzing: thousands of bad inputs; each is accepted, or refused in one line that names what is wrong.
 
 Hypothesis makes the inputs, the same ones in every run. Inputs that once ended in another way are kept in
-CORPUS, or beside the test of their kind, with what went wrong.
+a corpus beside the test of their kind, with what went wrong.
 """
 
 import copy
@@ -10,8 +10,6 @@ import json
 import math
 import pickle
 import shutil
-import time
-from collections import Counter
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +31,7 @@ from trainer.rewards.reward_function import load_reward_function
 from trainer.runs import checkpoints
 from trainer.runs.distributed import World
 
-COUNT, SECONDS = Counter(), Counter()  # inputs of the code under test, and its time, by kind of input
+DATASETS = (RLAIFDataset, SFTDataset, PreferenceDataset)
 
 
 def fuzz(examples, **strategies):
@@ -49,15 +47,10 @@ def fuzz(examples, **strategies):
     return lambda test: rules(given(**strategies)(test))
 
 
-@contextmanager
-def counted(name):
-    """One input, of the kind ``name``, goes through the code under test in this block."""
-    COUNT[name] += 1
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        SECONDS[name] += time.perf_counter() - start
+def check_line(line, *named):
+    assert "\n" not in line and "\r" not in line
+    assert len(line) < 500
+    assert not named or any(str(part) in line for part in named), line
 
 
 @contextmanager
@@ -69,84 +62,64 @@ def one_line_or_fine(*named):
         check_line(str(error), *named)
 
 
-def check_line(line, *named):
-    assert "\n" not in line and "\r" not in line
-    assert len(line) < 500
-    assert not named or any(part in line for part in named), line
+@contextmanager
+def changed(path, data):
+    """The file holds ``data`` in this block, and nobody else changes it."""
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield data != before
+        assert path.read_bytes() == data
+    finally:
+        path.write_bytes(before)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Values
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
 
 
-json_scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**20), 10**20),
-    st.floats(),
-    st.text(max_size=12),
-    st.sampled_from(["<|im_end|>", "</s>", "<unk>", "\ufdd0\U000f0001", "\ud800", "空", "user", "assistant"]),
+# ------------------------------------------------------------------------------------------------- values
+
+ODD = ["<|im_end|>", "</s>", "<unk>", "\ufdd0\U000f0001", "\ud800", "空", "user", "assistant"]
+json_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from(ODD)
 )
+keys = st.sampled_from(["role", "content", "prompt", "x"])
 json_values = st.recursive(
     json_scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "prompt", "x"]), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
 )
+pieces = st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scalars}))
+roles = st.sampled_from(["user", "assistant", "system", "tool", "bad", "<|im_end|>"])
+text = st.text(max_size=20)
 turns = st.fixed_dictionaries(
     {},
-    optional={
-        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | json_values,
-        "content": json_values
-        | st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scalars})),
-        "tool_calls": json_values,
-    },
+    optional={"role": roles | json_values, "content": json_values | pieces, "tool_calls": json_values},
 )
-good_turns = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["user", "assistant", "system", "bad", "<|im_end|>"]),
-        "content": st.text(max_size=20),
-    }
-)
+good_turns = st.fixed_dictionaries({"role": roles, "content": text})
 conversations = st.lists(turns | good_turns, max_size=4) | json_values
 records = st.fixed_dictionaries(
     {},
     optional={
+        **dict.fromkeys(["prompt", "chosen", "rejected"], text | conversations),
+        **dict.fromkeys(["answer", "question", "instruction", "output"], text | json_values),
         "conversations": conversations,
-        "prompt": st.text(max_size=20) | conversations,
-        "answer": st.text(max_size=20) | json_values,
-        "chosen": st.text(max_size=20) | conversations,
-        "rejected": st.text(max_size=20) | conversations,
-        "question": st.text(max_size=20) | json_values,
-        "instruction": st.text(max_size=20) | json_values,
-        "output": st.text(max_size=20) | json_values,
         "reward_model": st.dictionaries(st.just("ground_truth"), json_values) | json_values,
         "tools": json_values,
     },
 )
 
-GOOD_LINES = [  # good for every dataset
-    '{"prompt": "What is two plus three?", "answer": "5", "chosen": "5", "rejected": "6"}',
-    '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],'
-    ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
-    '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
-]
 # (where to cut, as a fraction of the length; how many bytes to leave out or double; what to put there)
-edits = st.lists(
-    st.tuples(
-        st.floats(0, 1),
-        st.integers(0, 40),
-        st.binary(max_size=4)
-        | st.sampled_from(
-            [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"']
-        )
-        | st.sampled_from([b"NaN", b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]),
-    ),
-    min_size=1,
-    max_size=4,
-)
+BYTES = [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"', b"NaN"]
+BYTES += [b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]
+edit = st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=4) | st.sampled_from(BYTES))
 
 
 def edited(data, changes):
@@ -168,19 +141,59 @@ def flipped(data, bits):
     return bytes(data)
 
 
-mutations = st.one_of(
-    st.tuples(st.just(edited), edits),
-    st.tuples(st.just(truncated), st.floats(0, 1)),
-    st.tuples(st.just(flipped), st.lists(st.floats(0, 1), min_size=1, max_size=8)),
+# functions of bytes
+mutations = (
+    st.lists(edit, min_size=1, max_size=4).map(lambda how: lambda data: edited(data, how))
+    | st.floats(0, 1).map(lambda how: lambda data: truncated(data, how))
+    | st.lists(st.floats(0, 1), min_size=1, max_size=8).map(lambda how: lambda data: flipped(data, how))
 )
 
-# ---------------------------------------------------------------------------------------------------------
-# Data files
+
+def with_values(data, changes):
+    """A JSON object with some of its values, at any depth, replaced or deleted."""
+    data = json.loads(data)
+    for place, value in changes:
+        holder = data
+        while holder:
+            key = (list(holder) if isinstance(holder, dict) else range(len(holder)))[place % len(holder)]
+            place //= len(holder)
+            if isinstance(holder[key], dict | list) and holder[key] and place % 3:
+                holder = holder[key]
+                continue
+            if value == "delete":
+                del holder[key]
+            else:
+                holder[key] = copy.deepcopy(value)
+            break
+    return json.dumps(data).encode()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fuzz")
+new_values = json_values | st.sampled_from(
+    ["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]
+)
+value_changes = st.lists(st.tuples(st.integers(0, 10**6), new_values), min_size=1, max_size=3).map(
+    lambda changes: lambda data: with_values(data, changes)
+)
+
+# --------------------------------------------------------------------------------------------- data files
+
+GOOD_LINES = [  # good for every dataset
+    '{"prompt": "What is two plus three?", "answer": "5", "chosen": "5", "rejected": "6"}',
+    '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],'
+    ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
+    '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
+]
+CODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gb18030", "utf-7"]
+ENDS = ["\n", "\r\n", "\r", "\n\n\n", "\n \t\n", "\u2028", "\0\n", "\n\ufeff"]
+lines = st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3)
+contents = (
+    st.binary(max_size=60)
+    | st.tuples(lines, mutations).map(lambda x: x[1]("\n".join(x[0]).encode()))
+    | st.tuples(lines, st.sampled_from(CODINGS), st.sampled_from(ENDS)).map(
+        lambda x: (x[2].join(x[0]) + x[2]).encode(x[1], "replace")
+    )
+    | st.lists(records, min_size=1, max_size=2).map(lambda x: "\n".join(map(json.dumps, x)).encode())
+)
 
 
 @pytest.fixture(scope="module")
@@ -192,86 +205,64 @@ def tokenizers():
         "{{ raise_exception('no ' + m.role + ' here\\nplease') }}{% endif %}"
         "{{ m.content + 1 if m.content == 'a' else m.content + '</s>' }}{% endfor %}"
     )
-    return demo, word_tokenizer(["user", "assistant", "hi"]), picky
+    return [demo, word_tokenizer(["user", "assistant", "hi"]), picky]
 
 
-def read_all(name, path, tokenizers):
-    """Read a file as each dataset with each tokenizer: token ids or one error line; the file is unchanged."""
+def read_all(path, tokenizer):
+    """Read a file as each dataset -> how many could: token ids or one error line; the file is unchanged."""
     before = path.read_bytes()
-    with counted(name):
-        for tokenizer in tokenizers:
-            for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
-                with one_line_or_fine(str(path)):
-                    for item in dataset(path, tokenizer, 10**7):
-                        ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
-                        assert ids and all(type(i) is int for i in ids)
-                    COUNT[name + ": read"] += 1
+    read = 0
+    for dataset in DATASETS:
+        with one_line_or_fine(path):
+            for item in dataset(path, tokenizer, 10**7):
+                ids = item.prompt_ids if dataset is RLAIFDataset else item[0]
+                assert ids and all(type(i) is int for i in ids)
+            read += 1
     assert path.read_bytes() == before
+    return read
 
 
-@fuzz(300, data=st.binary(max_size=60))
-def test_random_bytes(data, folder, tokenizers):
-    path = folder / "random.jsonl"
+READ = []
+
+
+@fuzz(1000, data=contents, number=st.integers(0, 2))
+def test_data_files(data, number, folder, tokenizers):
+    path = folder / "data.jsonl"
     path.write_bytes(data)
-    read_all("data: random bytes", path, tokenizers[:1])
+    READ.append(read_all(path, tokenizers[number]))
 
 
-@fuzz(300, lines=st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3), mutation=mutations)
-def test_mutated_lines(lines, mutation, folder, tokenizers):
-    path = folder / "mutated.jsonl"
-    mutate, how = mutation
-    path.write_bytes(mutate("\n".join(lines).encode(), how))
-    read_all("data: mutated lines", path, tokenizers[:1])
+def test_many_of_these_files_could_be_read_and_many_not():
+    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 200
 
 
-@fuzz(
-    80,
-    lines=st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3),
-    encoding=st.sampled_from(
-        ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gb18030", "utf-7"]
-    ),
-    end=st.sampled_from(["\n", "\r\n", "\r", "\n\n\n", "\n \t\n", "\u2028", "\0\n", "\n\ufeff"]),
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("RecursionError", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
+        ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
+        ("TypeError from the template", '{"prompt": "a", "answer": "a"}'),
+        ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 300_000 + '", "answer": "x"}'),
+        ("fine: a few MB of special tokens", '{"prompt": "' + "<|im_end|> " * 30_000 + '", "answer": "x"}'),
+        ("fine: numbers JSON has not", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
+        ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
+    ],
+    ids=str,
 )
-def test_encodings_and_line_ends(lines, encoding, end, folder, tokenizers):
-    path = folder / "encoded.jsonl"
-    path.write_bytes((end.join(lines) + end).encode(encoding, "replace"))
-    read_all("data: encodings", path, tokenizers[:1])
-
-
-@fuzz(300, rows=st.lists(records, min_size=1, max_size=2))
-def test_wrong_types(rows, folder, tokenizers):
-    path = folder / "types.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    read_all("data: wrong types", path, tokenizers)
-
-
-CORPUS = [  # (what once went wrong, the line that caused it)
-    ("RecursionError", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
-    ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
-    ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
-    ("TypeError from the template", '{"prompt": "a", "answer": "a"}'),
-    ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 300_000 + '", "answer": "x"}'),
-    ("fine: a few MB of special tokens", '{"prompt": "' + "<|im_end|> " * 30_000 + '", "answer": "x"}'),
-    ("fine: numbers that JSON does not have", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
-    ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
-]
-
-
-@pytest.mark.parametrize(("what", "line"), CORPUS, ids=[f"{i}" for i in range(len(CORPUS))])
 def test_corpus_of_lines(what, line, tmp_path, tokenizers):
     path = tmp_path / "corpus.jsonl"
     path.write_text(line + "\n", "utf-8")
-    read_all("data: corpus", path, tokenizers if len(line) < 10**6 else tokenizers[:1])
+    for tokenizer in tokenizers if len(line) < 10**6 else tokenizers[:1]:
+        read_all(path, tokenizer)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "", "."])
 def test_paths_that_are_invalid(path, tokenizers):
-    for dataset in (RLAIFDataset, SFTDataset, PreferenceDataset):
+    loads = [lambda kind=kind: kind(path, tokenizers[0], 10) for kind in DATASETS]
+    for load in (*loads, lambda: load_policy(path), lambda: load_tokenizer(path)):
         with pytest.raises(InputError):
-            dataset(path, tokenizers[0], 10)
-    for load in (load_policy, load_tokenizer):
-        with pytest.raises(InputError):
-            load(path)
+            load()
     with suppress(InputError):  # there may be a tokenizer in model/
         tokenizer_source(f"{path}.pth")
 
@@ -285,109 +276,73 @@ def test_a_tokenizer_without_an_end(tmp_path):
         SFTDataset(path, tokenizer, 10)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Flags
+# -------------------------------------------------------------------------------------------------- flags
 
-FLAGS = sorted(vars(train_ppo.parse_args([])))
-VALUES = st.one_of(
-    st.integers(-(10**30), 10**30).map(str),
-    st.integers(-3, 300).map(str),
-    st.floats().map(str),
-    st.floats(0, 2).map(str),
-    st.sampled_from(
-        ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
-    ),
-    st.sampled_from(["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]),
-    st.text(max_size=10),
-)
+FLAGS = train_ppo.flag_parser().flags
+ODD_VALUES = ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
+ODD_VALUES += ["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]
+numbers = st.integers(-(10**30), 10**30) | st.integers(-3, 300) | st.floats() | st.floats(0, 2)
+values = numbers.map(str) | st.sampled_from(ODD_VALUES) | st.text(max_size=10)
+chosen_flags = st.lists(st.tuples(st.sampled_from(sorted(FLAGS)), values), min_size=1, max_size=3)
 
 
-@fuzz(
-    600,
-    chosen=st.lists(st.tuples(st.sampled_from(FLAGS), VALUES), min_size=1, max_size=3),
-    together=st.booleans(),
-)
+@fuzz(600, chosen=chosen_flags, together=st.booleans())
 def test_flags(chosen, together):
     argv = [f"--{name}={value}" for name, value in chosen]
     if not together:
-        argv = [text for name, value in chosen for text in (f"--{name}", value)]
-    if any(text in ("-h", "--help") for text in argv):
+        argv = [word for name, value in chosen for word in (f"--{name}", value)]
+    if any(word in ("-h", "--help") for word in argv):
         return
-    with counted("flags"):
-        try:
-            args = train_ppo.parse_args(argv)
-        except InputError as error:
-            check_line(" ".join(str(error).split()))  # as run_script prints what argparse says
-        else:
-            assert 1 <= args.batch_size <= 2**20 and args.num_workers <= 64
-            COUNT["flags: accepted"] += 1
+    try:
+        args = train_ppo.parse_args(argv)
+    except InputError as error:
+        check_line(" ".join(str(error).split()))  # as run_script prints what argparse says
+    else:
+        assert 1 <= args.batch_size <= 2**20 and args.num_workers <= 64
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("name", "value"),
     [
-        ["--batch_size", str(10**12)],
-        ["--num_workers", "10000"],
-        ["--max_gen_len", str(2**40)],
-        ["--epochs", "9" * 400],  # was an OverflowError
-        ["--hidden_size", "9" * 4000],  # was an OSError: file name too long
-        ["--temperature", "1e-45"],  # would divide the logits into infinities
-        ["--learning_rate", "1e30"],
-        ["--model", "x" * 5000],
-        ["--out_dir", "a\0b"],
+        ("batch_size", 10**12),
+        ("num_workers", 10000),
+        ("max_gen_len", 2**40),
+        ("epochs", "9" * 400),  # was an OverflowError
+        ("hidden_size", "9" * 4000),  # was an OSError: file name too long
+        ("temperature", "1e-45"),  # would divide the logits into infinities
+        ("learning_rate", "1e30"),
+        ("model", "x" * 5000),
+        ("out_dir", "a\0b"),
     ],
 )
-def test_values_that_would_take_all_memory_or_time(argv):
-    with pytest.raises(InputError, match=argv[0]) as error:
-        train_ppo.parse_args(argv)
+def test_values_that_would_take_all_memory_or_time(name, value):
+    with pytest.raises(InputError, match=f"--{name}") as error:
+        train_ppo.parse_args([f"--{name}", str(value)])
     check_line(str(error.value))
+
+
+# --------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
 def run_files(folder):
     tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
-    function = folder / "combine.py"
-    function.write_text(
-        "def f(prompts, responses, answers):\n    return [float(len(r)) for r in responses]\n"
+    (folder / "mine.py").write_text(
+        "def f(prompts, responses, answers):\n    return list(map(len, responses))"
     )
     return {
         "model": save_policy_dir(folder / "policy", tokenizer, spread=2.0),
         "reward_model": save_reward_dir(folder / "reward", tokenizer),
-        "reward_fn": f"{function}:f",
+        "reward_fn": f"{folder / 'mine.py'}:f",
         "data_path": write_jsonl(folder / "prompts.jsonl", [{"prompt": a, "answer": a} for a in "abcdefgh"]),
     }
 
 
-SMALL = ["-1", "0", "1", "2", "3", "4"]
-NUMBERS = [
-    "-1",
-    "0",
-    "1e-300",
-    "1e-8",
-    "0.5",
-    "1",
-    "50",
-    "1e5",
-    "1e6",
-    "1e38",
-    "1e300",
-    "nan",
-    "inf",
-    "1e400",
-]
-SET_BELOW = {"epochs", "max_steps", "num_workers", "eval_interval"}  # by the test, or they start processes
-
-
-def values_of(flag):
-    """Values for a number flag, in its range and out of it, with which a tiny run stays tiny."""
-    return NUMBERS if flag.kind is float else [*SMALL, "9" * 30]
-
-
-BOUNDED = {  # every number that the script declares, so that no new flag is left out
-    name: values_of(flag)
-    for name, flag in train_ppo.flag_parser().flags.items()
-    if max(flag.at_least, flag.above) > -math.inf and name not in SET_BELOW
-} | {
+TINY_RUN = {"batch_size": 4, "mini_batch_size": 2, "max_gen_len": 4, "max_seq_len": 32, "eval_interval": 0}
+TINY_RUN |= {"critic_warmup_steps": 0, "device": "cpu"}
+SMALL = ["-1", "0", "1", "2", "3", "4", "9" * 30]
+FLOATS = ["-1", "0", "1e-300", "1e-8", "0.5", "1", "50", "1e5", "1e6", "1e38", "1e300", "nan", "inf", "1e400"]
+OTHERS = {  # values with which a tiny run stays tiny
     "seed": ["-1", "0", str(2**63 - 1), str(2**63), "9" * 30],
     "kl_in": ["loss", "reward", "both"],
     "reasoning": ["0", "1", "2"],
@@ -403,9 +358,13 @@ BOUNDED = {  # every number that the script declares, so that no new flag is lef
     "eval_data_path": ["", "nowhere"],
     "use_moe": ["0", "1"],
 }
-
-
-CHOICES = [(name, value) for name, values in BOUNDED.items() for value in values]
+SET_BELOW = ("epochs", "max_steps", "num_workers", "eval_interval")  # by the test, or they start processes
+OF_NUMBERS = {  # every number that the script declares, so that no new flag is left out
+    name: FLOATS if flag.kind is float else SMALL
+    for name, flag in FLAGS.items()
+    if max(flag.at_least, flag.above) > -math.inf and name not in SET_BELOW
+}
+CHOICES = [(name, value) for name, these in (OF_NUMBERS | OTHERS).items() for value in these]
 
 
 @fuzz(
@@ -416,24 +375,80 @@ CHOICES = [(name, value) for name, values in BOUNDED.items() for value in values
 def test_runs(chosen, steps, run_files, folder):
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    sizes = {
-        "batch_size": 4,
-        "mini_batch_size": 2,
-        "max_gen_len": 4,
-        "critic_warmup_steps": 0,
-        "max_seq_len": 32,
-    }
-    more = {"device": "cpu", "eval_interval": 0, "out_dir": out, "max_steps": steps}
-    with counted("runs"), one_line_or_fine():
+    with one_line_or_fine():
         try:
-            train_ppo.main(flags(**{**run_files, **sizes, **more, **dict(chosen)}))
+            train_ppo.main(
+                flags(**{**run_files, **TINY_RUN, "out_dir": out, "max_steps": steps, **dict(chosen)})
+            )
         except SystemExit as error:
             check_line(str(error))
-        COUNT["runs: finished"] += 1
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Models
+# ------------------------------------------------------------------------------------------------- models
+
+
+def minimind_state():
+    return tiny_llama(10, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2).state_dict()
+
+
+def saved(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+WEIGHTS = saved(minimind_state())
+TENSORS = [torch.zeros(32, 32, dtype=torch.int64), torch.zeros(8, 32, dtype=torch.complex64)]
+TENSORS += [torch.zeros(10, 32).to_sparse(), torch.full((10, 32), torch.nan), torch.tensor(1.0)]
+TENSORS += [torch.zeros(10, 32, device="meta"), torch.zeros(64, 32, dtype=torch.float64)]
+TENSORS += [torch.zeros(1).expand(50_000, 32), torch.zeros(10**9, device="meta")]
+tensors = (
+    st.lists(st.integers(0, 70), max_size=3).map(torch.zeros)
+    | st.sampled_from(TENSORS)
+    | st.none()
+    | st.integers()
+    | st.text(max_size=3)
+)
+names = st.sampled_from([*minimind_state(), "model.layers.1.x", "model.layers.0.mlp.gate.weight", "x"])
+pth_files = (
+    mutations.map(lambda mutate: mutate(WEIGHTS))
+    # most of the file is weights, where changes are not noticed
+    | mutations.map(lambda mutate: mutate(WEIGHTS[:2500]) + WEIGHTS[2500:])
+    | st.dictionaries(names, tensors, min_size=1, max_size=3).map(lambda x: saved({**minimind_state(), **x}))
+    | json_values.map(saved)
+    | json_values.map(lambda x: json.dumps(x).encode())
+    | st.tuples(json_values, st.sampled_from([0, None])).map(lambda x: pickle.dumps(*x))
+)
+
+
+def load_and_look(path):
+    model = load_policy(path)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    eos_ids(word_tokenizer(["a"]), model)
+
+
+@fuzz(550, data=pth_files)
+def test_pth(data, folder):
+    path = folder / "mutated.pth"
+    path.write_bytes(data)
+    with one_line_or_fine(path):
+        load_and_look(path)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("what", "tensor"),
+    [
+        ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
+        ("no numbers at all", torch.zeros(10, 32, device="meta")),
+        ("IndexError in MiniMind's model", torch.zeros(0, 32)),
+    ],
+)
+def test_corpus_of_pth(what, tensor, tmp_path):
+    torch.save({**minimind_state(), "model.embed_tokens.weight": tensor}, tmp_path / "odd.pth")
+    with pytest.raises(InputError) as error:
+        load_policy(tmp_path / "odd.pth")
+    check_line(str(error.value), "odd.pth")
 
 
 class Evil:
@@ -446,87 +461,6 @@ class Evil:
         return (Path.touch, (self.path,))
 
 
-def minimind_state():
-    policy = tiny_llama(10, intermediate_size=64, num_attention_heads=8, num_key_value_heads=2)
-    return dict(policy.state_dict())
-
-
-def saved(thing):
-    buffer = io.BytesIO()
-    torch.save(thing, buffer)
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def pth_bytes():
-    return saved(minimind_state())
-
-
-def load_and_look(path):
-    model = load_policy(path)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    eos_ids(word_tokenizer(["a"]), model)
-
-
-@fuzz(250, mutation=mutations, start=st.booleans())
-def test_mutated_pth(mutation, start, folder, pth_bytes):
-    mutate, how = mutation
-    if start:  # most of the file is weights, where changes are not noticed
-        data = mutate(pth_bytes[:2500], how) + pth_bytes[2500:]
-    else:
-        data = mutate(pth_bytes, how)
-    path = folder / "mutated.pth"
-    path.write_bytes(data)
-    with counted("pth: mutated"), one_line_or_fine(str(path)):
-        load_and_look(path)
-        COUNT["pth: read"] += 1
-    assert path.read_bytes() == data
-
-
-tensors = st.one_of(
-    st.lists(st.integers(0, 70), max_size=3).map(lambda shape: torch.zeros(shape)),
-    st.sampled_from([torch.zeros(32, 32, dtype=torch.int64), torch.zeros(8, 32, dtype=torch.complex64)]),
-    st.sampled_from([torch.zeros(10, 32).to_sparse(), torch.full((10, 32), torch.nan), torch.tensor(1.0)]),
-    st.sampled_from([torch.zeros(10, 32, device="meta"), torch.zeros(64, 32, dtype=torch.float64)]),
-    st.sampled_from([torch.zeros(1).expand(50_000, 32), torch.zeros(10**9, device="meta")]),
-    st.none() | st.integers() | st.text(max_size=3),
-)
-
-
-@fuzz(
-    200,
-    changes=st.dictionaries(
-        st.sampled_from([*minimind_state(), "model.layers.1.x", "model.layers.0.mlp.gate.weight", "x"]),
-        tensors,
-        min_size=1,
-        max_size=3,
-    ),
-    drop=st.booleans(),
-)
-def test_state_dicts_of_wrong_things(changes, drop, folder):
-    state = {**minimind_state(), **changes}
-    if drop:
-        state = {name: x for name, x in state.items() if x is not None}
-    path = folder / "wrong.pth"
-    torch.save(state, path)
-    with counted("pth: wrong tensors"), one_line_or_fine(str(path)):
-        load_and_look(path)
-        COUNT["pth: read"] += 1
-
-
-@fuzz(100, thing=json_values, form=st.sampled_from(["pickle", "torch", "json", "protocol 0"]))
-def test_pickles_of_other_things(thing, form, folder):
-    path = folder / "other.pth"
-    if form == "torch":
-        torch.save(thing, path)
-    elif form == "json":
-        path.write_text(json.dumps(thing))
-    else:
-        path.write_bytes(pickle.dumps(thing, protocol=0 if form == "protocol 0" else None))
-    with counted("pth: other pickles"), one_line_or_fine(str(path)):
-        load_and_look(path)
-
-
 @pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
@@ -534,7 +468,7 @@ def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
     save({**minimind_state(), "x": evil} if inside else evil, tmp_path / "evil.pth")
     with pytest.raises(InputError) as error:
         load_policy(tmp_path / "evil.pth")
-    check_line(str(error.value), str(tmp_path / "evil.pth"))
+    check_line(str(error.value), tmp_path / "evil.pth")
     assert not (tmp_path / "it ran").exists()
 
 
@@ -542,149 +476,73 @@ def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
 def model_folder(folder):
     path = folder / "model"
     save_policy_dir(path, word_tokenizer(list("abcdefgh"), chat=True))
+    write_jsonl(path / "data.jsonl", [{"prompt": "a b"}])
     return path
 
 
-def json_mutation(data, changes):
-    """A JSON object with some of its values, at any depth, replaced or deleted."""
-    data = json.loads(data)
-    for place, value in changes:
-        holder = data
-        while True:
-            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-            key = keys[place % len(keys)]
-            place //= len(keys)
-            if isinstance(holder[key], dict | list) and holder[key] and place % 3:
-                holder = holder[key]
-                continue
-            if value == "delete":
-                del holder[key]
-            else:
-                holder[key] = copy.deepcopy(value)
-            break
-        if not data:
-            break
-    return json.dumps(data).encode()
-
-
-json_changes = st.lists(
-    st.tuples(
-        st.integers(0, 10**6),
-        json_values | st.sampled_from(["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-def small(data, name="config.json"):
-    """The same JSON, in a config with whole numbers below 100: a model of 10**9 layers would be built."""
-    if name == "config.json":
+def mutated(path, mutate):
+    """The mutated bytes of a file: of weights only names and shapes; in a config with whole numbers below
+    100, or a model of 10**9 layers would be built."""
+    data = path.read_bytes()
+    if path.name == "model.safetensors":
+        return mutate(data[:900]) + data[900:]
+    data = mutate(data)
+    if path.name == "config.json":
         with suppress(ValueError):
             return json.dumps(json.loads(data, parse_int=lambda digits: int(digits[-2:]))).encode()
     return data
 
 
-@contextmanager
-def changed(path, data):
-    """The file holds ``data`` in this block."""
-    before = path.read_bytes()
-    path.write_bytes(data)
-    try:
-        yield
-        assert path.read_bytes() == data
-    finally:
-        path.write_bytes(before)
-
-
-def read_model(name, folder):
-    with counted(name), one_line_or_fine(str(folder), "eos_token_id", "--tokenizer"):
+def read_model(folder):
+    with one_line_or_fine(folder, "eos_token_id", "--tokenizer"):
         load_and_look(folder)
-        COUNT[name + ": read"] += 1
 
 
-@fuzz(200, changes=json_changes)
-def test_changed_configs(changes, model_folder):
-    path = model_folder / "config.json"
-    with changed(path, small(json_mutation(path.read_bytes(), changes))):
-        read_model("model: config.json", model_folder)
+CONFIGS = ["config.json", "config.json", "generation_config.json"]
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 
 
-@fuzz(60, changes=json_changes)
-def test_changed_generation_configs(changes, model_folder):
-    path = model_folder / "generation_config.json"
-    with changed(path, json_mutation(path.read_bytes(), changes)):
-        read_model("model: generation_config.json", model_folder)
+@fuzz(300, mutate=mutations | value_changes | value_changes, file=st.sampled_from(CONFIGS))
+def test_model_folders(mutate, file, model_folder):
+    with suppress(UnicodeDecodeError), changed(model_folder / file, mutated(model_folder / file, mutate)):
+        read_model(model_folder)
 
 
-@fuzz(
-    150,
-    mutation=mutations,
-    file=st.sampled_from(["config.json", "generation_config.json", "model.safetensors"]),
-)
-def test_mutated_model_files(mutation, file, model_folder):
-    path, (mutate, how) = model_folder / file, mutation
-    data = path.read_bytes()
-    head = 900 if file == "model.safetensors" else len(data)  # the names and shapes
-    with changed(path, small(mutate(data[:head], how) + data[head:], file)):
-        read_model("model: mutated files", model_folder)
+@fuzz(60, mutate=mutations)
+def test_weights(mutate, model_folder):
+    path = model_folder / "model.safetensors"
+    with changed(path, mutated(path, mutate)):
+        read_model(model_folder)
 
 
-@fuzz(
-    80,
-    changes=json_changes,
-    file=st.sampled_from(
-        ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
-    ),
-)
-def test_everything_that_a_run_loads(changes, file, model_folder, folder):
-    data = write_jsonl(folder / "ab.jsonl", [{"prompt": "a b"}])
+@fuzz(80, mutate=value_changes, file=st.sampled_from(CONFIGS[1:] + TOKENIZER))
+def test_everything_that_a_run_loads(mutate, file, model_folder):
+    data = model_folder / "data.jsonl"
     argv = flags(model=model_folder, data_path=data, reward_fn="f", max_gen_len=4, max_seq_len=64)
     path = model_folder / file
-    with (
-        changed(path, small(json_mutation(path.read_bytes(), changes), file)),
-        counted("run: loading"),
-        one_line_or_fine(),
-    ):
+    with changed(path, mutated(path, mutate)), one_line_or_fine():
         inputs = load_inputs(train_ppo.parse_args(argv), World(0, 1, torch.device("cpu")))
         eos_ids(inputs.tokenizer, inputs.actor)
-        COUNT["run: loading: read"] += 1
 
 
-MODEL_CORPUS = [  # (what once went wrong, the file, its change)
-    ("AttributeError: None has no endswith", "config.json", {"architectures": [None]}),
-    ("TypeError: not iterable", "config.json", {"architectures": 1}),
-    ("it tried to allocate 1.3 TB", "config.json", {"vocab_size": 10**10}),
-    ("TypeError: unhashable", "generation_config.json", {"eos_token_id": [[0]]}),
-    ("TypeError: unhashable", "generation_config.json", {"eos_token_id": {}}),
-    ("TypeError: not comparable", "generation_config.json", {"eos_token_id": ["a", 0]}),
-]
-
-
-@pytest.mark.parametrize(("what", "file", "change"), MODEL_CORPUS)
+@pytest.mark.parametrize(
+    ("what", "file", "change"),
+    [
+        ("AttributeError: None has no endswith", "config.json", {"architectures": [None]}),
+        ("TypeError: not iterable", "config.json", {"architectures": 1}),
+        ("it tried to allocate 1.3 TB", "config.json", {"vocab_size": 10**10}),
+        ("TypeError: unhashable", "generation_config.json", {"eos_token_id": [[0]]}),
+        ("TypeError: unhashable", "generation_config.json", {"eos_token_id": {}}),
+        ("TypeError: not comparable", "generation_config.json", {"eos_token_id": ["a", 0]}),
+    ],
+)
 def test_corpus_of_model_folders(what, file, change, model_folder):
     path = model_folder / file
     with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
-        read_model("model: corpus", model_folder)
+        read_model(model_folder)
 
 
-PTH_CORPUS = [  # (what once went wrong, the tensor that caused it)
-    ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
-    ("no numbers at all", torch.zeros(10, 32, device="meta")),
-    ("IndexError in MiniMind's model", torch.zeros(0, 32)),
-]
-
-
-@pytest.mark.parametrize(("what", "tensor"), PTH_CORPUS, ids=[case[0] for case in PTH_CORPUS])
-def test_corpus_of_pth(what, tensor, tmp_path):
-    torch.save({**minimind_state(), "model.embed_tokens.weight": tensor}, tmp_path / "odd.pth")
-    with pytest.raises(InputError) as error:
-        load_policy(tmp_path / "odd.pth")
-    check_line(str(error.value), "odd.pth")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Tokenizers
+# --------------------------------------------------------------------------------------------- tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -693,105 +551,73 @@ def tokenizer_folder(folder):
     tokenizer = build_tokenizer(["user assistant", "What is two plus three?", "hello"], vocab_size=280)
     tokenizer.save_pretrained(path)
     (path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}')
-    write_jsonl(
-        path / "data.jsonl", [{"prompt": "hello two", "answer": "<|im_end|>"}, {"prompt": "naïve 你好"}]
-    )
+    said = [{"prompt": "hello two", "answer": "<|im_end|>"}, {"prompt": "naïve 你好"}]
+    write_jsonl(path / "data.jsonl", said)
     return path
 
 
-def read_tokenizer(name, folder):
-    data = folder / "data.jsonl"
-    with counted(name), one_line_or_fine(str(folder)):
+def read_tokenizer(folder):
+    with one_line_or_fine(folder):
         tokenizer = load_tokenizer(folder)
         check_tokenizer(tokenizer, tiny_llama(400))
         for dataset in (RLAIFDataset, SFTDataset):
-            with one_line_or_fine(str(folder)):
-                dataset(data, tokenizer, 10**6)
-                COUNT[name + ": read"] += 1
+            with one_line_or_fine(folder):
+                dataset(folder / "data.jsonl", tokenizer, 10**6)
 
 
-@fuzz(
-    150,
-    changes=json_changes,
-    file=st.sampled_from(
-        ["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-    ),
+OF_TOKENIZER = ["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+
+
+@fuzz(150, mutate=value_changes, file=st.sampled_from(OF_TOKENIZER))
+def test_changed_tokenizers(mutate, file, tokenizer_folder):
+    with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
+        read_tokenizer(tokenizer_folder)
+
+
+@fuzz(150, mutate=mutations, file=st.sampled_from([*OF_TOKENIZER[1:], "chat_template.jinja"]))
+def test_mutated_tokenizers(mutate, file, tokenizer_folder):
+    with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
+        read_tokenizer(tokenizer_folder)
+
+
+PROCESSOR = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [  # each causes a Rust panic, which is no Exception (and prints more than one line)
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
+        {"post_processor": PROCESSOR | {"pair": [], "special_tokens": {}}},
+    ],
 )
-def test_changed_tokenizers(changes, file, tokenizer_folder):
-    path = tokenizer_folder / file
-    with changed(path, json_mutation(path.read_bytes(), changes)):
-        read_tokenizer("tokenizer: values", tokenizer_folder)
-
-
-@fuzz(
-    150,
-    mutation=mutations,
-    file=st.sampled_from(
-        ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
-    ),
-)
-def test_mutated_tokenizers(mutation, file, tokenizer_folder):
-    path, (mutate, how) = tokenizer_folder / file, mutation
-    with changed(path, mutate(path.read_bytes(), how)):
-        read_tokenizer("tokenizer: bytes", tokenizer_folder)
-
-
-TOKENIZER_CORPUS = [  # each causes a Rust panic, which is no Exception (and prints more than one line)
-    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
-    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}},
-    {
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"Sequence": {"id": "B", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {},
-        }
-    },
-]
-
-
-@pytest.mark.parametrize("change", TOKENIZER_CORPUS, ids=[str(i) for i in range(len(TOKENIZER_CORPUS))])
 def test_corpus_of_tokenizers(change, tokenizer_folder):
     path = tokenizer_folder / "tokenizer.json"
     with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
         with pytest.raises(InputError) as error:
             RLAIFDataset(tokenizer_folder / "data.jsonl", load_tokenizer(tokenizer_folder), 100)
-        check_line(str(error.value), str(tokenizer_folder))
-        read_tokenizer("tokenizer: corpus", tokenizer_folder)
+        check_line(str(error.value), tokenizer_folder)
+        read_tokenizer(tokenizer_folder)
 
 
 TEMPLATES = [
-    "{% for m in messages %}",
-    "{{ nothing.there }}",
-    "{{ messages[7].content }}",
-    "{{ messages + 1 }}",
-    "{{ 1 / 0 }}",
-    "{{ raise_exception('no\nlines') }}",
-    "{{ raise_exception(messages[0].content * 1000) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 10**12 }}",
-    "{{ messages[0].content.encode('ascii') }}",
-    "{{ [].pop() }}",
-    "{{ ''.__class__.__mro__ }}",
-    "{{ messages[0].content[1:] }}<|im_end|>",
-    "{{ messages | tojson }}",
-    "{{ messages[0].content | upper }}",
-    "",
-    " ",
-    "{{",
-]
+    "{% for m in messages %}", "{{ nothing.there }}", "{{ messages[7].content }}", "{{ messages + 1 }}",
+    "{{ 1 / 0 }}", "{{ raise_exception('no\nlines') }}", "{{ raise_exception(messages[0].content * 1000) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'a' * 10**12 }}", "{{ [].pop() }}", "", " ", "{{",
+    "{{ messages[0].content.encode('ascii') }}", "{{ ''.__class__.__mro__ }}", "{{ messages | tojson }}",
+    "{{ messages[0].content[1:] }}<|im_end|>", "{{ messages[0].content | upper }}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_chat_templates(template, tokenizer_folder):
     with changed(tokenizer_folder / "chat_template.jinja", template.encode()):
-        read_tokenizer("tokenizer: templates", tokenizer_folder)
+        read_tokenizer(tokenizer_folder)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Reward functions
+# --------------------------------------------------------------------------------------- reward functions
 
 RETURNS = [
     "None", "3", "[]", "[1.0]", "[1, 'x']", "[None, None]", "['1', '2']", "(1, 2)", "{1: 2, 3: 4}", "'12'",
@@ -802,8 +628,6 @@ RETURNS = [
     "[[(0, 1)], 2]", "[[], []]", "[[(None, 1), (1, float('inf'))], 1]", "[[(0, 1e300)], ((True, 1),)]",
     "[[(9, 1)], 1]", "[[(0, 1e300), (0, -1e300)], 1]", "[['ab'], 1]", "[[(10**99, 1)], 1]",
 ]  # fmt: skip
-
-
 PYTHON_LINES = [
     "def f(p, r, a):", "    return [1.0, 2.0]", "    return r[9]", "import nothing_like_this", "f = 3",
     "raise ValueError('x\\ny')", "class f: pass", "f = print", "def f(): pass", "1/0", "x = (",
@@ -811,16 +635,14 @@ PYTHON_LINES = [
 ]  # fmt: skip
 
 
-def reward_of(folder, text, number=[0]):  # noqa: B006  (a name of its own for each file)
-    number[0] += 1
-    path = folder / f"reward_{number[0]}.py"
+def reward_of(folder, text):
+    path = folder / f"reward_{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}.py"
     path.write_text(text, "utf-8", errors="surrogateescape")
-    with counted("reward functions"), one_line_or_fine("--reward_fn"):
+    with one_line_or_fine("--reward_fn"):
         function = load_reward_function(f"{path}:f")
         asked = request_of(["p", "q"], ["r", "s"], [None, "a"], [True, False])
         parts = Reward(function=function, reasoning=False)(asked)
         assert parts["score"].shape == (2,) and parts["score"].isfinite().all()
-        COUNT["reward functions: scores"] += 1
 
 
 @pytest.mark.parametrize("value", RETURNS)
@@ -828,57 +650,28 @@ def test_what_reward_functions_return(value, folder):
     reward_of(folder, f"import torch\ndef f(prompts, responses, answers):\n    return {value}\n")
 
 
-@fuzz(
-    150,
-    lines=st.lists(
-        st.sampled_from(PYTHON_LINES) | st.text(max_size=15),
-        max_size=4,
-    ),
-)
+@fuzz(150, lines=st.lists(st.sampled_from(PYTHON_LINES) | st.text(max_size=15), max_size=4))
 def test_reward_files(lines, folder):
     reward_of(folder, "\n".join(lines))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-TINY_RUN = {"batch_size": 4, "mini_batch_size": 2, "max_gen_len": 4, "max_seq_len": 32, "max_steps": 2}
-TINY_RUN |= {
-    "critic_warmup_steps": 0,
-    "device": "cpu",
-    "eval_interval": 0,
-    "save_interval": 1,
-    "run_name": "r",
-}
+# -------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.fixture(scope="module")
 def trained(run_files, tmp_path_factory):
     """A finished run with two checkpoints -> its folder, its flags."""
     out = tmp_path_factory.mktemp("trained")
-    argv = flags(**run_files, **TINY_RUN, out_dir=out)
+    argv = flags(**run_files, **TINY_RUN, max_steps=2, save_interval=1, run_name="r", out_dir=out)
     train_ppo.main(argv)
     return out / "r", argv
 
 
-@contextmanager
-def altered(path, data):
-    """A file has other content in this block."""
-    before = path.read_bytes()
-    path.write_bytes(data)
-    try:
-        yield data != before
-    finally:
-        path.write_bytes(before)
-
-
-@fuzz(300, mutation=mutations, number=st.integers(0, 5))
-def test_mutated_checkpoints(mutation, number, trained):
-    newest = trained[0] / "checkpoints" / "step_2"
-    files = sorted(newest.iterdir())
+@fuzz(300, mutate=mutations, number=st.integers(0, 5))
+def test_mutated_checkpoints(mutate, number, trained):
+    files = sorted((trained[0] / "checkpoints" / "step_2").iterdir())
     path = files[number % len(files)]
-    mutate, how = mutation
-    with altered(path, mutate(path.read_bytes(), how)) as differs, counted("checkpoints: mutated"):
+    with changed(path, mutate(path.read_bytes())) as differs:
         found, notes = checkpoints.newest_intact(checkpoints.list_checkpoints(trained[0]))
         if path.name != "SHA256SUMS":  # a blank at its end, say, changes nothing
             assert found.name == ("step_1" if differs else "step_2")
@@ -887,48 +680,31 @@ def test_mutated_checkpoints(mutation, number, trained):
             check_line(note, "step_2 is damaged")
 
 
+@contextmanager
+def as_before(*paths):
+    """Afterwards the files are as they were."""
+    before = {path: path.read_bytes() for path in paths}
+    try:
+        yield
+    finally:
+        for path, data in before.items():
+            path.write_bytes(data)
+
+
 @pytest.mark.slow
-@fuzz(
-    25,
-    values=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2),
-    whole=st.booleans(),
-)
-def test_checkpoints_with_right_checksums_and_wrong_content(values, whole, trained):
+@fuzz(25, new=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2), whole=st.booleans())
+def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained):
     """The checksums agree, but no run would have written this content."""
-    name = "state.json"
-    newest = trained[0] / "checkpoints" / "step_2"
-    content = json.loads((newest / name).read_text())
-    for number, value in values.items():
+    folder, argv = trained
+    state = folder / "checkpoints" / "step_2" / "state.json"
+    sums = state.with_name("SHA256SUMS")
+    content = json.loads(state.read_text())
+    for number, value in new.items():
         content[sorted(content)[number % len(content)]] = value
-    data = json.dumps(next(iter(values.values())) if whole else content, allow_nan=True).encode()
-    sums = (newest / "SHA256SUMS").read_text().splitlines()
-    sums = [f"{sha256(data).hexdigest()}  {name}" if line.endswith(name) else line for line in sums]
-    logs = {path: path.read_bytes() for path in trained[0].glob("*.jsonl")}
-    config = trained[0] / "config.json"
-    with (
-        altered(newest / name, data),
-        altered(newest / "SHA256SUMS", "\n".join(sums).encode()),
-        altered(config, config.read_bytes()),
-        counted("checkpoints: another making"),
-        one_line_or_fine(),
-    ):
-        train_ppo.main([*trained[1], "--resume", "auto"])
-        COUNT["checkpoints: another making: read"] += 1
-    for path, before in logs.items():
-        path.write_bytes(before)
-
-
-# ---------------------------------------------------------------------------------------------------------
-
-
-def test_enough_inputs_were_tried(request):
-    """Prints how many inputs there were (pytest -s shows it)."""
-    inputs = {
-        name: n for name, n in COUNT.items() if not name.endswith((": read", ": accepted", ": finished"))
-    }
-    total, seconds = sum(inputs.values()), sum(SECONDS.values())
-    print(f"\n{total:,} inputs in {seconds:.1f} s of the code under test")
-    for name, n in sorted(COUNT.items()):
-        print(f"{n:6,}  {name}")
-    if request.session.testscollected > 60:  # the whole file was run
-        assert total >= 2000
+    data = json.dumps(next(iter(new.values())) if whole else content, allow_nan=True).encode()
+    hashes = [line for line in sums.read_text().splitlines() if not line.endswith(state.name)]
+    hashes.append(f"{sha256(data).hexdigest()}  {state.name}")
+    with as_before(state, sums, folder / "config.json", *folder.glob("*.jsonl")), one_line_or_fine():
+        state.write_bytes(data)
+        sums.write_text("\n".join(sorted(hashes)))
+        train_ppo.main([*argv, "--resume", "auto"])

@@ -1,6 +1,8 @@
 """What is chosen where no flag says it: rates, sizes that follow each other, warm-up, .pth."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import tiny_llama
 
 from errors import InputError
@@ -8,174 +10,171 @@ from trainer import train_ppo
 from trainer.inputs import DEMO, choose_rates, count_steps
 
 
-def parsed(*argv):
-    return train_ppo.flag_parser().parse_args(argv)
-
-
-def completed(*argv):
-    return train_ppo.parse_args(argv)
-
-
-@pytest.mark.parametrize(
-    ("given", "batch", "mini"),
-    [
-        ([], 128, 32),
-        (["--batch_size", "4"], 4, 4),
-        (["--batch_size", "48"], 48, 24),
-        (["--batch_size", "37"], 37, 1),
-        (["--mini_batch_size", "64"], 128, 64),
-        (["--mini_batch_size", "48"], 144, 48),
-        (["--mini_batch_size", "256"], 256, 256),
-        (["--batch_size", "96", "--mini_batch_size", "8"], 96, 8),
-    ],
-)
-def test_sizes_follow_each_other(given, batch, mini):
-    args = completed(*given)
-    assert (args.batch_size, args.mini_batch_size) == (batch, mini)
+def completed(*argv, **values):
+    """The flags of this command line."""
+    return train_ppo.parse_args([*argv, *(f"--{name}={value}" for name, value in values.items())])
 
 
 @pytest.mark.parametrize(
     ("answers", "given", "batch", "mini"),
     [
-        (4, [], 128, 32),
-        (8, [], 128, 32),
-        (6, [], 192, 32),
-        (48, [], 192, 32),
-        (4, ["--batch_size", "48"], 48, 24),
-        (3, ["--mini_batch_size", "8"], 144, 8),
-        (4, ["--batch_size", "20"], 20, 20),
-        (4, ["--mini_batch_size", "64"], 128, 64),
+        (1, {}, 128, 32),
+        (1, {"batch_size": 4}, 4, 4),
+        (1, {"batch_size": 37}, 37, 1),
+        (1, {"mini_batch_size": 48}, 144, 48),
+        (1, {"mini_batch_size": 256}, 256, 256),
+        (6, {}, 192, 32),
+        (48, {}, 192, 32),
+        (4, {"batch_size": 48}, 48, 24),
+        (3, {"mini_batch_size": 8}, 144, 8),
     ],
 )
-def test_sizes_hold_all_answers_to_a_prompt(answers, given, batch, mini):
-    args = completed("--num_generations", str(answers), *given)
+def test_sizes_follow_each_other(answers, given, batch, mini):
+    args = completed(num_generations=answers, **given)
     assert (args.batch_size, args.mini_batch_size) == (batch, mini)
-    assert count_steps(args, 10 * batch, 1)[0] == 10 * answers  # prompts are what epochs count
+
+
+SIZE = st.none() | st.integers(1, 300)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(answers=st.integers(1, 50), batch=SIZE, mini=SIZE)
+def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
+    """A batch is whole minibatches, and whole prompts with all their answers; what was given stays."""
+    wanted = {"batch_size": batch, "mini_batch_size": mini}
+    wanted = {name: size for name, size in wanted.items() if size}
+    try:
+        args = completed(num_generations=answers, **wanted)
+    except InputError as error:
+        assert batch and (batch % answers or batch % mini)
+        assert str(error).startswith(("--batch_size", "--mini_batch_size")[not batch % answers])
+        return
+    assert wanted.items() <= vars(args).items()
+    assert args.batch_size % args.mini_batch_size == 0 == args.batch_size % answers
+    assert count_steps(args, 10 * args.batch_size, 1)[0] == 10 * answers  # prompts are what epochs count
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        (["--advantage", "reinforce"], "lam"),
-        (["--advantage", "reinforce"], "critic_warmup_steps"),
-        (["--advantage", "rloo", "--num_generations", "2"], "vf_coef"),
-        (["--advantage", "group", "--num_generations", "2"], "cliprange_value"),
-        ([], "overlong_penalty"),
-        (["--offline_data_path", "x"], "overlong_penalty"),
+        ({"advantage": "reinforce"}, "lam"),
+        ({"advantage": "reinforce"}, "critic_warmup_steps"),
+        ({"advantage": "rloo", "num_generations": 2}, "vf_coef"),
+        ({"advantage": "group", "num_generations": 2}, "cliprange_value"),
+        ({}, "overlong_penalty"),
+        ({"offline_data_path": "x"}, "overlong_penalty"),
     ],
 )
 def test_a_flag_that_asks_for_what_is_the_case_is_never_refused(given, name):
     value = 1 if name == "lam" else 0
-    assert getattr(completed(*given, f"--{name}", str(value)), name) == value
+    assert getattr(completed(**given, **{name: value}), name) == value
 
 
-def test_without_a_critic_there_is_no_lambda():
-    assert completed("--advantage", "reinforce").lam == 1
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"advantage": "reinforce"}, {"lam": 1, "critic_warmup_steps": 0}),
+        ({"max_gen_len": 64}, {"lam": 0.95}),  # by the length of the answers
+        ({"max_gen_len": 65}, {"lam": 1.0}),
+        ({"max_gen_len": 65, "lam": 0}, {"lam": 0}),
+        ({"offline_data_path": "x"}, {"missing_eos_penalty": 0.0, "data_path": "", "reward_model": []}),
+        ({"ptx_data_path": "x"}, {"ptx_coef": 0.1}),
+        ({"ptx_data_path": "x", "ptx_coef": 0.3}, {"ptx_coef": 0.3}),
+        ({}, {"reasoning": 1, "reward_model": [DEMO["reward_model"]], **{n: DEMO[n] for n in ("model",)}}),
+        ({}, {"data_path": DEMO["data_path"], "eval_data_path": DEMO["eval_data_path"]}),
+        ({"data_path": "mine"}, {"data_path": "mine", "eval_data_path": "", "model": DEMO["model"]}),
+        ({"data_path": "mine", "eval_data_path": "held_out"}, {"eval_data_path": "held_out"}),
+        ({"eval_data_path": "held_out"}, {"data_path": DEMO["data_path"], "eval_data_path": "held_out"}),
+        ({"reward_url": "http://x", "reasoning": 0}, {"reward_model": [], "reasoning": 0}),
+    ],
+)
+def test_what_is_chosen(given, chosen):
+    args = completed(**given)
+    assert {name: getattr(args, name) for name in chosen} == chosen
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="--batch_size 32: must be a multiple"):
-        completed("--num_generations", "3", "--batch_size", "32")
-    with pytest.raises(InputError, match="--mini_batch_size 3: must divide --batch_size 8"):
-        completed("--batch_size", "8", "--mini_batch_size", "3")
-    with pytest.raises(InputError, match="--mini_batch_size 1048577: must be at most 1048576"):
-        parsed("--mini_batch_size", "1048577")  # without an end, --batch_size would be as large
+OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)])
-def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(steps, warmup):
-    args = completed("--max_steps", str(steps))
-    assert count_steps(args, 10**6, 1) == (steps, warmup)
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"mini_batch_size": 2**20 + 1}, "--mini_batch_size 1048577: must be at most 1048576"),
+        ({"dual_clip": 1}, "--dual_clip 1: must be 0, for no limit, or above 1"),
+        ({"min_gen_len": 65}, "--min_gen_len 65: must be at most --max_gen_len 64"),
+        ({"overlong_buffer": 65}, "--overlong_buffer 65: must be at most --max_gen_len 64"),
+        ({"reward_url": "x"}, "--reward_url x: must begin with http"),
+        ({"model": "x", "reward_url": "http://x"}, "--data_path: name the JSONL file with the prompts"),
+        ({"model": "x", "data_path": "x"}, "--reward_model: name one, or a function"),
+        ({**OWN, "best_metric": "x"}, "--best_metric: is of use in evaluations only"),
+        ({**OWN, "eval_reward_fn": "x"}, "--eval_reward_fn: is of use in evaluations only"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given, line):
+    with pytest.raises(InputError) as caught:
+        completed(**given)
+    assert str(caught.value).startswith(line)
 
 
-@pytest.mark.parametrize(("tokens", "lam"), [(1, 0.95), (64, 0.95), (65, 1.0), (512, 1.0)])
-def test_lambda_is_chosen_by_the_length_of_the_answers(tokens, lam):
-    assert completed("--max_gen_len", str(tokens)).lam == lam
-    assert completed("--max_gen_len", str(tokens), "--lam", "0").lam == 0
-
-
-@pytest.mark.parametrize("steps", [4, 46])
-def test_with_a_constant_rate_warmup_does_not_depend_on_the_length(steps):
-    args = train_ppo.parse_args(["--max_steps", str(steps), "--epochs", "99", "--lr_schedule", "constant"])
-    assert count_steps(args, 5888, 1)[1] == 2
-
-
-def test_a_given_warmup_stays_and_may_not_take_the_whole_run():
-    args = completed("--max_steps", "3", "--critic_warmup_steps", "2")
-    assert count_steps(args, 10**6, 1) == (3, 2)
-    args = args.completed(critic_warmup_steps=3)
-    with pytest.raises(InputError, match=r"only 3 steps.* --epochs or --max_steps"):
+@pytest.mark.parametrize(
+    ("given", "steps", "warmup"),
+    [
+        *[({"max_steps": steps}, steps, n) for steps, n in [(46, 2), (8, 2), (7, 1), (4, 1), (3, 0), (1, 0)]],
+        ({"max_steps": 3, "critic_warmup_steps": 2}, 3, 2),  # a given one stays
+        ({"max_steps": 4, "lr_schedule": "constant"}, 4, 2),  # the length may change
+        ({"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 3}, 6, 2),
+        ({"max_steps": 3, "critic_warmup_steps": 3}, "--critic_warmup_steps 3: the run has only 3 steps", 0),
+        (
+            {"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 4},
+            "--lr_warmup_steps 4: the actor",
+            0,
+        ),
+    ],
+)
+def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, warmup):
+    args = completed(**given)
+    if isinstance(steps, int):
+        assert count_steps(args, 10**6, 1) == (steps, warmup)
+        return
+    with pytest.raises(InputError, match=steps):
         count_steps(args, 10**6, 1)
 
 
-def test_the_rate_has_to_get_to_its_peak_in_the_batches_in_which_the_actor_trains():
-    flags = ["--max_steps", "6", "--critic_warmup_steps", "2", "--lr_warmup_steps"]
-    assert count_steps(completed(*flags, "3"), 10**6, 1) == (6, 2)
-    with pytest.raises(InputError, match="--lr_warmup_steps 4: the actor trains in only 4 batches"):
-        count_steps(completed(*flags, "4"), 10**6, 1)
-
-
-@pytest.mark.parametrize("limit", ["1", "0.5"])
-def test_a_dual_clip_that_would_stop_every_bad_token_is_refused(limit):
-    with pytest.raises(InputError, match=f"--dual_clip {limit}: must be 0, for no limit, or above 1"):
-        completed("--dual_clip", limit)
+def test_steps_are_of_all_processes_and_epochs():
+    args = completed(batch_size=8, num_generations=2, epochs=3)
+    assert count_steps(args, 10, 2)[0] == 4  # 30 prompts, 8 in a step
 
 
 @pytest.mark.parametrize(
-    ("given", "held_out"),
-    [
-        ([], str(DEMO["eval_data_path"])),
-        (["--data_path", "mine.jsonl"], ""),
-        (["--data_path", "mine.jsonl", "--eval_data_path", "held_out.jsonl"], "held_out.jsonl"),
-        (["--eval_data_path", "held_out.jsonl"], "held_out.jsonl"),
-    ],
-)
-def test_the_held_out_prompts_of_the_demo_belong_to_its_prompts(given, held_out):
-    args = completed(*given)
-    assert args.eval_data_path == held_out
-    assert args.data_path == ("mine.jsonl" if "--data_path" in given else str(DEMO["data_path"]))
-    assert args.model == str(DEMO["model"])
-
-
-def test_the_demo_is_rewarded_for_its_format():
-    assert completed().reasoning == 1
-
-
-@pytest.mark.parametrize(
-    ("there", "given", "name", "reasoning"),
+    ("there", "reasoning", "name", "chosen"),
     [
         (["reason"], None, "reason", 1),
         (["full_sft"], None, "full_sft", None),  # the answers decide later
         (["reason", "full_sft"], None, "reason", 1),
         (["reason", "full_sft"], 0, "full_sft", 0),
+        (["full_sft"], 1, "reason", 1),  # which is not there
     ],
 )
-def test_which_pth_hidden_size_names(tmp_path, there, given, name, reasoning):
+@pytest.mark.parametrize("moe", ["", "_moe"])
+def test_which_pth_hidden_size_names(tmp_path, there, reasoning, name, chosen, moe):
     for stem in there:
-        (tmp_path / f"{stem}_64.pth").touch()
-    more = [] if given is None else ["--reasoning", str(given)]
-    argv = ["--hidden_size", "64", "--out_dir", str(tmp_path), "--data_path", "x", "--reward_url", "http://x"]
-    args = completed(*argv, *more)
-    assert args.model == str(tmp_path / f"{name}_64.pth")
-    assert args.reasoning == reasoning
-
-
-def given(**values):
-    return train_ppo.flag_parser().parse_args([]).completed(**values)
+        (tmp_path / f"{stem}_64{moe}.pth").touch()
+    more = {} if reasoning is None else {"reasoning": reasoning}
+    own = {name: value for name, value in OWN.items() if name != "model"}
+    args = completed(hidden_size=64, out_dir=tmp_path, use_moe=len(moe) // 4, **own, **more)
+    assert args.model == str(tmp_path / f"{name}_64{moe}.pth")
+    assert args.reasoning == chosen
 
 
 def test_rates_are_chosen_by_size_and_said(monkeypatch):
     times = {"actor": 1, "critic": 2}
     monkeypatch.setattr("trainer.inputs.suited_rate", lambda kind, size, lora: times[kind] * size)
     small, large = tiny_llama(8), tiny_llama(8, layers=2)
-    n, m = small.num_parameters(), large.num_parameters()
-    args = given(learning_rate=None, critic_learning_rate=None)
     models = {"learning_rate": ("actor", small), "critic_learning_rate": ("critic", large)}
-    args, suited, line = choose_rates(args, models)
-    assert suited == {"learning_rate": n, "critic_learning_rate": 2 * m}
-    assert (args.learning_rate, args.critic_learning_rate) == (n, 2 * m)
-    assert "--learning_rate" in line and "--critic_learning_rate" in line
-    args, _, line = choose_rates(given(learning_rate=3e-4, critic_learning_rate=None), models)
-    assert "actor" not in line
-    assert args.learning_rate == 3e-4
-    assert choose_rates(given(learning_rate=3e-4, critic_learning_rate=1e-3), models)[2] is None
+    suited = {"learning_rate": small.num_parameters(), "critic_learning_rate": 2 * large.num_parameters()}
+    for set_ in ({}, {"learning_rate": 3e-4}, {"learning_rate": 3e-4, "critic_learning_rate": 1e-3}):
+        args, found, line = choose_rates(completed(**set_), models)
+        assert found == suited
+        chosen = suited | set_
+        assert (args.learning_rate, args.critic_learning_rate) == tuple(chosen.values())
+        assert [f"--{name}" in (line or "") for name in suited] == [name not in set_ for name in suited]

@@ -15,7 +15,6 @@ import atomic_files
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.cpu import kernels
-from trainer.compute.memory import peak_memory
 from trainer.runs.distributed import init_world
 from trainer.runs.resume import RunFolder
 
@@ -60,13 +59,8 @@ def folder(tmp_path_factory):
 def run(folder, argv, code=0, **environment):
     """Run Python without what is Unix's, its output in a code page without Chinese -> (stdout, stderr)."""
     environment |= {"PYTHONPATH": str(HIDDEN), "PYTHONIOENCODING": "cp1252"}
-    done = subprocess.run(
-        [sys.executable, *argv],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        timeout=600,
-    )
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, timeout=600)
     out, err = (text.decode("cp1252") for text in (done.stdout, done.stderr))
     assert done.returncode == code, f"{out}\n{err}"
     assert "Traceback" not in err
@@ -150,22 +144,21 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
 
 def test_where_folders_cannot_be_flushed_files_are(tmp_path, monkeypatch):
     """Windows opens no folder, and flushes only what is open for writing."""
-    opened, synced, real = [], [], os.open
+    opened = []
+    synced = []
+    real = os.open
+
+    def noted(path, flags):
+        opened.append((path, flags))
+        return real(path, flags)
+
     monkeypatch.delattr(os, "O_DIRECTORY", raising=False)
     monkeypatch.setattr(os, "fsync", synced.append)
-    monkeypatch.setattr(os, "open", lambda path, flags: opened.append((path, flags)) or real(path, flags))
+    monkeypatch.setattr(os, "open", noted)
     atomic_files.write_whole(tmp_path / "a", "text")
     assert opened == [(tmp_path / ".a.tmp", os.O_RDWR)]
     assert len(synced) == 1
     assert (tmp_path / "a").read_text() == "text"
-
-
-def test_the_memory_of_a_run_without_the_module_resource(monkeypatch):
-    """What psutil says is of this moment (on Windows it has the peak too), and in bytes as well."""
-    peak = peak_memory()
-    monkeypatch.setitem(sys.modules, "resource", None)
-    now = peak_memory()
-    assert 0.01 * peak < now <= 1.1 * peak
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused():

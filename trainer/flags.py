@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import InputError
-from trainer.peer_flags import NOT_HERE, ONLY_DEMO, PEER_FLAGS, VALUES
+from trainer.peer_flags import NOT_HERE, PEER_FLAGS, VALUES
 from trainer.runs import trackers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,9 +185,9 @@ class FlagParser(argparse.ArgumentParser):
             if ours in self.flags:
                 value = f" (value: {VALUES[known]})" if known in VALUES else ""
                 return f"{word}: it is called --{ours} here{value}"
-            # The other reasons name flags of train_ppo.py.
-            if known in ONLY_DEMO or (known in NOT_HERE and "ppo_epochs" in self.flags):
-                return f"{word}: not a flag here: {NOT_HERE[known]}"
+            reason = NOT_HERE.get(known, "")
+            if reason and self.flags.keys() >= set(re.findall(r"--(\w+)", reason)):  # of another script else
+                return f"{word}: not a flag here: {reason}"
             known = known.partition(".")[2]
         if not is_flag:
             return f"{word}: not expected here; flags begin with --, --help all lists them"
@@ -258,6 +258,20 @@ def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> N
     trackers.add_flags(add)
 
 
+def add_model_flags(
+    p: FlagParser, title: str, hidden_size: str, layers: str = "checked if given", may_change: bool = True
+) -> None:
+    """The flags of all three training scripts that name the model. title: of their group; hidden_size,
+    layers, may_change: of these two."""
+    add = p.add
+    p.group(title)
+    add("--model", path, "a .pth, a directory or a hub name")
+    add("--tokenizer", path, "directory or hub name; default: model's")
+    add("--hidden_size", 0, hidden_size, may_change=may_change)
+    add("--num_hidden_layers", 0, layers, may_change=may_change)
+    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
+
+
 def add_data_flags(p: FlagParser, records: str) -> None:
     """The flags of all three training scripts that say how records are read. ``records``: what they are to
     the script."""
@@ -271,9 +285,12 @@ def add_data_flags(p: FlagParser, records: str) -> None:
     add("--num_workers", 0, "data loader processes", at_most=64, may_change=True)
 
 
-def add_stage_flags(p: FlagParser) -> None:
-    """The flags that stages 1 and 2 have; each adds its own first."""
+def add_stage_flags(p: FlagParser, records: str) -> None:
+    """The flags that stages 1 and 2 have, but those of the model. records: what they learn from."""
     add = p.add
+    p.group("data")
+    add("--data_path", path, f"{records}: a file or a hub name")
+    add("--eval_data_path", path, f"held-out {records}")
     add_data_flags(p, "records")
     add("--eval_size", int, "last records held out [256, at most a tenth]; 0: none", at_most=inf)
     p.group("optimisation")

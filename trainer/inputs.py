@@ -16,9 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.chat_template import (
-    SWITCHES,
     load_thinking,
-    parse_template_kwargs,
     set_system_prompt,
     set_template,
     set_template_kwargs,
@@ -41,7 +39,6 @@ from model.loading import (
     quiet,
     tokenizer_source,
 )
-from trainer.compute.memory import keep_freed_memory
 from trainer.compute.scoring import PolicyScorer
 from trainer.evaluation import BATCH
 from trainer.flags import ROOT, Flags, complete_output_flags, minimind_pth
@@ -49,7 +46,6 @@ from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.memory_plan import check_loading
 from trainer.options.offline import load_logged
-from trainer.rewards.rules import TAGS
 from trainer.runs.distributed import World
 from trainer.runs.learning_rate import suited_rate
 
@@ -87,10 +83,6 @@ def complete_flags(args: Flags) -> Flags:
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.thinking_ratio is not None and args.chat_template_kwargs:
-        for name in parse_template_kwargs(args.chat_template_kwargs).keys() & SWITCHES:
-            what = f"--thinking_ratio {args.thinking_ratio:g}"
-            raise InputError(f"{what}: --chat_template_kwargs sets {name}; leave one of them out")
     changes: dict[str, object] = {}
     if args.offline_data_path:
         changes["missing_eos_penalty"] = 0.0
@@ -131,10 +123,7 @@ def fill_paths(args: Flags) -> Flags:
     if not args.model and (args.hidden_size or args.use_moe):
         if args.reasoning is None and minimind_pth(args, "reason").is_file():
             args = args.completed(reasoning=1)  # it was trained to reason
-        wanted = minimind_pth(args, "reason" if args.reasoning else "full_sft")
-        if not wanted.is_file():
-            raise InputError(f"{wanted}: no such file; --model and --reasoning choose another")
-        args = args.completed(model=str(wanted))
+        args = args.completed(model=str(minimind_pth(args, "reason" if args.reasoning else "full_sft")))
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
         changes: dict[str, object] = {"model": DEMO["model"]}
@@ -191,14 +180,11 @@ def choose_reasoning(
     tokenizer: PreTrainedTokenizerBase,
     prompts: RLAIFDataset | LoggedAnswers,
 ) -> tuple[int, str | None]:
-    """-> (--reasoning, a line that says why it was chosen or what spoils it, or None). Where it is not given
+    """-> (--reasoning, a line that says why it was chosen, or None). Where it is not given
     it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
-    if args.reasoning and prompts[0].text.rstrip().endswith(TAGS[:2]):
-        note = "format   the chat template writes <think>, which responses must write again; --reasoning 0?"
-        return args.reasoning, note
     if args.reasoning is not None:
         return args.reasoning, None
     where = args.data_path or args.offline_data_path
@@ -255,16 +241,13 @@ def choose_rates(
     """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
     suits}, a line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
     adapters train."""
-    suited: dict[str, float] = {}
-    said = []
-    for name, (kind, model) in models.items():
-        size = sum(p.numel() for p in model.parameters())
-        suited[name] = suited_rate(kind, size, lora)
-        if getattr(args, name) is None:
-            args = args.completed(**{name: suited[name]})
-            said.append(f"{kind} {suited[name]:g} ({size / 1e6:.1f}M parameters, --{name})")
-    how = "with adapters, by size" if lora else "by size"
-    return args, suited, f"rates    {how}: {', '.join(said)}" if said else None
+    suited = {
+        name: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
+        for name, (kind, model) in models.items()
+    }
+    chosen = {name: rate for name, rate in suited.items() if getattr(args, name) is None}
+    said = ", ".join(f"--{name} {rate:g}" for name, rate in chosen.items())
+    return args.completed(**chosen), suited, f"rates    by size: {said}" if said else None
 
 
 def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:
@@ -348,8 +331,6 @@ class Inputs:
 def load_inputs(args: Flags, world: World) -> Inputs:
     """Load and check all inputs. Raises InputError."""
     args, tokenizer = load_trained_tokenizer(args)
-    if args.shard and world.size > 1:  # before loading, which would leave gaps that nothing else fits into
-        keep_freed_memory(sharded=True)
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):

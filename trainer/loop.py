@@ -105,4 +105,3 @@ def train_to_the_end(
             end_if_broken(run, logger)
             if signal and not last:
                 raise SystemExit(128 + signal)
-        run.complete()

@@ -8,13 +8,10 @@ step, and a CPU's system would kill the process without a word.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from errors import InputError
@@ -48,29 +45,22 @@ class Sizes:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
         """dtype: of mixed precision. Weights without memory (torch's meta device) count as exact."""
-        tables: set[nn.Parameter] = set()  # one, if the head is tied to the embeddings
-        with suppress(NotImplementedError):  # a reward model's own code may not name them
-            for end in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
-                tables.update(end.parameters())
-        linear = [module.weight for module in model.base_model.modules() if isinstance(module, nn.Linear)]
         self.config = model.config.get_text_config()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vocabulary = getattr(self.config, "vocab_size", None)  # code from outside may have none
         self.all = sum(p.numel() for p in model.parameters())
-        self.linear = sum(p.numel() for p in linear)  # without the head
-        self.table = sum(p.numel() for p in tables)  # of embeddings and head
-        self.exact = all(holds(p, dtype) for p in (*linear, *tables))  # see ``keep_exact`` in precision.py
+        self.table = sum(p.numel() for p in matrices if len(p) == vocabulary)  # of embeddings and head
+        self.exact = all(holds(p, dtype) for p in matrices)  # see ``keep_exact`` in precision.py
         self.bytes = sum(p.nbytes for p in model.parameters())  # that it takes now
+        self.device = model.device
         self.adapters = adapter_size(model.base_model, 1)  # what adapters of rank 1 would add
 
     def frozen(self, case: "Case") -> int:
         """Bytes of a copy that does not train: as ``prepare_frozen`` in models.py rounds it."""
-        adapted = case.args.lora_r
-        rounded = 0 if adapted else self.linear
+        wide = self.all if case.args.lora_r else self.table  # numbers that stay fp32
         if self.exact:
-            rounded = self.linear + self.table
-        size = case.dtype.itemsize * rounded + 4 * (self.all - rounded)
-        if adapted and "critic" in case.models:  # the critic's adapters make what it shares fp32
-            return size
-        return min(size, self.bytes)
+            wide = 0
+        return min(case.dtype.itemsize * (self.all - wide) + 4 * wide, self.bytes)
 
 
 @dataclass
@@ -104,25 +94,22 @@ class Plan:
 def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int = SLOTS) -> Plan:
     """The memory of a run with micro-batches of ``budget`` tokens and at most ``slots`` sequences sampled
     together. With --shard 1 each process has its part of what stays. Whole are activations, keys and values,
-    the sampler, which is there in rollouts only, and what is gathered to compute with: the layer that
-    computes and the next one."""
+    and the sampler, which is there in rollouts only."""
     args = case.args
     actor = case.models["actor"]
     model = max(case.models.values(), key=lambda size: size.all)  # whose update takes the most
-    vocabulary = actor.config.vocab_size
     small = case.dtype.itemsize
     on_cpu = case.device.type == "cpu"
     parts = case.processes if args.shard else 1  # into which models are cut
 
-    # Models and moments. With adapters, models share what is frozen, if they are whole.
+    # Models and moments. With adapters, actor, critic and reference share what is frozen.
     trained = {name: args.lora_r * size.adapters or size.all for name, size in case.models.items()}
     standing = {name: 4 * count // parts for name, count in trained.items()}
     standing["moments"] = 2 * getattr(torch, args.moments_dtype).itemsize * sum(trained.values()) // parts
     frozen = {"reward models": sum(size.frozen(case) for size in case.rewards) // parts}
     if args.lora_r:
-        for name in case.models if parts > 1 else ["actor"]:
-            standing[name] += case.models[name].frozen(case) // parts
-    if parts > 1 or not args.lora_r:
+        standing["actor"] += actor.frozen(case) // parts
+    else:
         frozen["reference"] = actor.frozen(case) // parts
         if args.update_old_actor_freq > 1:
             frozen["old actor"] = frozen["reference"]
@@ -137,47 +124,37 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     cache = slots * case.width * bytes_per_token(actor.config, small)
     if on_cpu:
         cache = min(cache, CACHE_BYTES)
-    copied = bool(slots) * (actor.all + on_cpu * actor.table)  # a CPU lays the head out once more
-    rollout = {"logits": 16 * slots * vocabulary}  # fp32, and what sampling makes of them
-    if parts == 1:
-        standing["sampler"] = small * copied
-    else:  # it is there in rollouts only, and gets one matrix after the other
-        rollout["sampler"] = small * copied
-        rollout["gathered"] = 4 * vocabulary * actor.config.hidden_size
+    vocabulary = actor.config.vocab_size
+    rollout = {"KV cache": cache, "logits": 16 * slots * vocabulary}  # fp32, and what sampling makes of them
+    sampler = rollout if parts > 1 else standing
+    if slots:
+        sampler["sampler"] = small * (actor.all + on_cpu * actor.table)  # a CPU lays the head out once more
 
-    # An update.
+    # An update. What a layer keeps of a token for the backward: two numbers per hidden unit in fp32
+    # (residuals), and in mixed precision six per hidden unit and four per intermediate unit.
     tokens = args.mini_batch_size * (case.width + case.demonstration) // args.accumulation_steps
     tokens = min(tokens, max(budget, case.width))
-    logits = min(tokens * vocabulary, max(CHUNK[case.device.type], MIN_CHUNK_TOKENS * vocabulary))
-    cast = small % 4  # bytes a number of the copies for mixed precision
-    config = model.config
-    hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    # What a layer keeps of a token for the backward: two numbers per hidden unit in fp32 (residuals), and in
-    # mixed precision six per hidden unit (norms, queries, outputs) and four per intermediate unit.
+    hidden = model.config.hidden_size
+    layers = model.config.num_hidden_layers
+    intermediate = getattr(model.config, "intermediate_size", None) or 4 * hidden
     kept = 8 * hidden + small * (6 * hidden + 4 * intermediate)
     if args.gradient_checkpointing:  # the residual of every layer, and one layer at a time
-        activations = tokens * (4 * hidden * config.num_hidden_layers + kept)
+        activations = tokens * (4 * hidden * layers + kept)
     else:
-        activations = tokens * kept * config.num_hidden_layers
-    activations += (4 + small) * logits + cast * actor.table  # with their gradient
-    if parts == 1 and not args.lora_r:  # a gradient of the embeddings before it is added; copies of layers
-        activations += 4 * model.table + cast * model.linear
+        activations = tokens * kept * layers
+    logits = min(tokens * vocabulary, max(CHUNK[case.device.type], MIN_CHUNK_TOKENS * vocabulary))
+    activations += (4 + small) * logits  # with their gradient
     update = {"gradients": 4 * max(trained.values()) // parts, "micro-batch": activations}
-    if parts > 1:  # two layers in ``dtype``, embeddings and head in fp32; gradients are summed in fp32
-        layer = (model.all - model.table) // config.num_hidden_layers
-        update["gathered"] = 2 * small * layer + 4 * model.table
-        if not args.lora_r:
-            update["gathered"] += (small + 4) * layer + 8 * model.table
+    if parts > 1:  # two layers and the embeddings, gathered, and their gradients, which are summed in fp32
+        update["gathered"] = 12 * ((model.all - model.table) // layers + model.table)
+    elif not args.lora_r:  # a gradient of the embeddings before it is added; copies for mixed precision
+        update["micro-batch"] += 4 * model.table + small % 4 * model.all
+    if not release_cache:
+        update["KV cache"] = cache
 
-    cached = {"KV cache": cache}
-    phases = {
-        "update": standing | ({} if release_cache else cached) | update,
-        "rollout": standing | frozen | cached | rollout,
-    }
-    if parts == 1 or on_cpu:  # a sharded run is built in main memory: models as loaded, the sampler in fp32
-        loaded = sum(size.bytes for size in case.rewards)
-        phases["building"] = {"actor": 4 * actor.all, "sampler": 4 * copied, "reward models": loaded}
+    if args.offload_frozen:
+        rollout |= frozen
+    phases = {"update": standing | update, "rollout": standing | rollout}
     peak, fullest = max((sum(sizes.values()), phase) for phase, sizes in phases.items())
     return Plan(phases, fullest, peak, cache, slots, budget, release_cache)
 
@@ -198,40 +175,17 @@ def fitted_plan(case: Case, room: float) -> Plan:
     return plan
 
 
-def check_memory(
-    args: Namespace,
-    actor: PreTrainedModel,
-    start: PreTrainedModel | None,
-    reward_models: Sequence[PreTrainedModel],
-    device: torch.device,
-    dtype: torch.dtype,
-    sampled: tuple[int, int, int],
-    demonstration: int = 0,
-    in_step: InStep | None = None,
-) -> tuple[Plan, str]:
-    """-> (``Plan``, a note that says where memory goes and how much is free).
-
-    start: the model that the critic starts from, the actor or one of ``reward_models``; sampled: from
-    ``sampling_sizes``; demonstration: tokens of the longest one of --ptx_data_path; in_step: of a sharded
-    run, whose processes plan with what the one has that has least. InputError where the run cannot fit.
-    """
-    if args.offload_frozen and device.type == "cpu":
+def check_memory(case: Case, in_step: InStep | None = None) -> tuple[Plan, str]:
+    """-> (``Plan``, a note that says where memory goes and how much is free). InputError where the run cannot
+    fit. in_step: of a sharded run, whose processes plan with what the one has that has least."""
+    device = case.device
+    if case.args.offload_frozen and device.type == "cpu":
         raise InputError("--offload_frozen 1: there is no GPU whose memory it would spare; leave it out")
-    rewards = [Sizes(model, dtype) for model in reward_models]
-    models = {"actor": Sizes(actor, dtype)}
-    # In a sharded run the others come when they are sharded.
-    loaded = sum(
-        p.nbytes for model in (actor, *reward_models) if model.device == device for p in model.parameters()
-    )
+    models = (case.models["actor"], *case.rewards)
+    loaded = sum(size.bytes for size in models if size.device == device)  # to be sharded: elsewhere
     room = USABLE[device.type] * (free_memory(device) + loaded) - LATER
-    processes = 1
     if in_step:  # one plan for all
         room = in_step.least(room)
-        processes = in_step.world.size
-    if start:
-        models["critic"] = Sizes(start.base_model, dtype)  # type: ignore[arg-type]  # for transformers a Module
-    responses, width, _ = sampled
-    case = Case(args, device, dtype, models, rewards, responses, width, demonstration, processes)
     plan = fitted_plan(case, room)
     text = (
         f"about {shown(plan.peak)} of the {shown(room)} that {device} can give, with {plan.token_budget} "
@@ -240,7 +194,7 @@ def check_memory(
     parts = plan.phases[plan.fullest].items()
     text += ", ".join(f"{part} {shown(size)}" for part, size in parts if size)
     if plan.peak > room:
-        raise InputError(f"--model {args.model}: does not fit: {text}; {REMEDIES}")
+        raise InputError(f"--model {case.args.model}: does not fit: {text}; {REMEDIES}")
     return plan, f"memory   {text}"
 
 

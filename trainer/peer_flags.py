@@ -195,8 +195,8 @@ vllm_num_engines rollout_engine use_vllm vllm_mode rollout.name
     not needed, the training processes sample the responses themselves
 save_weight: the name of the result is fixed; --out_dir says where it goes
 val_before_train: not needed, with --eval_data_path there is an evaluation before training
-n_gpus_per_node: torchrun --nproc_per_node says how many processes there are
-nnodes: torchrun --nnodes says how many machines there are
+n_gpus_per_node: nproc_per_node of torchrun says how many processes there are
+nnodes: nnodes of torchrun says how many machines there are
 use_dynamic_bsz: not needed, micro-batches are always cut by tokens
 filter_overlong_prompts: not needed, prompts that are too long are always dropped and counted
 # not supported
@@ -213,6 +213,7 @@ dataset_test_split eval_split: add it to the name in --eval_data_path, as user/n
 # ours, until November 2026
 extra_layers parting_coef lm_coef score_penalty: only the demo's reward model needs it, and
     dataset/demo/make_reward.py has it; leave it out
+reference reference_samples: leave it out, scores are centred on the answers to the held-out records
 grad_sum_dtype: leave it out, gradients are summed in float32
 # others
 loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
@@ -251,5 +252,3 @@ NOT_HERE: dict[str, str] = {}  # their flag -> what to do instead
 for _row in _rows(_NOT_HERE):
     _names, _, _reason = _row.partition(": ")
     NOT_HERE |= dict.fromkeys(_names.split(), _reason)
-
-ONLY_DEMO = ("extra_layers", "parting_coef", "lm_coef", "score_penalty")  # they were flags of train_reward.py

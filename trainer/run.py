@@ -29,7 +29,7 @@ from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
-from trainer.memory_plan import check_memory
+from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import (
     build_models,
     critic_start,
@@ -48,7 +48,7 @@ from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of
 from trainer.runs import displays
-from trainer.runs.base import Learner, Progress, Run, command_line
+from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
 
 
@@ -78,7 +78,8 @@ class PpoRun(Run):
         sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
         self.in_step = InStep(world) if sharded else None
         free_unused_memory()  # the copies with which the policy was checked
-        keep_freed_memory(sharded)
+        if not sharded:  # which gathers and frees layer after layer
+            keep_freed_memory()
         # The reward that PPO learns from, and the judge, which only evaluates.
         self.reward, self.judge = self._load_rewards(args)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
@@ -103,17 +104,21 @@ class PpoRun(Run):
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.updates_per_batch)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
         room = sampling_sizes(args, self.prompts, self.held_out)
-        self.plan, memory = check_memory(
-            args,
-            self.actor,
-            start,
-            self.judges,
-            world.device,
-            self.dtype,
-            room,
+        sizes = {"actor": Sizes(self.actor, self.dtype)}
+        if start:
+            sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
+        case = Case(
+            args=args,
+            device=world.device,
+            dtype=self.dtype,
+            models=sizes,
+            rewards=[Sizes(model, self.dtype) for model in self.judges],
+            responses=room[0],
+            width=room[1],
             demonstration=self.ptx.data.longest if self.ptx else 0,
-            in_step=self.in_step,
+            processes=world.size,
         )
+        self.plan, memory = check_memory(case, self.in_step)
         self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
@@ -336,6 +341,5 @@ class PpoRun(Run):
         if best.value is not None:
             words = f"best     {best.describe(self.best_path)}\n"
         words += f"average  {self.ema_path} (--ema_beta)\n" if self.ema.batches else ""
-        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
-        talk = command_line("chat.py", "--model", self.result_path, *own_code)
+        talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"

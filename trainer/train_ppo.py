@@ -40,6 +40,7 @@ from trainer.flags import (
     FlagParser,
     add_data_flags,
     add_machine_flags,
+    add_model_flags,
     add_output_flags,
     path,
 )
@@ -65,22 +66,23 @@ def flag_parser() -> FlagParser:
     switch = partial(add, choices=[0, 1])
     sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
     critic = partial(add, not_with=NO_CRITIC)
-    p.group("models (without --model and --hidden_size: the bundled demo)")
-    add("--model", path, "policy: a .pth, a directory or a hub name")
-    add("--tokenizer", path, "directory or hub name; default: model's")
-    add("--hidden_size", 0, "N: out/full_sft_N.pth", may_change=True)
-    add("--num_hidden_layers", 0, "checked if given", may_change=True)
+    title = "policy (without --model and --hidden_size: the bundled demo)"
+    add_model_flags(p, title, "N: out/full_sft_N.pth")
     switch("--use_moe", 0, "1: load the _moe checkpoint", may_change=True)
     add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
-    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
     p.group("data")
     sampled("--data_path", path, "prompts: a file, or a hub name")
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
     add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
     add_data_flags(p, "prompts")
-    sampled(
-        "--thinking_ratio", float, "share of the prompts that are rendered with thinking", at_most=1, off=None
+    add(
+        "--thinking_ratio",
+        float,
+        "share of the prompts that are rendered with thinking",
+        at_most=1,
+        off=None,
+        not_with=LOGGED | {"chat_template_kwargs": "it sets the template's switches too"},
     )
     p.group("reward: the sum of what is given")
     switch("--reasoning", int, "1: reward <think> and <answer>; default: if used")

@@ -5,10 +5,7 @@
         loss = -log sigmoid(score chosen - score rejected - margin)     # Llama 2, arXiv:2307.09288, eq. 2
           or   (score - given score)^2                                  # records with a "score"
         backward, clip the gradient, AdamW step                         # supervised.py
-    subtract the mean score of the reference's answers to held-out prompts
-
-The reference is by default the policy that the reward model starts from. If PPO will start from another
-policy, name that one with ``--reference``.
+    subtract the mean score of the held-out answers
 
     python trainer/train_reward.py                                       # from the demo's policy and pairs
     python trainer/train_reward.py --model PATH --data_path pairs.jsonl  # from a model you have
@@ -20,8 +17,6 @@ and ``train_ppo.py --reward_model`` takes. Stopping, resuming and faults: docs/r
 
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,10 +27,10 @@ from trainer.flags import (
     STAGE_FLAGS,
     FlagParser,
     Flags,
+    add_model_flags,
     add_stage_flags,
     complete_output_flags,
     minimind_pth,
-    path,
 )
 
 
@@ -43,23 +38,13 @@ def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
     add = p.add
-    p.group("model (without --model and --hidden_size: the demo's policy and pairs)")
-    add("--model", path, "a .pth, a directory or a hub name")
-    add("--tokenizer", path, "directory or hub name; default: model's")
-    add("--hidden_size", 0, "out/full_sft_512.pth", may_change=True)
-    add("--num_hidden_layers", 0, "checked if given", may_change=True)
-    add("--use_moe", 0, "1: start from the _moe checkpoint", choices=[0, 1], may_change=True)
-    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
-    p.group("centring: the mean score of the reference's answers is subtracted")
-    add("--reference", path, "a policy; default: --model")
-    add("--reference_samples", 512, "of its answers; 0: no centring")
-    add("--max_gen_len", 64, "longest of its answers in tokens", at_least=1)
-    p.group("data")
-    add("--data_path", path, "pairs, or answers with scores")
-    add("--eval_data_path", path, "held-out records of the same kind")
+    title = "model (without --model and --hidden_size: the demo's policy and pairs)"
+    add_model_flags(p, title, "N: out/full_sft_N.pth")
+    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], may_change=True)
+    add_stage_flags(p, "pairs, or answers with scores")
+    p.group("keys of pairs")
     add("--chosen_key", "", "key of the better answer of a pair; default: chosen")
     add("--rejected_key", "", "key of the worse answer; default: rejected")
-    add_stage_flags(p)
     return p
 
 
@@ -78,32 +63,20 @@ from transformers import (
 )
 
 from atomic_files import writing
-from dataset.chat_template import encode, prompt_text
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
-from model.loading import (
-    check_tokenizer,
-    eos_ids,
-    load_policy,
-    most_positions,
-    quiet,
-)
+from model.loading import quiet
 from model.model_minimind import as_plain
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
-from trainer.evaluation import EVAL_STEP
-from trainer.generation.engine import Sampler
-from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import response_texts
-from trainer.inputs import DEMO, check_sampling, load_trained_tokenizer
-from trainer.rewards.reward_models import load_reward_model, score_packed
-from trainer.rewards.rules import after_thinking, answer_text
+from trainer.inputs import DEMO
+from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
-from trainer.runs.base import command_line, full_path
+from trainer.runs.base import Kept, full_path
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.resume import short_hash, weights_hash
-from trainer.supervised import Items, Part, SupervisedRun, train
+from trainer.supervised import Items, SupervisedRun, train
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -162,12 +135,15 @@ def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) ->
 # ------------------------------------------------------------------------------------------------- the runs
 
 
-class Outputs(NamedTuple):
-    """The model's outputs for B conversations, packed one behind the other, of N tokens in all."""
+class Zero(Kept):
+    """``mean``: the mean score of the held-out answers in the last evaluation, which PPO subtracts.
 
-    scores: Tensor  # [B] fp32
-    states: Tensor  # [N, H] the last hidden states
-    balance: Tensor  # the balance loss of a mixture of experts
+    The loss of pairs fixes only differences between scores, not their level, and PPO clips scores. (Ziegler
+    et al. 2019, arXiv:1909.08593, section 2.1, set the variance to 1 as well; here the scores keep their
+    unit.) A linear head without a bias cannot hold the shift: it is ``reward_offset`` in config.json."""
+
+    kept = ("mean",)
+    mean = 0.0
 
 
 class RewardRun(SupervisedRun):
@@ -176,9 +152,10 @@ class RewardRun(SupervisedRun):
 
     script = "train_reward.py"
     rate = "reward"
-    result_path = None  # the result is written at the end, because its zero is not known before
-    reference: "Reference | None" = None  # scores are not centred
-    centre = 0.0  # the mean score of the reference's answers
+
+    def __init__(self, args: Flags, world: World):
+        super().__init__(args, world)
+        self.states["zero"] = self.zero
 
     def load_records(self, path: str) -> PreferenceDataset:
         args = self.args
@@ -194,22 +171,11 @@ class RewardRun(SupervisedRun):
                 "kind"
             )
         self.display = displays.RATINGS if self.rated else displays.PAIRS
-        self.hf_dir = Path(args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}")
+        self.result_path = self.hf_dir = Path(
+            args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
+        )
         self.result_file = self.hf_dir / "config.json"
-        if args.reference_samples:
-            speaker = policy
-            tokenizer = self.tokenizer
-            if args.reference:
-                beside = args.reference.endswith(".pth")  # then its tokenizer may be that of the flags
-                named = args.completed(
-                    model=args.reference,
-                    tokenizer=args.tokenizer if beside else "",
-                    system_prompt=None,  # its own
-                    chat_template_kwargs=None,
-                )
-                speaker = load_policy(named.model, args.trust_remote_code)
-                _, tokenizer = load_trained_tokenizer(named)
-            self.reference = Reference(speaker, tokenizer, self.held_out or self.data, args)
+        self.zero = Zero()
         torch.manual_seed(args.seed)
         return self.learning(policy)
 
@@ -217,149 +183,64 @@ class RewardRun(SupervisedRun):
         """A policy -> the reward model that trains."""
         return reward_from(policy, self.tokenizer)
 
-    def outputs(self, conversations: list[list[int]]) -> Outputs:
-        """B lists of ids -> their scores, read at the last token."""
+    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
+        of experts."""
         scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
-        return Outputs(scores, output.last_hidden_state, self.balance(output, layout))
+        return scores, self.balance(output, layout)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
-        loss, outputs, metrics = self.score_items(items, kind)
-        if self.balance.weight and kind == "train":
-            metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
-        conversations = len(outputs.scores) // len(items)  # of an item
-        return (loss + outputs.balance / conversations) / totals[0], metrics
-
-    def score_items(self, items: Items, kind: str) -> tuple[Tensor, Outputs, Metrics]:
-        """-> (summed loss, ``Outputs``, of pairs of all chosen and then all rejected answers, Metrics)."""
         *sides, given = zip(*items, strict=True)
-        outputs = self.outputs([ids for side in sides for ids in side])
+        # Of pairs: all chosen, then all rejected answers.
+        scores, balance = self.scores([ids for side in sides for ids in side])
         wanted = send(torch.tensor(given, dtype=torch.float32), self.world.device)
-        scores = outputs.scores
         sums = {}
         if self.rated:
             loss = (scores - wanted).square().sum()
+            x = scores.detach().double()
+            y = wanted.double()
             if kind == "eval":
-                x = scores.double()
-                y = wanted.double()
-                sums = {"x": x, "y": y, "xy": x * y, "x_mean_square": x * x, "y_mean_square": y * y}
+                sums = {"score_mean_square": x * x, "y": y, "y_mean_square": y * y, "product": x * y}
         else:
             chosen, rejected = scores.chunk(2)
             loss = pair_loss(chosen, rejected, wanted)
             sums = {f"{kind}/accuracy": chosen > rejected, f"{kind}/distance": chosen - rejected}
         metrics = Metrics()
         metrics.add(f"{kind}/loss", loss, len(items))
+        if kind == "eval":
+            metrics.add("score", scores.double().sum(), len(scores))
+        elif self.balance.weight:
+            metrics.add("train/balance_loss", balance, len(scores))
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
-        return loss, outputs, metrics
+        return (loss + balance / len(sides)) / totals[0], metrics
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """Ratings -> mean squared error, its root, Pearson's correlation (0 if a score never varies)."""
+        """Pairs: all but the mean score, which becomes the zero. Ratings: mean squared error, its root,
+        Pearson's correlation (0 if a score never varies)."""
+        score = self.zero.mean = means.pop("score")
         if not self.rated:
             return means
         loss = means["eval/loss"]
-        spread = means["x_std"] * means["y_std"]
-        correlation = (means["xy"] - means["x"] * means["y"]) / spread if spread > 1e-12 else 0.0
+        spread = means["score_std"] * means["y_std"]
+        correlation = (means["product"] - score * means["y"]) / spread if spread > 1e-12 else 0.0
         return {"eval/loss": loss, "eval/rmse": loss**0.5, "eval/correlation": correlation}
 
-    def fingerprints(self) -> dict[str, str]:
-        found = super().fingerprints()
-        if self.reference:
-            weights = weights_hash(self.reference.model)
-            found["reference"] = short_hash([weights, self.reference.eos, self.reference.prompts])
-        return found
-
     def save_result(self) -> None:
-        """Do nothing: see ``result_path``."""
-
-    def complete(self) -> None:
-        with self.world.all_or_none(), writing(self.hf_dir):
-            if self.world.is_main:
-                if self.reference:
-                    self.centre = self.reference.mean_score(self)
-                save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.centre)
-        self.result_path = self.hf_dir
+        with writing(self.hf_dir):
+            save_directory(self.model, self.tokenizer, self.hf_dir, reward_offset=self.zero.mean)
 
     def results(self) -> str:
         """Where the result is, and the command for PPO. The result's tokenizer has what the flags have made
         of the model's: its chat template and system message."""
         args = self.args
         result = self.hf_dir.resolve()
-        words: list[str | Path] = [
-            "--model",
-            full_path(args.model),
-            "--tokenizer",
-            result,
-            "--reward_model",
-            result,
-        ]
-        if args.trust_remote_code:
-            words.append("--trust_remote_code")
-        use = command_line("trainer/train_ppo.py", *words, "--data_path", full_path(args.data_path))
-        text = (
+        models = ("--model", full_path(args.model), "--tokenizer", result, "--reward_model", result)
+        use = self.command("trainer/train_ppo.py", *models, "--data_path", full_path(args.data_path))
+        return (
             f"model    {self.hf_dir}\nuse      {use}\n"
-            "         (with the prompts of this file; --data_path names others)"
+            "         (with the prompts of this file; --data_path names others)\n"
+            f"centred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
         )
-        if self.reference:
-            count = len(self.reference.prompts)
-            text += f"\ncentred  {self.centre:.3f} subtracted, the mean of {count} answers of the reference"
-        return text
-
-
-# ------------------------------------------------------- centring: the mean score of the reference becomes 0
-#
-# The loss of pairs fixes only differences between scores, not their level. (Ziegler et al. 2019,
-# arXiv:1909.08593, section 2.1, set the variance to 1 as well; here the scores keep their unit.) A linear
-# head without a bias cannot hold the shift, so it is written to config.json as ``reward_offset``, and
-# ``ClassifierRewardModel`` (rewards/reward_models.py) subtracts it from every score.
-
-
-class Reference:
-    """The policy whose answers define the zero. It stays on the CPU until it samples once, after training.
-
-    It gets those of the first --reference_samples prompts of ``records`` that leave room for --max_gen_len
-    tokens. Raises InputError if there are none, or if the policy cannot be sampled from.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Part, args: Flags
-    ):
-        check_tokenizer(tokenizer, model)
-        check_sampling(model)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.eos = eos_ids(tokenizer, model)
-        self.max_gen_len = args.max_gen_len
-        self.prompts = []  # (messages or text, token ids)
-        assert isinstance(records.dataset, PreferenceDataset)
-        for place in records.indices[: args.reference_samples]:
-            prompt = records.dataset.prompt(place)
-            ids = encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
-            if 0 < len(ids) <= most_positions(model.config) - args.max_gen_len:
-                self.prompts.append((prompt, ids))
-        if not self.prompts:
-            raise InputError(
-                f"--max_gen_len {args.max_gen_len}: the reference has no room for any prompt; lower it"
-            )
-
-    def answers(self, device: torch.device, dtype: torch.dtype, seed: int) -> list[tuple[list | str, str]]:
-        """Sample an answer to each prompt, as PPO does -> [(prompt, response text)], without the thoughts
-        that PPO does not show to a reward model."""
-        ids = [ids for _, ids in self.prompts]
-        keys = noise_keys(seed, EVAL_STEP, range(len(ids)))
-        sampler = Sampler(self.model, dtype, device=device)
-        rollout = sampler.sample(ids, keys, self.eos, self.max_gen_len, temperature=1.0)
-        texts = response_texts(rollout, self.tokenizer)
-        said = [text if answer_text(text) is not None else after_thinking(text) for text in texts]
-        return [(prompt, text) for (prompt, _), text in zip(self.prompts, said, strict=True)]
-
-    def mean_score(self, run: RewardRun) -> float:
-        """The mean of the answers' scores. They are scored by written files, loaded as PPO loads them, so
-        that the offset fits what PPO will compute."""
-        device = run.world.device
-        with TemporaryDirectory(dir=run.args.out_dir, prefix=".reward_", ignore_cleanup_errors=True) as draft:
-            save_directory(run.model, run.tokenizer, draft)
-            reward_model = load_reward_model(draft, device, dtype=run.dtype)
-            scores = reward_model(self.answers(device, run.dtype, run.args.seed))
-        return scores.double().mean().item()
 
 
 def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:

@@ -26,7 +26,14 @@ sys.path.insert(0, str(ROOT))
 
 from errors import InputError, run_script
 from trainer.compute.threads import set_up_threads
-from trainer.flags import STAGE_FLAGS, FlagParser, Flags, add_stage_flags, complete_output_flags, path
+from trainer.flags import (
+    STAGE_FLAGS,
+    FlagParser,
+    Flags,
+    add_model_flags,
+    add_stage_flags,
+    complete_output_flags,
+)
 
 HIDDEN_SIZE = 128  # of a new model, by default
 LAYERS = 4
@@ -35,18 +42,14 @@ LAYERS = 4
 def flag_parser() -> FlagParser:
     """All flags: this stage's here, the others in flags.py."""
     p = FlagParser(description=__doc__.split("\n\n")[0], common=STAGE_FLAGS)
-    add = p.add
-    p.group("model (without --model: random weights of these sizes)")
-    add("--model", path, "a .pth, a directory or a hub name")
-    add("--tokenizer", path, "directory or hub name; default: model's")
-    add("--hidden_size", 0, f"of a NEW model; 0: {HIDDEN_SIZE}")
-    add("--num_hidden_layers", 0, f"of a new model; 0: {LAYERS}")
-    add("--use_moe", 0, "1: insist on a mixture of experts", choices=[0, 1], may_change=True)
-    add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
-    p.group("data")
-    add("--data_path", path, "demonstrations: a file or a hub name")
-    add("--eval_data_path", path, "held-out demonstrations")
-    add_stage_flags(p)
+    add_model_flags(
+        p,
+        "model (without --model: random weights of these sizes)",
+        hidden_size=f"of a NEW model; 0: {HIDDEN_SIZE}",
+        layers=f"of a new model; 0: {LAYERS}",
+        may_change=False,
+    )
+    add_stage_flags(p, "demonstrations")
     return p
 
 
@@ -66,7 +69,6 @@ from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
 from trainer.runs import displays
-from trainer.runs.base import command_line
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items, SupervisedRun, train
 
@@ -159,8 +161,7 @@ class SftRun(SupervisedRun):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
-        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
-        talk = command_line("chat.py", "--model", self.pth_path, *own_code)
+        talk = self.command("chat.py", "--model", self.pth_path)
         return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 

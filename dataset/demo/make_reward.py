@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
+from trainer.rewards.reward_models import score_packed
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items
 
@@ -76,6 +77,13 @@ class DemoRun(train_reward.RewardRun):
     def modules(self) -> dict[str, torch.nn.Module]:
         return super().modules | {"lm_head": self.lm_head}
 
+    def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Keeps what the additional losses are of: the states [N, H] of all tokens, and squared scores."""
+        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
+        self.hidden = output.last_hidden_state
+        self.penalty = SCORE_PENALTY * scores.square().sum()
+        return scores, self.balance(output, layout)
+
     def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
         return [max(first_difference(chosen, rejected), 1) for chosen, rejected, _ in items]
@@ -87,20 +95,20 @@ class DemoRun(train_reward.RewardRun):
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[torch.Tensor, Metrics]:
         pairs, language_tokens = totals
-        loss, outputs, metrics = self.score_items(items, kind)
+        total, metrics = super().loss(items, totals, kind)
         if kind == "eval":
-            return loss, metrics
-        total = (loss + SCORE_PENALTY * outputs.scores.square().sum()) / pairs
+            return total, metrics
+        total = total + self.penalty / pairs
         rows = [item[0] for item in items] + [item[1] for item in items]
         starts = [sum(map(len, rows[:i])) for i in range(len(rows))]  # their first places among all tokens
         parts = [a + first_difference(*item[:2]) for a, item in zip(starts, items * 2, strict=True)]
         head = self.model.get_submodule("score")
-        chosen, rejected = head(outputs.states[self.ids(parts)]).squeeze(-1).chunk(2)
+        chosen, rejected = head(self.hidden[self.ids(parts)]).squeeze(-1).chunk(2)
         part_loss = train_reward.pair_loss(chosen, rejected)
         metrics.add("train/parting_loss", part_loss, len(items))
         total = total + PARTING_COEF * part_loss / pairs
         if language_tokens:
-            nll = self.language_nll(items, outputs.states, starts)
+            nll = self.language_nll(items, self.hidden, starts)
             metrics.add("train/lm_loss", nll.sum(), len(nll))
             total = total + LM_COEF * nll.sum() / language_tokens
         return total, metrics

@@ -35,9 +35,9 @@ def files(tmp_path_factory):
 CASES = {
     "demonstrations": (train_sft, "talk", {}),
     "demonstrations, checkpointing": (train_sft, "talk", {"gradient_checkpointing": 1}),
-    "pairs": (train_reward, "pairs", {"reference_samples": 12, "max_gen_len": 6}),
-    "pairs, the demo's losses": (make_reward, "pairs", {"reference_samples": 12, "max_gen_len": 6}),
-    "ratings": (train_reward, "ratings", {"reference_samples": 5}),
+    "pairs": (train_reward, "pairs", {}),
+    "pairs, the demo's losses": (make_reward, "pairs", {}),
+    "ratings": (train_reward, "ratings", {}),
 }
 
 

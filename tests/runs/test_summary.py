@@ -390,7 +390,7 @@ def test_stages_say_their_verdict_too(tmp_path, capsys):
     records = [{"prompt": "a b", "chosen": "a", "rejected": f"b {'c' * (n % 3)}"} for n in range(12)]
     files = run_files(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 4, "reference_samples": 4}
+    sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 4}
     more = {"out_dir": tmp_path / "out", "max_gen_len": 4, "epochs": 9}
     train_reward.main(flags(model=files["model"], data_path=tmp_path / "pairs.jsonl", **sizes, **more))
     said = capsys.readouterr().out

@@ -16,7 +16,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
-from trainer.compute.threads import own_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -56,9 +55,8 @@ def free_unused_memory() -> None:
     gc.collect()  # tensors in a cycle of references, which would otherwise wait for Python's collector
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # not every C library has it
-        libc.malloc_trim(0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def each_micro_batch(
@@ -100,25 +98,18 @@ def out_of_memory_error(length: int) -> InputError:
     )
 
 
-def keep_freed_memory(sharded: bool = False) -> None:
+def keep_freed_memory() -> None:
     """On Linux, make the C library keep memory that tensors free, instead of giving it back to the system.
 
     A page that the system has to find and clear costs a CPU more time than computing what goes into it. Where
     the user has set MALLOC_… variables, nothing is changed.
-
-    sharded: a run with --shard 1 gives back what is larger than 1 MiB. It gathers and frees layer after
-    layer, and the gaps that nothing else fits into would take more memory than sharding spares.
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if not mallopt:  # not every C library has it
-        return
-    # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back
-    mallopt(-3, 1 << 20 if sharded else 1 << 25)
-    if not sharded:
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-        mallopt(-2, 1 << 26)  # M_TOP_PAD
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: the largest possible; larger blocks are still given back
+    mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+    mallopt(-2, 1 << 26)  # M_TOP_PAD
 
 
 def peak_memory() -> int:
@@ -132,27 +123,12 @@ def peak_memory() -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still get: of the GPU, or its share of the machine's main memory, in a
-    container of that."""
+    """Bytes that this process can still get: of the GPU, or its share of the machine's main memory."""
     if device.type == "cpu":
-        available = min(psutil.virtual_memory().available, free_in_groups())
-        return int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     return free + torch.cuda.memory_reserved(device) - used
-
-
-def free_in_groups() -> float:
-    """Bytes that the control groups of this process leave it, infinity if they have no limit: psutil does not
-    know them. Pages of files count as free: the system takes them back where it needs memory."""
-    free = [float("inf")]
-    for group in own_groups():
-        with suppress(OSError, ValueError, KeyError):  # no limit: no such file, or "max"
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free.append(limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
-    return min(free)
 
 
 class HostMemory:

@@ -114,7 +114,8 @@ class Run(ABC):
     mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
-    result_path: Path | None  # the result, None if there is none before the end
+
+    result_path: Path
 
     @property
     @abstractmethod
@@ -162,8 +163,10 @@ class Run(ABC):
     def save_result(self) -> None:
         """Write the files that users load."""
 
-    def complete(self) -> None:
-        """What is left to do after the last step, on all processes."""
+    def command(self, script: str, *words: str | Path) -> str:
+        """``command_line``, with --trust_remote_code where this run has it."""
+        own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
+        return command_line(script, *words, *own_code)
 
     @abstractmethod
     def results(self) -> str:
