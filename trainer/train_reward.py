@@ -84,6 +84,7 @@ from dataset.lm_dataset import PreferenceDataset
 from model.loading import (
     check_tokenizer,
     eos_ids,
+    is_moe,
     load_policy,
     most_positions,
     quiet,
@@ -92,6 +93,7 @@ from model.model_minimind import as_plain
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
+from trainer.compute.scoring import balance_loss
 from trainer.evaluation import EVAL_STEP
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
@@ -219,12 +221,12 @@ class RewardRun(SupervisedRun):
 
     def outputs(self, conversations: list[list[int]]) -> Outputs:
         """B lists of ids -> their scores, read at the last token."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
-        return Outputs(scores, output.last_hidden_state, self.balance(output, layout))
+        scores, output, layout = score_packed(self.model, conversations, self.dtype)
+        return Outputs(scores, output.last_hidden_state, balance_loss(self.model, output, layout))
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         loss, outputs, metrics = self.score_items(items, kind)
-        if self.balance.weight and kind == "train":
+        if is_moe(self.model) and kind == "train":
             metrics.add("train/balance_loss", outputs.balance, len(outputs.scores))
         conversations = len(outputs.scores) // len(items)  # of an item
         return (loss + outputs.balance / conversations) / totals[0], metrics

@@ -1,4 +1,4 @@
-"""``BalanceLoss`` of whole models, beside the formula by hand (tests/test_ppo.py)."""
+"""``balance_loss`` of whole models, beside the formula by hand (tests/test_ppo.py)."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from tiny import tiny_llama
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import BalanceLoss, load_balance_loss
+from trainer.compute.scoring import balance_loss, load_balance_loss, packed_states
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 12, "use_moe": True, "eos_token_id": 0}
 
@@ -25,15 +25,14 @@ def test_a_models_loss_has_the_weight_and_top_k_of_its_config(chosen):
     model = MiniMindForCausalLM(
         MiniMindConfig(**SIZES, router_aux_loss_coef=0.25, num_experts_per_tok=chosen)
     ).eval()
-    balance = BalanceLoss(model)
-    output = model.base_model(torch.tensor([[2, 3, 4, 5, 6]]), **balance.extra)
+    output = packed_states(model.base_model, torch.tensor([[2, 3, 4, 5, 6]]), Layout([5]))
     gates = [x.softmax(-1) for x in output.router_logits]
     wanted = 0.0
     for gate in gates:
         choices = gate.argsort(-1, descending=True)[:, :chosen]
         share = torch.tensor([(choices == e).sum() / choices.numel() for e in range(4)])
         wanted += 4 * (share * gate.mean(0)).sum().item()
-    assert balance(output, Layout([5])).item() == pytest.approx(0.25 * wanted, rel=1e-5)
+    assert balance_loss(model, output, Layout([5])).item() == pytest.approx(0.25 * wanted, rel=1e-5)
     assert wanted != pytest.approx(2.0, abs=1e-3)  # not perfectly balanced: shares matter
 
 
@@ -45,6 +44,4 @@ def test_its_gradient_lowers_the_gate_of_the_expert_that_is_chosen_too_often():
 
 
 def test_a_dense_model_has_none():
-    balance = BalanceLoss(tiny_llama(8))
-    assert balance.extra == {}
-    assert balance(None, Layout([3])) == 0
+    assert balance_loss(tiny_llama(8), None, Layout([3])) == 0

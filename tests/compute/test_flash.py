@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_packing import padded_batch, sliding
 from tiny import tiny_llama
 from torch.nn.attention import varlen
@@ -169,31 +170,36 @@ def test_on_a_cpu_and_in_fp32_it_is_not_tried(monkeypatch):
     assert attention._flash_attention(*rows, packing, None, None) is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "on_cpu", "window", "repeated"),
-    [
-        (torch.float32, False, None, True),
-        (torch.bfloat16, False, 3, True),  # a mask
-        (torch.float32, True, None, False),
-        (torch.float32, True, 3, True),
-    ],
-)
-def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(
-    dtype, on_cpu, window, repeated, monkeypatch
-):
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_grouped_heads_are_repeated_where_no_fused_kernel_takes_them(on_cpu, window, monkeypatch):
     """torch's fused attention as a GPU runs it, but on a CPU, and a CPU's. The result is that of products."""
-    query, key, value = (torch.randn(2, n, 6, 8).to(dtype) for n in (4, 2, 2))
-    mask = attention._causal_mask(6, window, dtype, CPU)
-    wanted = attention.matmul_attention(query, key, value, mask, 0.3)
-    monkeypatch.setattr(attention, "SDPA_LENGTH", 0)
+    query, key, value = (torch.randn(2, n, 6, 8) for n in (4, 2, 2))
+    behind = torch.arange(6)[:, None] - torch.arange(6)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT
+    scores = scores.masked_fill((behind < 0) | (behind >= (window or 6)), -torch.inf)
+    wanted = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
     monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
-    seen, real = [], torch.nn.functional.scaled_dot_product_attention
+    seen, real = [], F.scaled_dot_product_attention
 
     def watched(query, key, value, mask, **more):
         seen.append((key.shape[1] == query.shape[1], more["enable_gqa"]))
         return real(query, key, value, mask, **more)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     out = attention._causal_attention(query, key, value, window, 0.3)
-    assert seen == [(repeated, not repeated)]
-    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    assert seen == [(not on_cpu, on_cpu)]
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_single_queries_over_a_cache(groups):
+    """Queries in bf16 over keys in fp32, as a CPU decodes; each row sees its own number of columns."""
+    query, key, value = torch.randn(3, 4, 1, 8).bfloat16(), *torch.randn(2, 3, groups, 7, 8)
+    hidden = torch.arange(7) > torch.tensor([0, 6, 3])[:, None]
+    mask = torch.zeros(3, 7).masked_fill(hidden, -torch.inf)[:, None, None]
+    out, _ = attention.attention(None, query, key, value, mask, scaling=0.3)
+    scores = 0.3 * query.float() @ key.repeat_interleave(4 // groups, 1).mT + mask
+    wanted = (scores.softmax(-1) @ value.repeat_interleave(4 // groups, 1)).transpose(1, 2)
+    assert out.shape == (3, 1, 4, 8)
+    torch.testing.assert_close(out, wanted.bfloat16(), rtol=1e-2, atol=1e-2)

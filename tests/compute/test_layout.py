@@ -55,7 +55,7 @@ def test_tables_are_those_of_the_masks():
     rollout = make_rollout()
     layout, mask = rollout.layout, rollout.mask
     row, column = mask.nonzero(as_tuple=True)
-    real = length_mask(rollout.lengths, rollout.tokens.shape[1])
+    real = length_mask(rollout.layout.length, rollout.tokens.shape[1])
     assert torch.stack([layout.row, layout.position]).equal(real.nonzero().T)
     assert layout.wanted_row.equal(row)
     assert layout.wanted_position.equal(rollout.prompt_len[row] + column)
@@ -96,11 +96,11 @@ def test_what_padded_groups_hold_is_where_the_index_says(monkeypatch):
 def test_rows_have_tables_of_their_own():
     rollout = make_rollout()
     one = rollout.rows([4, 2, 0])
-    assert one.layout.lengths == rollout.lengths[[4, 2, 0]].tolist()
+    assert one.layout.lengths == [rollout.layout.lengths[i] for i in (4, 2, 0)]
     assert rollout.rows([4, 2]).layout.lengths == one.layout.lengths[:2]
     assert one.layout.prompt_len == rollout.prompt_len[[4, 2, 0]].tolist()
     assert one.layout.response_len == rollout.response_len[[4, 2, 0]].tolist()
-    assert one.rows([2]).layout.lengths == [rollout.lengths[0]]  # rows of rows
+    assert one.rows([2]).layout.lengths == rollout.layout.lengths[:1]  # rows of rows
     assert one.mask.equal(length_mask(one.response_len, one.layout.shape[1]))
 
 

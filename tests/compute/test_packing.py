@@ -1,14 +1,12 @@
-"""Packing sequences into one row: the same states and gradients as padded sequences, and little padding."""
+"""Packing sequences into one row: the same states and gradients as padded sequences."""
 
 import copy
-import random
 
 import pytest
 import torch
 from tiny import tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
-from trainer.compute import attention
 from trainer.compute.batching import Layout
 from trainer.compute.scoring import pack_sequences, packed_states
 
@@ -28,11 +26,8 @@ def sliding():
     ).eval()
 
 
-@pytest.mark.parametrize("kernel", ["products", "fused"])
 @pytest.mark.parametrize("make", [lambda: tiny_llama(20, layers=2, spread=2.0), sliding])
-def test_states_and_gradients_are_those_of_padded_sequences(make, kernel, monkeypatch):
-    if kernel == "fused":
-        monkeypatch.setattr(attention, "SDPA_LENGTH", 0)
+def test_states_and_gradients_are_those_of_padded_sequences(make):
     tokens, lengths = padded_batch()
     model = make()
     results = []
@@ -59,26 +54,6 @@ def test_one_sequence_does_not_see_another():
     assert not before[:13].equal(after[:13])
 
 
-def test_padding_wastes_little():
-    """Nothing that is computed per token is padded, and attention is padded by at most a tenth."""
-    rng = random.Random(0)
-    for _ in range(20):
-        lengths = sorted((rng.randint(1, 300) for _ in range(rng.randint(1, 60))), reverse=True)
-        packing = Layout(lengths)
-        longest, padded = [], 0
-        for count, most in packing.groups:
-            assert max(lengths[len(longest) : len(longest) + count]) == most
-            longest += [most] * count
-            padded += count * most
-        assert len(longest) == len(lengths)
-        assert sum(lengths) <= padded <= 1.1 * sum(lengths)
-
-
-def test_sequences_of_one_length_need_no_padding():
-    packing = Layout([8] * 5)
-    assert packing.groups == [(5, 8)]
-
-
 def test_the_model_computes_real_tokens_only():
     tokens, lengths = padded_batch()
     net = tiny_llama(20, layers=2).base_model
@@ -89,21 +64,3 @@ def test_the_model_computes_real_tokens_only():
     )
     packed_states(net, tokens, Layout(lengths))
     assert seen == [sum(LENGTHS)]
-
-
-def test_masks_that_sampling_made_can_be_trained_with():
-    """Masks are cached, and tensors made in inference mode cannot take part in a backward pass."""
-    attention.MASKS.clear()
-    with torch.inference_mode():
-        mask = attention._causal_mask(5, 2, torch.float32, torch.device("cpu"))
-    assert not mask.is_inference()
-    assert mask[0, 0].isfinite().int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-    smaller = attention._causal_mask(3, 2, torch.float32, torch.device("cpu"))
-    assert smaller.equal(mask[:, :, :3, :3])
-    assert len(attention.MASKS) == 1  # the largest one, of which the others are parts
