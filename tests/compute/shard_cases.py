@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
 from model.weights import is_sharded, local_part, whole
-from trainer.compute.batching import Layout, pad_right
+from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
@@ -219,7 +220,8 @@ def out_of_memory(in_step, kind):
 
     try:
         if kind == "train":
-            in_step.train(lengths, 9, work)
+            for rows in in_step.passes(micro_batches(lengths, 9)):
+                in_step.run(partial(work, rows))
         else:
             scorer.in_step = in_step
             each_micro_batch(lengths, 9, work, model=scorer, dummy=lambda: work([0]))

@@ -28,7 +28,8 @@ def functions(request, monkeypatch):
 
         if torch.cuda.is_available():
             pytest.skip("Triton compiles for the GPU, and these tensors are not there")
-        monkeypatch.setattr(logprobs, "_gpu_kernels", lambda device: kernels)
+        monkeypatch.setattr(logprobs, "kernels_of", lambda kind: kernels)
+        monkeypatch.setattr(logprobs, "GPU", "cpu")
 
 
 def head_of(rows, bias=None):

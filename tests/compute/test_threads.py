@@ -132,7 +132,7 @@ torch.set_num_threads(2)
 tasks = lambda: len(list(Path("/proc/self/task").iterdir()))
 quiet, most = tasks(), 0
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-with sleep_when_busy(torch.device("cpu")):
+with sleep_when_busy("cpu"):
     end = time.monotonic() + 20
     while most < quiet + 3 and time.monotonic() < end:  # the watcher, and a holder with its worker
         most = max(most, tasks())

@@ -147,8 +147,6 @@ def _flash_attention(query, key, value, packing, window, scaling):
     dtype = compute_dtype(query)
     if query.device.type != FLASH_DEVICE or dtype == torch.float32:
         return None
-    if window and window >= packing.longest:
-        window = None
     shapes = query.shape[1:], key.shape[1:], value.shape[1:]
     if not _flash_works(query.device, dtype, shapes, bool(window)):
         return None

@@ -22,6 +22,7 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 # where the vocabulary is 152,000: so many that the products take far longer than reading and writing the
 # weight's gradient, which is done once a chunk
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
+GPU = "cuda"  # the kind of device whose kernels read logits twice
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 # At most so many numbers are kept from forward to backward: probabilities, or a GPU's logits of one chunk
 MAX_KEPT = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -47,8 +48,8 @@ def token_logprobs(
         targets = F.pad(targets, (0, more))
     targets = targets.contiguous()
     dtype = compute_dtype(head.weight)
-    gpu = _gpu_kernels(states.device)
     kind = states.device.type
+    gpu = kernels_of(kind) if kind == GPU else None
     size = MIN_CHUNK_TOKENS * max(1, CHUNK[kind] // (MIN_CHUNK_TOKENS * len(head.weight)))
     chunks = [slice(start, start + size) for start in range(0, count + more, size)]
     keeps = torch.is_grad_enabled() and (count + more) * len(head.weight) <= MAX_KEPT[kind]
@@ -101,11 +102,6 @@ def token_logprobs(
 
     logprobs, entropy = differentiable(forward, gradient, states, head.weight, head.bias)
     return logprobs[:count], (entropy if learn_entropy else entropy.detach())[:count]
-
-
-def _gpu_kernels(device):
-    """A GPU's kernels if this is a GPU that has them, else None"""
-    return kernels_of("cuda") if device.type == "cuda" else None
 
 
 def _logprobs(logits, targets, temperature, p=None):

@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _key(command: list[str]) -> str:
+def _key(command):
     """A hash of all that a compiled file depends on: command, sources and the machine's CPU."""
     parts = [repr(command).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
@@ -197,7 +197,7 @@ def attention_backward(
     return grads
 
 
-def _sizes(query: Tensor, key: Tensor, starts: Tensor, window: int | None, scale: float) -> tuple[float, ...]:
+def _sizes(query, key, starts, window, scale):
     heads, dim = query.shape[-2:]
     return len(starts) - 1, heads, key.shape[-2], dim, window or NO_WINDOW, float(scale)
 
