@@ -20,6 +20,7 @@ from tiny import tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from model.critic import CriticModel
@@ -167,7 +168,7 @@ def steps(in_step, moments):
     return furthest(trained(models[0]), trained(models[1]))
 
 
-class Experts(nn.Module):
+class Experts(GradientCheckpointingLayer):
     """A layer of which a process uses one expert."""
 
     def __init__(self):
