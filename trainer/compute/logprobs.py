@@ -69,9 +69,7 @@ def token_logprobs(
             if gpu:
                 gpu.token_logprobs(x, targets[c], temperature, logprobs[c], entropy[c], log_sum[c])
             else:
-                p = torch.empty_like(x, dtype=torch.float32) if keeps else None
-                logprobs[c], entropy[c] = _logprobs(x, targets[c], temperature, p)
-                x = p
+                logprobs[c], entropy[c], x = _logprobs(x, targets[c], temperature, keeps)
             if keeps:
                 kept.append(x)
             del x  # the next chunk's logits take its memory
@@ -86,10 +84,7 @@ def token_logprobs(
         for c in chunks:
             x = kept.pop(0) if keeps else logits_of(c, states, table, bias)
             if not keeps and not gpu:
-                logits = x
-                x = torch.empty_like(logits, dtype=torch.float32)
-                _logprobs(logits, targets[c], temperature, x)
-                del logits
+                x = _logprobs(x, targets[c], temperature, True)[2]
             learned = (entropy[c], grad_entropy[c]) if learn_entropy else (None, None)
             d = grad_logits(x, targets[c], log_sum[c], grad[c], temperature, dtype, *learned)
             grad_states[c] = _product(d, table)
@@ -104,11 +99,13 @@ def token_logprobs(
     return logprobs[:count], (entropy if learn_entropy else entropy.detach())[:count]
 
 
-def _logprobs(logits, targets, temperature, p=None):
-    """logits [n, V], overwritten -> log-probs of targets [n], entropy [n]. Probabilities go into p [n, V]."""
+def _logprobs(logits, targets, temperature, keeps):
+    """logits [n, V], overwritten -> log-probs of targets [n], entropy [n], probabilities [n, V], which may be
+    None unless ``keeps``"""
+    p = torch.empty_like(logits, dtype=torch.float32) if keeps else None
     kernels = kernels_for(logits)
     if kernels is not None:
-        return kernels.token_logprobs(logits, targets, temperature, p)
+        return *kernels.token_logprobs(logits, targets, temperature, p), p
     z = logits.float()
     if temperature != 1:
         z /= temperature
@@ -116,7 +113,7 @@ def _logprobs(logits, targets, temperature, p=None):
     p = torch.softmax(z, -1, out=p)
     # log sum e^z, from the largest logit and its probability: two cheap passes instead of an expensive one
     total = z.amax(-1) - p.amax(-1).log()
-    return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1)
+    return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1), p
 
 
 def _grad_logits(p, targets, _, grad, temperature, dtype, entropy, grad_entropy):
