@@ -11,7 +11,6 @@ from tiny import tiny_llama
 from trainer.compute import fused_layers
 from trainer.compute.batching import Layout
 from trainer.compute.fused_layers import (
-    FAMILIES,
     _layer_forward,
     attention_forward,
     fuse_layers,
@@ -47,22 +46,35 @@ def states_and_gradients(net, dtype=torch.float32, lengths=(40, 39, 31, 17, 2)):
     lengths = torch.tensor(lengths)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         states = packed_states(net, tokens, Layout(lengths)).last_hidden_state
-    states.float().sin().sum().backward()
-    return [states, *(p.grad for p in net.parameters())]
+    grads = torch.autograd.grad(states.float().sin().sum(), net.parameters())
+    return [states.detach(), *grads]
+
+
+def assert_as_near(exact, theirs, ours):
+    """ours, in half precision, are as near to fp32 as transformers' are."""
+    for a, b, c in zip(exact, theirs, ours, strict=True):
+        error, wanted = ((x.float() - a).norm() / a.norm() for x in (c, b))
+        assert error < 2 * wanted + 0.01
+
+
+def assert_same(plain, fused):
+    for a, b in zip(plain, fused, strict=True):
+        assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_values_and_gradients_are_those_of_transformers(name):
-    model = build(KNOWN[name])
-    plain, fused = copy.deepcopy(model).base_model, copy.deepcopy(model).base_model
+    plain, fused = (build(KNOWN[name]).base_model for _ in range(2))
     assert pack_sequences(fused)
     layer = fused.layers[0]
     assert is_fused(layer, _layer_forward)
     assert is_fused(layer.self_attn, attention_forward)
     assert is_fused(layer.mlp, mlp_forward)
     assert "forward" in vars(layer.input_layernorm)
-    for a, b in zip(states_and_gradients(plain), states_and_gradients(fused), strict=True):
-        assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
+    exact = states_and_gradients(plain)
+    assert_same(exact, states_and_gradients(fused))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_as_near(exact, *(states_and_gradients(net, dtype) for net in (plain, fused)))
 
 
 @pytest.fixture
@@ -105,8 +117,7 @@ def test_a_gpus_kernels_give_the_values_and_gradients_of_transformers(name, gpu_
     layers = {"rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward"}
     assert set(gpu_kernels) == layers  # all are tried
     gpu_kernels.clear()
-    for a, b in zip(plain, states_and_gradients(fused, lengths=FEW), strict=True):
-        assert (a - b).abs().max() < 2e-5 * max(1, a.abs().max())
+    assert_same(plain, states_and_gradients(fused, lengths=FEW))
     norms = 2 * 2 + 1 + (2 * 2 if name == "qwen3" else 0)  # two a layer, of heads too, and the last one
     wanted = {"rms_norm": norms, "rms_norm_backward": norms, "rotate": 2 * 2 * 2}
     assert collections.Counter(gpu_kernels) == wanted | {"silu_mul": 2, "silu_mul_backward": 2}
@@ -118,27 +129,11 @@ def test_a_gpus_kernels_in_mixed_precision(gpu_kernels, dtype=torch.bfloat16):
     exact, plain = (states_and_gradients(*x, FEW) for x in ((nets[0], torch.float32), (nets[1], dtype)))
     pack_sequences(nets[2])
     gpu_kernels.clear()
-    for a, b, c in zip(exact, plain, states_and_gradients(nets[2], dtype, FEW), strict=True):
-        theirs, ours = ((x.float() - a).norm() / a.norm() for x in (b, c))
-        assert ours < 2 * theirs + 0.01
+    assert_as_near(exact, plain, states_and_gradients(nets[2], dtype, FEW))
     assert len(gpu_kernels) == 2 * 9 + 8 + 4  # norms, rotations and gates, with their gradients
     with torch.autocast("cpu", dtype):
         normed = nets[2].norm(torch.ones(1, 64))
     assert normed.dtype == dtype  # nothing is left to convert
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", KNOWN)
-def test_in_bf16_and_fp16_they_are_as_near_to_fp32_as_transformers_are(name, dtype):
-    model = build(KNOWN[name])
-    exact = states_and_gradients(copy.deepcopy(model).base_model)
-    plain = states_and_gradients(copy.deepcopy(model).base_model, dtype)
-    fused = copy.deepcopy(model).base_model
-    pack_sequences(fused)
-    fused = states_and_gradients(fused, dtype)
-    for i, (a, b, c) in enumerate(zip(exact, plain, fused, strict=True)):
-        theirs, ours = ((x.float() - a).norm() / a.norm() for x in (b, c))
-        assert ours < 2 * theirs + 0.01, (i, theirs, ours)
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -180,13 +175,8 @@ def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_le
             self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
 
         def forward(self, x):
-            return (
-                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
-            )
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, self.variance_epsilon)
 
-    net = build(KNOWN["llama"]).base_model
-    fuse_layers(net, lambda: states_of(net))
-    assert "forward" in vars(net.layers[0].input_layernorm)
     net = build(KNOWN["llama"]).base_model
     net.norm = LlamaRMSNorm(net.norm)
     before = states_of(net)
@@ -194,7 +184,6 @@ def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_le
         fuse_layers(net, lambda: states_of(net))
     assert not any("forward" in vars(module) for module in net.modules())
     assert states_of(net).equal(before)
-    assert "Llama" in FAMILIES
 
 
 def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):

@@ -11,7 +11,7 @@ from test_engine import FAMILIES, build
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton_interpreter  # noqa: F401
 
-from trainer.compute import attention, kernels
+from trainer.compute import kernels
 from trainer.compute.cuda import kernels as cuda
 from trainer.compute.scoring import pack_sequences
 from trainer.generation import kv_cache
@@ -240,7 +240,7 @@ def forced(monkeypatch):
 
     def force():
         if DEVICE == "cpu":
-            for module in (kernels, kv_cache, attention):
+            for module in (kernels, kv_cache):
                 monkeypatch.setattr(module, "kernels_of", lambda kind: mixed)
             monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
 
