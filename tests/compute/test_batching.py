@@ -1,4 +1,4 @@
-"""Cutting a rollout into rows and micro-batches, where their tokens lie, and that no forward waits for a GPU."""
+"""Cutting a rollout into rows and micro-batches, where tokens lie, and that no forward waits for a GPU."""
 
 import random
 from contextlib import contextmanager
