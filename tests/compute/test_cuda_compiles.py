@@ -86,6 +86,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])

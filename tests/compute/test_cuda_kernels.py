@@ -21,6 +21,12 @@ SHAPES = [(1, 2), (1, 96), (2, 3, 37), (37, 100), (3, 1024), (2, 8192)]
 
 
 @pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """A gradient has more tiles than programs: each computes several. In the interpreter each costs time."""
+    monkeypatch.setattr(kernels._layers, "parts", 2)
+
+
+@pytest.fixture(autouse=True)
 def nothing_beside_a_tensor_is_used(monkeypatch):
     """A kernel gets its tensors between guards: large numbers. What it reads there would show in the result,
     and what it writes there is found. A comparison of results alone would not see that. In the interpreter
@@ -106,8 +112,7 @@ def test_rms_norm_of_a_model_in_half_precision(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm_backward(shape, dtype, monkeypatch):
-    monkeypatch.setattr(kernels._layers, "parts", 2)  # more tiles than programs: each computes several
+def test_rms_norm_backward(shape, dtype):
     x, weight, grad = numbers(*shape), numbers(shape[-1], seed=1), numbers(*shape, dtype=dtype, seed=2)
     grad_x = numbers(*shape, seed=3)
     *_, r = kernels.rms_norm(x, weight, 1e-3, dtype)
