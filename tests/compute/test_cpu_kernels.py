@@ -18,7 +18,6 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
 DTYPES = [torch.float32, torch.bfloat16]
-WIDTHS = [1, 16, 31, 48, 100]  # less than a vector, whole vectors, vectors and a remainder
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler here")
@@ -48,61 +47,6 @@ def assert_close(compiled, plain, tolerance):
     for i, (a, b) in enumerate(zip(compiled, plain, strict=True)):
         assert a.shape == b.shape
         assert (a - b).abs().max() <= tolerance * max(1, b.abs().max()), i
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms(dtype, width, monkeypatch):
-    weight = 1 + 0.3 * draw(width, seed=1)
-    x, delta = draw(3, 7, width), draw(3, 7, width, dtype=dtype, seed=2)
-
-    def norm(x, weight):
-        return add_norm(x, None, weight)[1]
-
-    def add_norm(x, delta, weight):
-        module = SimpleNamespace(weight=weight, variance_epsilon=1e-3)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return fused_layers._add_norm(x, delta, module)
-
-    assert_close(*both_ways(norm, (x, weight), monkeypatch), TOLERANCE[dtype] * 2)
-    assert_close(*both_ways(add_norm, (x, delta, weight), monkeypatch), TOLERANCE[dtype] * 2)
-
-
-@pytest.mark.parametrize("half", [1, 8, 16, 21])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation(dtype, half, monkeypatch):
-    angle = draw(2, 5, 1, half, seed=1)
-    cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
-
-    def turn(x):
-        return fused_layers._rotate(x, cos, sin)
-
-    x = draw(2, 5, 3, 2 * half, dtype=dtype)
-    assert_close(*both_ways(turn, (x,), monkeypatch), TOLERANCE[dtype] * 2)
-    assert torch.allclose(
-        kernels.rotate(kernels.rotate(x.float(), cos, sin), cos, sin, back=True), x.float(), atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gates(dtype, width):
-    gate, up, grad = (10 * draw(9, width, dtype=dtype, seed=i) for i in range(3))
-    leaves = [x.double().requires_grad_() for x in (gate, up)]
-    exact = torch.nn.functional.silu(leaves[0]) * leaves[1]
-    exact_grads = torch.autograd.grad(exact, leaves, grad.double())
-    results = (kernels.silu_mul(gate, up), *kernels.silu_mul_backward(gate, up, grad))
-    assert_close([x.double() for x in results], [exact.detach(), *exact_grads], TOLERANCE[dtype])
-    joint = torch.cat((gate, up), -1)
-    assert kernels.silu_mul(*joint.chunk(2, -1)).equal(results[0])
-
-
-def test_gates_at_the_ends_of_what_fp32_holds():
-    gate = torch.tensor([[-1e30, -200.0, -87.5, 0.0, 87.5, 1e30, torch.inf, torch.nan]])
-    y = kernels.silu_mul(gate, torch.ones_like(gate))[0]
-    assert y[:4].abs().max() < 1e-4
-    assert y[4:7].tolist() == pytest.approx([87.5, 1e30, torch.inf])
-    assert y[7].isnan()
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 6), (3, 3, 16), (4, 1, 34)])

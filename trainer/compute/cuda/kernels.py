@@ -2,7 +2,7 @@
 
 Triton comes with torch for CUDA and compiles each kernel at its first use. Where they cannot compute with
 given tensors (``kernels_for``), or where there is no Triton (``check``), the callers use torch's operations;
-tests/compute/test_cuda_kernels.py compares the two, without a GPU in Triton's interpreter.
+tests/compute/test_layer_kernels.py compares the two, without a GPU in Triton's interpreter.
 """
 
 from collections.abc import Sequence
