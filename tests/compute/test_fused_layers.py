@@ -112,29 +112,25 @@ FEW = (9, 8, 2)  # lengths: the interpreter takes its time
 
 @pytest.mark.parametrize("name", ["llama with biases", "qwen3"])
 def test_a_gpus_kernels_give_the_values_and_gradients_of_transformers(name, gpu_kernels):
-    plain = states_and_gradients(build(KNOWN[name]).base_model, lengths=FEW)
-    fused = build(KNOWN[name]).base_model
+    """In mixed precision they are as near to fp32; every norm, rotation and gate has its kernel."""
+    plain, fused = (build(KNOWN[name]).base_model for _ in range(2))
     assert pack_sequences(fused)
     layers = {"rms_norm", "rms_norm_backward", "rotate", "silu_mul", "silu_mul_backward"}
     assert set(gpu_kernels) == layers  # all are tried
-    gpu_kernels.clear()
-    assert_same(plain, states_and_gradients(fused, lengths=FEW))
     norms = 2 * 2 + 1 + (2 * 2 if name == "qwen3" else 0)  # two a layer, of heads too, and the last one
     wanted = {"rms_norm": norms, "rms_norm_backward": norms, "rotate": 2 * 2 * 2}
-    assert collections.Counter(gpu_kernels) == wanted | {"silu_mul": 2, "silu_mul_backward": 2}
-
-
-def test_a_gpus_kernels_in_mixed_precision(gpu_kernels, dtype=torch.bfloat16):
-    """As near to fp32 as transformers' layers; every norm, rotation and gate of a layer has its kernel."""
-    nets = [build(KNOWN["qwen3"]).base_model for _ in range(3)]
-    exact, plain = (states_and_gradients(*x, FEW) for x in ((nets[0], torch.float32), (nets[1], dtype)))
-    pack_sequences(nets[2])
-    gpu_kernels.clear()
-    assert_as_near(exact, plain, states_and_gradients(nets[2], dtype, FEW))
-    assert len(gpu_kernels) == 2 * 9 + 8 + 4  # norms, rotations and gates, with their gradients
-    with torch.autocast("cpu", dtype):
-        normed = nets[2].norm(torch.ones(1, 64))
-    assert normed.dtype == dtype  # nothing is left to convert
+    wanted |= {"silu_mul": 2, "silu_mul_backward": 2}
+    exact = states_and_gradients(plain, lengths=FEW)
+    for dtype in (torch.float32, torch.bfloat16):
+        gpu_kernels.clear()
+        found = states_and_gradients(fused, dtype, FEW)
+        assert collections.Counter(gpu_kernels) == wanted
+        if dtype == torch.float32:
+            assert_same(exact, found)
+        else:
+            assert_as_near(exact, states_and_gradients(plain, dtype, FEW), found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fused.norm(torch.ones(1, 64)).dtype == torch.bfloat16  # nothing is left to convert
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -190,10 +186,8 @@ def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_le
 def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
     """Adapters learn in a frozen model, through the gradients of its layers."""
     net = build(KNOWN["llama"]).base_model.requires_grad_(False)
-    add_norm = fused_layers._add_norm
-    monkeypatch.setattr(
-        fused_layers, "_add_norm", lambda *args: tuple(x * 2 - x.detach() for x in add_norm(*args))
-    )
+    norm = fused_layers._add_norm
+    monkeypatch.setattr(fused_layers, "_add_norm", lambda *x: tuple(y * 2 - y.detach() for y in norm(*x)))
     with pytest.warns(UserWarning, match="not fused"):
         fuse_layers(net, lambda: states_of(net))
     assert not any(p.requires_grad for p in net.parameters())
@@ -201,26 +195,22 @@ def test_a_gradient_that_is_wrong_is_found_in_frozen_models_too(monkeypatch):
 
 def test_the_trial_keeps_little_and_leaves_what_trains_as_it_was():
     """The layers below the last one keep nothing for its backward: of a large frozen model that would be as
-    much as its weights."""
-    net = build(KNOWN["llama"]).base_model.requires_grad_(False)
-    seen = []
+    much as its weights. That memory runs out says nothing about the layers."""
+    net, seen = build(KNOWN["llama"]).base_model.requires_grad_(False), []
     hook = net.layers[0].register_forward_hook(lambda *given: seen.append(given[-1].requires_grad))
+    for i, p in enumerate(net.layers[-1].parameters()):
+        p.requires_grad = i % 2 == 0
+    wanted = {name: p.requires_grad for name, p in net.named_parameters()}
     fuse_layers(net, lambda: states_of(net))
     hook.remove()
-    assert len(net.layers) > 1 and seen and not any(seen)
-    assert not any(p.requires_grad for p in net.parameters())
-    net = build(KNOWN["llama"]).base_model
-    wanted = {name: i % 2 == 0 for i, (name, _) in enumerate(net.named_parameters())}
-    for name, p in net.named_parameters():
-        p.requires_grad = wanted[name]
-    fuse_layers(net, lambda: states_of(net))
+    assert seen and not any(seen)
     assert {name: p.requires_grad for name, p in net.named_parameters()} == wanted
 
     def fails():
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        fuse_layers(build(KNOWN["llama"]).base_model, fails)
+        fuse_layers(net, fails)
 
 
 def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
