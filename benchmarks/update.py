@@ -62,7 +62,7 @@ def ours(scorer, optimizer, rollout):
     """One update as the trainer does it: micro-batches, PPO loss, gradient clip, optimizer step."""
     tokens = rollout.response_len.sum().item()
     budget = tokens_per_pass(rollout.tokens.device)
-    for index in micro_batches(rollout.lengths.tolist(), budget):
+    for index in micro_batches(rollout.layout.lengths, budget):
         mb = rollout.rows(index)
         logprobs, _, _ = scorer(*mb.sequences, 1.0)
         loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_weight=0.02)
@@ -90,12 +90,12 @@ def timed(function, device):
 def padding_waste(rollout):
     """The share of computed tokens that are padding: (outside attention, inside attention). Compiled
     attention, on a CPU, has no padding."""
-    lengths, outside, inside = rollout.lengths.tolist(), 0, 0
+    lengths, outside, inside = rollout.layout.lengths, 0, 0
     compiled = rollout.tokens.is_cpu and kernels.library() is not None
     for index in micro_batches(lengths, tokens_per_pass(rollout.tokens.device)):
         packing = Layout([lengths[i] for i in index])
         outside += sum(lengths[i] for i in index)
-        padded = sum(count * longest for count, longest in packing.groups)
+        padded = len(index) * packing.longest
         inside += sum(packing.lengths) if compiled else padded
     return tuple(round(1 - sum(lengths) / computed, 3) for computed in (outside, inside))
 
@@ -109,7 +109,7 @@ def measure(size, dtype_name, device, sequences=64, response=None):
     pack_sequences(model.base_model)
     scorer = PolicyScorer(model, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0, fused=True)
-    lengths, equal = rollout.lengths.tolist(), torch.randint(2, vocabulary, (16, 128), device=device)
+    lengths, equal = rollout.layout.lengths, torch.randint(2, vocabulary, (16, 128), device=device)
     needs = {
         "ours": needed_operations(model, lengths, rollout.response_len.sum().item()),
         "plain": needed_operations(model, [128] * 16, 16 * 128),

@@ -287,8 +287,7 @@ def not_finite(model: PreTrainedModel) -> str:
 def is_moe(model: PreTrainedModel) -> bool:
     """Is the model a mixture of experts? MiniMind's config says so in ``use_moe``. In other families, only
     the configs of such models have a weight for the load-balancing loss."""
-    config = model.config.to_dict()
-    return bool(config.get("use_moe", "router_aux_loss_coef" in config))
+    return bool(getattr(model.config, "use_moe", hasattr(model.config, "router_aux_loss_coef")))
 
 
 def most_positions(config: PreTrainedConfig) -> float:

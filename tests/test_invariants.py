@@ -217,7 +217,7 @@ def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_pat
     run.args = run.args.completed(vf_coef=0.0)
     found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
     forget_gradients(run)
-    for ids, length in zip(rollout.tokens[:8], rollout.lengths[:8].tolist(), strict=True):
+    for ids, length in zip(rollout.tokens[:8], rollout.layout.lengths[:8], strict=True):
         output = run.critic.backbone(ids[None, :length], output_router_logits=True)
         loss = load_balance_loss(output.router_logits, Layout([length]), config.num_experts_per_tok)
         (0.5 * loss / 8).backward()

@@ -29,7 +29,7 @@ from trainer.about_run import describe_texts
 from trainer.compute.batching import tokens_per_pass
 from trainer.compute.memory import each_micro_batch, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
-from trainer.compute.scoring import BalanceLoss, prepare_training
+from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.loop import build_and_train
@@ -95,7 +95,6 @@ class SupervisedRun(Run):
         keep_freed_memory()
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
-        self.balance = BalanceLoss(self.model)
         prepare_training(self.model.base_model, args.gradient_checkpointing)
         args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
         self.args = args

@@ -399,7 +399,7 @@ def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, nu
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
     loss_of = critic_loss if name == "critic" else actor_loss
-    sources = [(minibatch.lengths.tolist(), lambda rows: loss_of(run, minibatch.rows(rows), token_count))]
+    sources = [(minibatch.layout.lengths, lambda rows: loss_of(run, minibatch.rows(rows), token_count))]
     if run.ptx and name == "actor":
         sources.append(run.ptx.source(number, run.scorers["actor"]))
     return gradients_that_fit(run, sources, run.args.accumulation_steps)

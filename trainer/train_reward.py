@@ -65,11 +65,12 @@ from transformers import (
 from atomic_files import writing
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
-from model.loading import quiet
+from model.loading import is_moe, quiet
 from model.model_minimind import as_plain
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
+from trainer.compute.scoring import balance_loss
 from trainer.inputs import DEMO
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
@@ -186,8 +187,8 @@ class RewardRun(SupervisedRun):
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
         of experts."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
-        return scores, self.balance(output, layout)
+        scores, output, layout = score_packed(self.model, conversations, self.dtype)
+        return scores, balance_loss(self.model, output, layout)
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         *sides, given = zip(*items, strict=True)
@@ -209,7 +210,7 @@ class RewardRun(SupervisedRun):
         metrics.add(f"{kind}/loss", loss, len(items))
         if kind == "eval":
             metrics.add("score", scores.double().sum(), len(scores))
-        elif self.balance.weight:
+        elif is_moe(self.model):
             metrics.add("train/balance_loss", balance, len(scores))
         metrics.add_all({name: x.sum() for name, x in sums.items()}, len(items))
         return (loss + balance / len(sides)) / totals[0], metrics

@@ -147,7 +147,7 @@ class SftRun(SupervisedRun):
         nll = -logprobs.sum()
         metrics = Metrics()
         metrics.add(f"{kind}/loss", nll, len(logprobs))
-        if self.balance.weight and kind == "train":
+        if is_moe(self.model) and kind == "train":
             metrics.add("train/balance_loss", balance, len(items))
         return nll / max(tokens, 1) + balance / conversations, metrics
 

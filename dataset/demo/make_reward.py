@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
+from trainer.compute.scoring import balance_loss
 from trainer.rewards.reward_models import score_packed
 from trainer.runs.metrics import Metrics
 from trainer.supervised import Items
@@ -79,10 +80,10 @@ class DemoRun(train_reward.RewardRun):
 
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keeps what the additional losses are of: the states [N, H] of all tokens, and squared scores."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype, **self.balance.extra)
+        scores, output, layout = score_packed(self.model, conversations, self.dtype)
         self.hidden = output.last_hidden_state
         self.penalty = SCORE_PENALTY * scores.square().sum()
-        return scores, self.balance(output, layout)
+        return scores, balance_loss(self.model, output, layout)
 
     def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""

@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +20,13 @@ from tiny import tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
 from model.weights import is_sharded, local_part, whole
-from trainer.compute.batching import Layout, pad_right
+from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, layers_of, shard
@@ -45,17 +47,9 @@ def rows_of(rank):
 
 def run_through(scorer, ids):
     """Loss of these sequences, as a sum."""
-    tokens, _ = pad_right(ids)
     layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
-    x, *rest = scorer(tokens, layout)
+    x, *rest = scorer(pad_right(ids)[0], layout)
     return x.sin().sum() + rest[-1]
-
-
-def scores_of(scorer, ids):
-    """The loss of each of these sequences."""
-    tokens, _ = pad_right(ids)
-    layout = Layout.of_responses([PROMPT] * len(ids), [len(x) - PROMPT for x in ids])
-    return scorer(tokens, layout)[0].sin().sum(1).tolist()
 
 
 def gradients(scorer, parameters, world):
@@ -135,14 +129,8 @@ def sampler(in_step):
     copied.unload()
     freed = sum(x.untyped_storage().nbytes() for places in copied.places.values() for x in places)
     copied.load(model)
-    return {
-        "freed": freed,
-        "equal": all(
-            torch.allclose(x, plain[name], atol=1e-6)
-            for name, places in copied.places.items()
-            for x in places
-        ),
-    }
+    pairs = [(x, plain[name]) for name, places in copied.places.items() for x in places]
+    return {"freed": freed, "equal": all(torch.allclose(x, wanted, atol=1e-6) for x, wanted in pairs)}
 
 
 def steps(in_step, moments):
@@ -166,7 +154,7 @@ def steps(in_step, moments):
     return furthest(trained(models[0]), trained(models[1]))
 
 
-class Experts(nn.Module):
+class Experts(GradientCheckpointingLayer):
     """A layer of which a process uses one expert."""
 
     def __init__(self):
@@ -219,16 +207,13 @@ def out_of_memory(in_step, kind):
 
     try:
         if kind == "train":
-            in_step.train(lengths, 9, work)
+            for rows in in_step.passes(micro_batches(lengths, 9)):
+                in_step.run(partial(work, rows))
         else:
             scorer.in_step = in_step
             each_micro_batch(lengths, 9, work, model=scorer, dummy=lambda: work([0]))
     except SystemExit as error:
         return str(error.code)
-
-
-def least(in_step):
-    return in_step.least(7 - in_step.world.rank)
 
 
 def failed_before(in_step):
@@ -255,17 +240,17 @@ def cases(world):
         found[name] = family(name, in_step, torch.float32)
     for name in FEW:
         found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
-    plain = torch.float32
-    both = PolicyScorer(llama(1)), PolicyScorer(llama(1))
-    found["checkpointing"] = of_scorer(*both, in_step, plain)
-    both = PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))
-    found["adapters"] = of_scorer(*both, in_step, plain)
-    both = ValueScorer(critic(lend=True)), ValueScorer(critic())
-    found["critic"] = of_scorer(*both, in_step, plain)
+    pairs = {
+        "checkpointing": (PolicyScorer(llama(1)), PolicyScorer(llama(1))),
+        "adapters": (PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))),
+        "critic": (ValueScorer(critic(lend=True)), ValueScorer(critic())),
+    }
+    for name, pair in pairs.items():
+        found[name] = of_scorer(*pair, in_step, torch.float32)
     found["sampler"] = sampler(in_step)
     found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
     found["passes"] = passes(in_step)
-    found["least"] = least(in_step)
+    found["least"] = in_step.least(7 - world.rank)
     found["failed before"] = failed_before(in_step)
     found["unreached"] = unreached(in_step)
     return found

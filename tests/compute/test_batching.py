@@ -1,109 +1,225 @@
-"""Cutting a rollout into rows and micro-batches, and padding them."""
+"""Cutting a rollout into rows and micro-batches, where tokens lie, and that no forward waits for a GPU."""
 
 import random
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.compute.batching import micro_batches, pad_right, pass_size
+from model.critic import CriticModel
+from trainer import ppo
+from trainer.compute.batching import Layout, _ragged, micro_batches, pad_right, pass_size
 from trainer.compute.precision import LossScale
-from trainer.compute.rollout_data import Rollout
+from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
+from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit
 
-
-def make_rollout():
-    return Rollout(
-        tokens=torch.tensor([[5, 6, 7, 8, 9], [1, 2, 3, 0, 0], [4, 4, 0, 0, 0]]),
-        prompt_len=torch.tensor([2, 1, 1]),
-        response_len=torch.tensor([3, 2, 1]),
-        finished=torch.tensor([True, False, True]),
-        sampler_logprobs=torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0], [-6.0, 0.0, 0.0]]),
-    )
+CPU = torch.device("cpu")
 
 
-def test_mask_comes_from_the_lengths():
-    """Token 0 is a valid response token here: padding is found by the lengths alone."""
-    assert make_rollout().mask.tolist() == [[True] * 3, [True, True, False], [True, False, False]]
+def make_rollout(count=7, seed=0):
+    """A rollout of random tokens and numbers, all fields filled; token 0, which pads, is one of them."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    prompt = torch.tensor([rng.randint(1, 6) for _ in range(count)])
+    response = torch.tensor([rng.randint(1, 9) for _ in range(count)])
+    tokens = torch.randint(20, (count, int((prompt + response).max())), generator=generator)
+    shape = (count, int(response.max()))
+    names = ("sampler_logprobs", "old_logprobs", "importance_weights", "ref_logprobs", "values", "rewards")
+    fields = {name: torch.randn(shape, generator=generator) for name in (*names, "advantages", "returns")}
+    return Rollout(tokens, prompt, response, torch.ones(count, dtype=torch.bool), **fields)
 
 
-def test_rows_cut_off_padding_and_keep_fields_together():
-    part = make_rollout().rows([2, 1])
-    assert part.tokens.tolist() == [[4, 4, 0], [1, 2, 3]]
-    assert part.sampler_logprobs.tolist() == [[-6, 0], [-4, -5]]
-    assert part.finished.tolist() == [True, False]
+def test_tables_by_hand():
+    """Two sequences of 3 and 4 tokens, whose responses have 2 and 1."""
+    layout = Layout.of_responses([1, 3], [2, 1])
+    tables = {name: x.tolist() for name, x in vars(layout).items() if torch.is_tensor(x)}
+    assert (layout.lengths, layout.longest) == ([3, 4], 4)
+    assert (layout.prompt_len, layout.response_len) == ([1, 3], [2, 1])
+    assert tables == {
+        "starts": [0, 3, 7],
+        "length": [3, 4],
+        "row": [0, 0, 0, 1, 1, 1, 1],
+        "position": [0, 1, 2, 0, 1, 2, 3],
+        "wanted_row": [0, 0, 1],
+        "wanted_position": [1, 2, 3],
+        "predicted_by": [0, 1, 5],  # one place before each: the state that predicts it
+        "response": [0, 1, 2],  # in [2, 2]: the last place is padding
+    }
+    row, column = _ragged([2, 0, 3])  # an empty row
+    assert (row.tolist(), column.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
+
+
+def test_tables_are_those_of_the_masks():
+    rollout = make_rollout()
+    layout, mask = rollout.layout, rollout.mask
+    assert mask.equal(torch.arange(mask.shape[1]) < rollout.response_len[:, None])
+    row, column = mask.nonzero(as_tuple=True)
+    real = length_mask(layout.length, rollout.tokens.shape[1])
+    assert torch.stack([layout.row, layout.position]).equal(real.nonzero().T)
+    assert layout.wanted_row.equal(row)
+    assert layout.wanted_position.equal(rollout.prompt_len[row] + column)
+    flat = torch.randn(int(mask.sum()), requires_grad=True)
+    spread = layout.spread(flat)
+    assert spread.equal(torch.zeros(mask.shape).masked_scatter(mask, flat))
+    weights = torch.randn(mask.shape)
+    (gradient,) = torch.autograd.grad((spread * weights).sum(), flat)
+    assert gradient.equal(weights[mask])
+
+
+def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own():
+    rollout = make_rollout()
+    rollout.values = None
+    part = rollout.rows([4, 2, 0])
+    tokens, response = max(part.layout.lengths), int(part.response_len.max())
+    for name, x in part._tensors().items():
+        whole = getattr(rollout, name)[[4, 2, 0]]
+        assert x.equal(whole[:, : tokens if name == "tokens" else response] if x.dim() == 2 else whole), name
     assert part.values is None
-
-
-def test_responses_are_what_follows_the_prompt():
-    assert make_rollout().responses() == [[7, 8, 9], [2, 3], [4]]
-
-
-def test_micro_batches_hold_each_row_once_within_the_budget():
-    rng = random.Random(0)
-    for _ in range(50):
-        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
-        budget = rng.randint(1, 300)
-        cut = micro_batches(lengths, budget)
-        assert sorted(row for batch in cut for row in batch) == list(range(len(lengths)))
-        for batch in cut:
-            longest = max(lengths[row] for row in batch)
-            assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
-            assert len(batch) == 1 or len(batch) * longest <= 2 * budget
-
-
-def test_what_fits_in_one_pass_is_one_micro_batch():
-    """However uneven the lengths: a second micro-batch would read all weights and add all gradients again."""
-    rng = random.Random(0)
-    for _ in range(50):
-        lengths = [rng.randint(1, 9) ** rng.randint(1, 3) for _ in range(rng.randint(1, 40))]
-        whole = pass_size(len(lengths), max(lengths), sum(lengths))
-        assert len(micro_batches(lengths, whole)) == 1
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
-    """However the lengths are mixed: --accumulation_steps is there to save memory."""
-    lengths, cuts = [100] * 4 + [10] * 60, []
-    progress, scale = SimpleNamespace(token_budget=4096), LossScale(torch.float32)
-    run = SimpleNamespace(progress=progress, optimizers={}, loss_scale=scale, in_step=None)
-
-    def loss_of(rows):
-        cuts.append(rows)
-        return torch.zeros((), requires_grad=True), Metrics()
-
-    gradients_that_fit(run, [(lengths, loss_of)], pieces)
-    assert max(sum(lengths[row] for row in rows) for rows in cuts) <= 1000 / pieces
-    assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
-
-
-def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
-    run = SimpleNamespace(progress=SimpleNamespace(token_budget=4096), optimizers={}, in_step=None)
-    run.loss_scale = LossScale(torch.float32)
-    tried = []
-
-    def loss_of(rows):
-        tried.append(100 * len(rows))
-        if len(rows) > 3:
-            raise torch.OutOfMemoryError("out of memory")
-        return torch.zeros((), requires_grad=True), Metrics()
-
-    gradients_that_fit(run, [([100] * 10, loss_of)])
-    assert tried == [1000, 500, *[200] * 5]
-    assert run.progress.token_budget == 250
-    gradients_that_fit(run, [([100] * 10, loss_of)])
-    assert tried[7:] == [200] * 5
-
-
-def test_micro_batches_waste_little_on_padding():
-    rng = random.Random(0)
-    lengths = [rng.randint(10, 200) for _ in range(256)]
-    computed = sum(len(b) * max(lengths[row] for row in b) for b in micro_batches(lengths, 2000))
-    assert computed < 1.1 * sum(lengths)
+    assert part.layout.lengths == [rollout.layout.lengths[i] for i in (4, 2, 0)]
+    assert part.layout.prompt_len == part.prompt_len.tolist()
+    assert part.layout.response_len == part.response_len.tolist()
+    assert part.rows([2]).layout.lengths == rollout.layout.lengths[:1]  # rows of rows
+    texts = zip(rollout.tokens.tolist(), rollout.prompt_len, rollout.response_len, strict=True)
+    assert rollout.responses() == [ids[start : start + count] for ids, start, count in texts]
 
 
 def test_pad_right():
     tokens, lengths = pad_right([[3], [1, 2, 3]])
     assert tokens.tolist() == [[3, 0, 0], [1, 2, 3]]
     assert lengths.tolist() == [1, 3]
+
+
+# ------------------------------------------------------------------------------------------ micro-batches
+
+
+def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
+    """What fits in one pass is one micro-batch, however uneven the lengths: a second one would read all
+    weights and add all gradients again."""
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = [rng.randint(1, 9) ** rng.randint(1, 3) for _ in range(rng.randint(1, 40))]
+        budget = rng.randint(1, 900)
+        cut = micro_batches(lengths, budget)
+        assert sorted(row for batch in cut for row in batch) == list(range(len(lengths)))
+        for batch in cut:
+            longest = max(lengths[row] for row in batch)
+            assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
+            assert len(batch) == 1 or len(batch) * longest <= 2 * budget
+        whole = pass_size(len(lengths), max(lengths), sum(lengths))
+        assert len(micro_batches(lengths, whole)) == 1
+    lengths = [rng.randint(10, 200) for _ in range(256)]
+    computed = sum(len(b) * max(lengths[row] for row in b) for b in micro_batches(lengths, 2000))
+    assert computed < 1.1 * sum(lengths)
+
+
+def fitting(lengths, limit=1 << 20, pieces=1, budget=4096):
+    """-> ``gradients_that_fit`` of these lengths, as a function, and what it fills: the cuts that it tried.
+    limit: the most sequences that fit."""
+    cuts = []
+    run = SimpleNamespace(progress=SimpleNamespace(token_budget=budget), optimizers={}, in_step=None)
+    run.loss_scale = LossScale(torch.float32)
+
+    def loss_of(rows):
+        cuts.append(sum(lengths[row] for row in rows))
+        if len(rows) > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.zeros((), requires_grad=True), Metrics()
+
+    return lambda: gradients_that_fit(run, [(lengths, loss_of)], pieces), cuts
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_no_accumulation_step_holds_more_than_its_share_of_the_tokens(pieces):
+    """However the lengths are mixed: --accumulation_steps is there to save memory."""
+    learn, cuts = fitting([100] * 4 + [10] * 60, pieces=pieces)
+    learn()
+    assert max(cuts) <= 1000 / pieces
+    assert len(cuts) == 1 if pieces == 1 else len(cuts) >= pieces
+
+
+def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
+    learn, cuts = fitting([100] * 10, limit=3)
+    learn()
+    assert cuts == [1000, 500, *[200] * 5]
+    learn()
+    assert cuts[7:] == [200] * 5
+
+
+# ----------------------------------------------------------------------------------- waiting for a GPU
+
+WAITS = ("item", "tolist", "nonzero", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__")
+DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "repeat_interleave")
+
+
+class _NoWaits(TorchDispatchMode):
+    """Refuses operations for which the host would wait for a GPU: their results' shapes depend on data."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        sized = kwargs.get("output_size") is not None
+        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if name == "index" else []
+        assert not masks, "indexing with a mask"
+        assert name not in DATA_DEPENDENT or sized, name
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def no_waits(monkeypatch):
+    """In this block nothing may read a number of a tensor, or make a tensor whose size depends on one."""
+
+    def refused(self, *args, **kwargs):
+        raise AssertionError("waits for the GPU")
+
+    with monkeypatch.context() as patch, _NoWaits():
+        for name in WAITS:
+            patch.setattr(torch.Tensor, name, refused)
+        yield
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
+    """Rows, forward, losses and backward of policy and critic, and their metrics, once the lengths are known
+    on the host. (The compiled kernels of CPUs are not looked into.)"""
+    policy = tiny_llama(20, layers=2, spread=2.0).requires_grad_(True)
+    critic = CriticModel.from_model(policy)
+    for backbone in (policy.base_model, critic.backbone):
+        prepare_training(backbone, 0)
+    scorers = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
+    metrics, rollout = Metrics(), make_rollout()
+    rollout.counted = rollout.mask  # as of --entropy_top
+    rollout.layout  # noqa: B018
+    gates = torch.randn(9, 4), torch.randn(9, 4)
+    experts = Layout([4, 5])
+    with no_waits(monkeypatch):
+        mb = rollout.rows([3, 1, 5])
+        logprobs, entropy, _ = scorers[0](*mb.sequences, 0.7)
+        balance = load_balance_loss(gates, experts, 2)
+        loss, info = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_in=kl_in, kl_weight=0.1, decay=0.9)
+        entropy = ppo.masked_sum(entropy, mb.mask)
+        loss = loss - 0.1 * entropy
+        metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
+        metrics.add("policy/balance_loss", balance, len(mb.tokens))
+        (loss + balance).backward()
+        loss, info = ppo.value_loss(scorers[1](*mb.sequences)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0)
+        metrics.add_all(info, mb.response_len.sum())
+        loss.backward()
+    assert metrics.totals(["value/loss"], "cpu").item() > 0
+
+
+def test_metrics_are_gathered_in_one_piece():
+    """Numbers, tensors of several types and both kinds of counts -> the same as one by one, in fp64."""
+    metrics = Metrics()
+    metrics.add("a", torch.tensor(0.1), torch.tensor(3))
+    metrics.add("a", torch.tensor(0.2), 2)
+    metrics.add("b", 7, 1)
+    metrics.add("c", torch.tensor(5), torch.tensor(2.0))
+    sum_a = (torch.tensor(0.1).double() + torch.tensor(0.2).double()).item()
+    assert metrics.means(World(0, 1, CPU)) == {"a": sum_a / 5, "b": 7.0, "c": 2.5}
+    assert metrics.totals(["c", "b"], CPU).tolist() == [5.0, 7.0]
+    with pytest.raises(KeyError):
+        metrics.totals(["d"], CPU)

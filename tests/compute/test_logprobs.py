@@ -1,12 +1,12 @@
-"""token_logprobs: log-probs by hand and against autograd, without ever holding all logits of a batch."""
+"""token_logprobs: log-probs, entropies and their gradients, without ever holding all logits of a batch."""
 
 import math
 import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.compute import logprobs
 from trainer.compute.batching import Layout
@@ -28,7 +28,21 @@ def functions(request, monkeypatch):
 
         if torch.cuda.is_available():
             pytest.skip("Triton compiles for the GPU, and these tensors are not there")
-        monkeypatch.setattr(logprobs, "_gpu_kernels", lambda device: kernels)
+        monkeypatch.setattr(logprobs, "kernels_of", lambda kind: kernels)
+        monkeypatch.setattr(logprobs, "GPU", "cpu")
+
+
+def chunks(monkeypatch, numbers, kept):
+    """A chunk has so many logits; of at most ``kept`` numbers something is kept for the gradient."""
+    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": numbers})
+    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": kept})
+
+
+@pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])
+def sizes(request, monkeypatch):
+    if request.param != "one chunk, kept":
+        chunks(monkeypatch, 7 * 50, 0 if "again" in request.param else 1 << 20)
 
 
 def head_of(rows, bias=None):
@@ -40,103 +54,117 @@ def head_of(rows, bias=None):
     return head
 
 
-def test_by_hand():
-    logs, entropy = token_logprobs(head_of([0.0, math.log(3.0)]), torch.ones(1, 1), torch.tensor([1]), 1.0)
-    assert logs.item() == pytest.approx(math.log(0.75))
-    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+@pytest.mark.parametrize(
+    ("head", "temperature", "p"),
+    [
+        (head_of([0.0, math.log(3.0)]), 1.0, 0.75),
+        (head_of([0.0, math.log(3.0)]), 0.5, 0.9),  # softmax(log p / 0.5) is p^2 normalised: (1, 9) / 10
+        (head_of([0.0, 0.0], bias=[0.0, math.log(3.0)]), 0.5, 0.9),  # a bias acts like a weight
+        (head_of([0.0, 0.0], bias=[-torch.inf, 0.0]), 1.0, 1.0),
+    ],
+)
+def test_by_hand(head, temperature, p):
+    logs, entropy = token_logprobs(head, torch.ones(1, 1), torch.tensor([1]), temperature)
+    assert logs.item() == pytest.approx(math.log(p))
+    assert entropy.item() == pytest.approx(-sum(x * math.log(x) for x in (p, 1 - p) if x), abs=1e-7)
 
 
-def test_the_temperature_divides_the_logits():
-    """softmax(log p / 0.5) is p^2 normalised: (1, 9) / 10. A bias of ln 3 acts like a weight."""
-    for head in (head_of([0.0, math.log(3.0)]), head_of([0.0, 0.0], bias=[0.0, math.log(3.0)])):
-        logs, _ = token_logprobs(head, torch.ones(1, 1), torch.tensor([1]), 0.5)
-        assert logs.item() == pytest.approx(math.log(0.9))
-
-
-def test_entropy_of_an_impossible_token_is_no_nan():
-    head = head_of([0.0, 0.0], bias=[0.0, -torch.inf])
-    logs, entropy = token_logprobs(head, torch.ones(1, 1), torch.tensor([0]), 1.0)
-    assert (logs.item(), entropy.item()) == (0, 0)
-
-
-def test_fp32_under_autocast():
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            logs, _ = token_logprobs(torch.nn.Linear(4, 3), torch.zeros(1, 4), torch.tensor([0]), 1.0)
-        assert logs.dtype == torch.float32
-
-
-def test_in_fp16_values_and_gradients_are_near_those_of_fp32(sizes):
+def draw(spread=1.0, bias=True):
+    """A head of 50 tokens whose logits vary by ``spread``, 33 states, targets, upstream gradients."""
     torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, 50), torch.randn(33, 16, requires_grad=True)
-    targets, upstream, results = torch.randint(50, (33,)), torch.randn(33), []
-    for mixed in (False, True):
-        head.zero_grad()
-        states.grad = None
-        with torch.autocast("cpu", torch.float16, enabled=mixed):
-            logs, entropy = token_logprobs(head, states, targets, 0.7)
-        (logs * upstream).sum().backward()
-        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
-    for exact, rounded in zip(*results, strict=True):
-        assert 0 < (exact - rounded).norm() < 2e-3 * exact.norm()
+    head, states = torch.nn.Linear(16, 50, bias=bias), torch.randn(33, 16)
+    with torch.no_grad():
+        head.weight.mul_(spread)
+    return head, states, torch.randint(4, 49, (33,)), torch.randn(2, 33)
 
 
-@pytest.fixture(params=["one chunk, kept", "chunks, kept", "chunks, computed again"])
-def sizes(request, monkeypatch):
-    if request.param != "one chunk, kept":
-        monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 50})
-        monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
-    if request.param == "chunks, computed again":
-        monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": 0})
+def gradients(head, states, targets, upstream, forbid_=None, dtype=None, learn_entropy=True):
+    """Log-probs, entropies and the gradients of (log-probs, entropies) times ``upstream`` [2, N], by this
+    project; dtype: of autocast."""
+    states = states.clone().requires_grad_()
+    head.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        found = token_logprobs(head, states, targets, 0.7, forbid_, learn_entropy)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert found[1].requires_grad == learn_entropy
+    (torch.stack(found) * upstream).sum().backward()
+    return [*(x.detach() for x in found), states.grad, *(p.grad for p in head.parameters())]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_are_those_of_autograd(sizes, bias):
-    torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, 50, bias=bias), torch.randn(33, 16, requires_grad=True)
-    targets, upstream = torch.randint(50, (33,)), torch.randn(33)
-    results = []
-    for function in (token_logprobs, plain_logprobs):
-        head.zero_grad()
-        states.grad = None
-        logs, entropy = function(head, states, targets, 0.7)
-        (logs * upstream).sum().backward()
-        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours - theirs).abs().max() < 1e-5
+def exact_gradients(head, states, targets, upstream, forbidden=False):
+    """The same by autograd over log_softmax, in fp64."""
+    states = states.double().requires_grad_()
+    weights = [p.detach().double().requires_grad_() for p in head.parameters()]
+    logits = torch.nn.functional.linear(states, *weights).masked_fill(torch.as_tensor(forbidden), -torch.inf)
+    log_p = torch.log_softmax(logits / 0.7, -1)
+    entropy = torch.where(log_p.isinf(), 0.0, -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0.0))).sum(-1)
+    found = log_p.gather(1, targets[:, None]).squeeze(1), entropy
+    return [*found, *torch.autograd.grad((torch.stack(found) * upstream).sum(), [states, *weights])]
+
+
+def same(ours, wanted, tolerance=1e-5):
+    for one, other in zip(ours, wanted, strict=True):
+        assert (one - other).abs().max() < tolerance * max(1.0, other.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("drawn", "tolerance"),
+    [
+        ({}, 1e-5),
+        ({"bias": False}, 1e-5),
+        ({"spread": 40.0}, 3e-5),  # probabilities down to e^-100 and below
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_autograd(sizes, drawn, tolerance):
+    same(gradients(*draw(**drawn)), exact_gradients(*draw(**drawn)), tolerance)
+
+
+def test_of_impossible_tokens_they_are_0(sizes):
+    head, states, targets, upstream = draw()
+    with torch.no_grad():
+        head.bias[3:20] = -torch.inf
+    targets %= 3
+    ours = gradients(head, states, targets, upstream)
+    same(ours, exact_gradients(head, states, targets, upstream))
+    assert not ours[-1][3:20].any()
 
 
 def test_ids_that_come_too_early_have_no_probability_and_no_gradient(sizes):
     """Two responses of 20 and 13 tokens; ids 3 and 49 may not be among the first five of each."""
-    torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, 50), torch.randn(33, 16, requires_grad=True)
-    targets, upstream, results = torch.randint(4, 49, (33,)), torch.randn(33), []
+    head, states, targets, upstream = draw()
     targets[[5, 19, 32]] = torch.tensor([3, 3, 49])  # where they may be
-    layout = Layout.of_responses([2, 4], [20, 13])
-    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(layout)  # no model has an id of 1000
+    forbid_ = EarlyEnds(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [20, 13]))  # no model has id 1000
     early = torch.tensor([*range(5), *range(20, 25)])
     mask = torch.zeros(33, 50, dtype=torch.bool)
     mask[early[:, None], torch.tensor([3, 49])] = True
-    for function, more in ((token_logprobs, forbid_), (plain_logprobs, mask)):
-        head.zero_grad()
-        states.grad = None
-        logs, entropy = function(head, states, targets, 0.7, more)
-        (logs * upstream).sum().backward()
-        results.append([logs, entropy, states.grad, *(p.grad for p in head.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours - theirs).abs().max() < 1e-5
+    ours = gradients(head, states, targets, upstream, forbid_)
+    same(ours, exact_gradients(head, states, targets, upstream, mask))
 
 
-def plain_logprobs(head, states, targets, temperature, forbidden=False):
-    logits = head(states) / temperature
-    log_p = F.log_softmax(logits.masked_fill(torch.as_tensor(forbidden), -1e30), -1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+def test_in_half_precision_they_are_near(sizes):
+    for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+        for ours, exact in zip(gradients(*draw(), dtype=dtype), exact_gradients(*draw()), strict=True):
+            assert 0 < (ours - exact).norm() < tolerance * exact.norm()
+
+
+def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits(sizes):
+    """With it, and no weight on the entropy, the log-probs' gradient differs by rounding at most."""
+    head, states, targets, upstream = draw()
+    upstream[1] = 0
+    plain, learned = (gradients(head, states, targets, upstream, learn_entropy=x) for x in (False, True))
+    assert all(a.equal(b) for a, b in zip(plain[:2], learned[:2], strict=True))
+    same(learned, plain, 1e-6)
+    with torch.no_grad():
+        found = token_logprobs(head, states, targets, 0.7, learn_entropy=True)
+    assert not any(x.requires_grad for x in found)
+
+
+# ---------------------------------------------------------------------------------- memory and products
 
 
 def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 50})
-    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": 0})
+    chunks(monkeypatch, 7 * 50, 0)
     computed, before = logprobs.head_logits, []
 
     def watched(*args):
@@ -146,45 +174,40 @@ def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
         return logits
 
     monkeypatch.setattr(logprobs, "head_logits", watched)
-    states = torch.randn(33, 16, requires_grad=True)
-    token_logprobs(torch.nn.Linear(16, 50), states, torch.randint(50, (33,)), 0.7)[0].sum().backward()
+    gradients(*draw())
 
 
-def test_no_logits_of_the_whole_batch_exist(monkeypatch):
-    """The largest tensor made on the way, forward and backward, is one chunk of logits."""
-    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": 7 * 5000})
-    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": 0})
-    head, states = torch.nn.Linear(4, 5000, bias=False), torch.randn(100, 4, requires_grad=True)
-    with Largest() as largest:
-        logs, _ = token_logprobs(head, states, torch.randint(5000, (100,)), 1.0)
-        logs.sum().backward()
-    assert largest.elements == 7 * 5000
+class Operations(TorchDispatchMode):
+    """Notes every operation with its arguments, and the largest tensor of floats that one returns."""
 
-
-@pytest.mark.parametrize(("tokens_in_chunk", "products"), [(12, 3), (5, 12)])
-def test_logits_are_computed_again_only_if_they_are_several_chunks(monkeypatch, tokens_in_chunk, products):
-    """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again."""
-    monkeypatch.setattr(logprobs, "CHUNK", {"cpu": tokens_in_chunk * 50})
-    monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(logprobs, "MAX_KEPT", {"cpu": 12 * 50 if products == 3 else 0})
-    head, states = torch.nn.Linear(16, 50, bias=False), torch.randn(12, 16, requires_grad=True)
-    with Operations() as done:
-        token_logprobs(head, states, torch.randint(50, (12,)), 1.0)[0].sum().backward()
-    assert sum(name.startswith(("aten.mm", "aten.addmm")) for name, _ in done.seen) == products
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the number of elements of the largest floating-point tensor that any operation returns."""
-
-    elements = 0
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append((str(function), args))
+        if function is torch.ops.aten.addmm.dtype_out:  # without numbers, torch 2.11 fails here
+            return kwargs["out"]
         result = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.elements = max(self.elements, x.numel())
+                self.largest = max(self.largest, x.numel())
         return result
+
+
+@pytest.mark.parametrize(("tokens_in_chunk", "kept", "products"), [(12, 12, 3), (5, 0, 12)])
+def test_logits_are_computed_again_only_if_they_are_several_chunks(
+    monkeypatch, tokens_in_chunk, kept, products
+):
+    """Three products a chunk: logits, gradient of the states, of the weight; a fourth for logits again. The
+    largest tensor made on the way is one chunk of logits."""
+    chunks(monkeypatch, tokens_in_chunk * 500, kept * 500)
+    head, states = torch.nn.Linear(4, 500, bias=False), torch.randn(12, 4, requires_grad=True)
+    with Operations() as done:
+        token_logprobs(head, states, torch.randint(500, (12,)), 1.0)[0].sum().backward()
+    assert sum(name.startswith(("aten.mm", "aten.addmm")) for name, _ in done.seen) == products
+    assert done.largest == tokens_in_chunk * 500
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -213,17 +236,3 @@ def test_on_a_cpu_logits_are_in_the_dtype_of_the_products():
     assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
     logits = logprobs.head_logits(states, weight, None, torch.float32)
     torch.testing.assert_close(logits, states @ weight.T)
-
-
-class Operations(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes every operation with its arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append((str(function), args))
-        if function is torch.ops.aten.addmm.dtype_out:  # without numbers, torch 2.11 fails here
-            return kwargs["out"]
-        return function(*args, **(kwargs or {}))

@@ -1,10 +1,8 @@
 """fp16: the loss scale by hand and in real runs, and what happens where fp16's range is too small."""
 
 import copy
-import hashlib
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -45,15 +43,12 @@ def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
     halves = [(1, 1), (1, 2), (0.5, 0)]  # the overflow begins the count anew
     doubles = [(0.5, 1), (0.5, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
     assert seen == [*halves, *doubles, (1, 0), (0.5, 0)]
-
-
-def test_it_does_not_fall_below_the_least():
-    scale = LossScale(FP16)
-    assert [scale.adapt(False) for _ in range(17)] == [True] * 16 + [False]
+    scale.value = 2.0
+    assert [scale.adapt(False) for _ in range(2)] == [True, False]
     assert scale.value == precision.LEAST_SCALE
 
 
-def test_in_other_types_there_is_none():
+def test_in_other_types_there_is_none_and_a_checkpoint_keeps_it():
     scale, loss = LossScale(torch.bfloat16), torch.ones(1)
     assert scale.scaled(loss) is loss
     assert not scale.adapt(False)
@@ -61,9 +56,6 @@ def test_in_other_types_there_is_none():
     scale.load_state_dict({"value": 8.0, "good_steps": 0})  # --dtype auto, resumed on another machine
     assert scale.value == 1.0
     assert scale.state_dict() == {}
-
-
-def test_what_a_checkpoint_keeps_of_it():
     scale = LossScale(FP16)
     scale.load_state_dict({"value": 512.0, "good_steps": 7})
     assert scale.state_dict() == {"value": 512.0, "good_steps": 7}
@@ -84,12 +76,9 @@ def gradient(upstream, scale=None):
     return layer.weight.grad.item()
 
 
-def test_small_gradients_survive_that_vanish_without_it():
+def test_small_gradients_survive_and_those_that_fp16_can_hold_are_the_same():
     assert gradient(1e-8) == 0.0
     assert gradient(1e-8, LossScale(FP16)) == pytest.approx(1e-8, rel=1e-3)
-
-
-def test_gradients_that_fp16_can_hold_are_the_same_with_and_without_it():
     for upstream in (1.0, -0.25, 1 / 3, 2.0**-10):
         scale = LossScale(FP16)
         scale.value = 2.0**12
@@ -131,8 +120,15 @@ def test_an_overflow_is_skipped_and_counted_until_the_scale_is_low_enough(files)
 
 
 def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
+    """A loss that is not finite is not the fault of the scale: that stays."""
     run, prompts = make_run(files, dtype="float16")
     rollout, _ = filled_rollout(run, prompts)
+    returns = rollout.returns.clone()
+    rollout.returns[3, 0] = torch.inf  # one minibatch of two
+    train_ppo.update(run, rollout, 0, Metrics())
+    assert run.progress.skipped_steps == 1
+    assert run.loss_scale.value == precision.FIRST_SCALE
+    rollout.returns = returns
     handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     run.loss_scale.value = 4.0
     train_ppo.update(run, rollout, 0, Metrics())
@@ -140,17 +136,8 @@ def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
     with pytest.raises(SystemExit, match=r"in a row were not finite; .*, or use --dtype float32"):
         for step in (1, 2, 3):
             train_ppo.update(run, rollout, step, Metrics())
-    assert run.progress.skipped_steps == 2 + 5
+    assert run.progress.skipped_steps == 1 + 2 + 5
     handle.remove()
-
-
-def test_a_loss_that_is_not_finite_is_not_the_fault_of_the_scale(files):
-    run, prompts = make_run(files, dtype="float16")
-    rollout, _ = filled_rollout(run, prompts)
-    rollout.returns[3, 0] = torch.inf  # one minibatch of two
-    train_ppo.update(run, rollout, 0, Metrics())
-    assert run.progress.skipped_steps == 1
-    assert run.loss_scale.value == precision.FIRST_SCALE
 
 
 def test_gradients_are_those_of_fp32(files):
@@ -205,23 +192,6 @@ def test_resumed_in_fp16_it_ends_bit_for_bit_the_same_with_its_scale(files, tmp_
     assert 0 < saved["skipped_steps"] < 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_checkpoint_without_a_scale_is_resumed(files, tmp_path, dtype):
-    argv = flags(**files, **SIZES, dtype=dtype, out_dir=tmp_path, eval_interval=0)
-    train_ppo.main(argv)
-    path = tmp_path / "r" / "checkpoints" / "step_2"
-    state = json.loads((path / "state.json").read_text())
-    assert state.pop("loss_scale") == ({} if dtype == "float32" else {"value": 65536.0, "good_steps": 4})
-    old = (path / "state.json").read_bytes()
-    (path / "state.json").write_text(json.dumps(state))
-    new, sums = (path / "state.json").read_bytes(), (path / "SHA256SUMS").read_text()
-    old, new = (hashlib.sha256(content).hexdigest() for content in (old, new))
-    (path / "SHA256SUMS").write_text(sums.replace(old, new))
-    shutil.rmtree(path.with_name("step_4"))
-    train_ppo.main([*argv, "--resume", "auto"])
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(5))
-
-
 # ----------------------------------------------------------------- sampling, numbers beyond fp16's range
 
 PROMPTS = [[2 + i % 7] * (1 + i % 5) for i in range(24)]
@@ -240,23 +210,17 @@ def test_the_sampler_copy_in_fp16_is_nearer_than_in_bf16():
     assert gaps[FP16] < 2e-3
 
 
-def overflowing(policy):
-    """The policy with a norm so large that its logits, finite in fp32, are beyond fp16's range."""
-    policy.model.norm.weight.data.fill_(6e4)
-    return policy
-
-
 def test_a_policy_that_overflows_while_sampling_is_one_line():
-    policy = overflowing(tiny_llama(10, layers=2, spread=2.0))
+    """Its norm is so large that its logits, finite in fp32, are beyond fp16's range."""
+    policy = tiny_llama(10, layers=2, spread=2.0)
+    policy.model.norm.weight.data.fill_(6e4)
     check_sampling(policy)
-    for dtype, remedy in ((FP16, "use --dtype float32"), (torch.float32, None)):
-        sample = partial(Sampler(policy, dtype).sample, PROMPTS, noise_keys(7, 3, range(24)), [0], 10)
-        for temperature in (0.0, 1.0):
-            if remedy is None:
-                assert sample(temperature).sampler_logprobs.isfinite().all()
-            else:
-                with pytest.raises(InputError, match=f"in float16 the policy gives .* infinite; {remedy}"):
-                    sample(temperature)
+    given = PROMPTS, noise_keys(7, 3, range(24)), [0], 10
+    for temperature in (0.0, 1.0):
+        assert Sampler(policy, torch.float32).sample(*given, temperature).sampler_logprobs.isfinite().all()
+        remedy = "in float16 the policy gives .* infinite; use --dtype float32"
+        with pytest.raises(InputError, match=remedy):
+            Sampler(policy, FP16).sample(*given, temperature)
 
 
 @pytest.mark.parametrize("size", [10, 64, 65])
@@ -290,7 +254,7 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("capability", "bf16", "expected"),
     [
-        ((6, 0), False, FP16),  # P100
+        ((6, 0), False, torch.float32),  # P100
         ((6, 1), False, torch.float32),  # GTX 10: slow in fp16
         ((7, 0), False, FP16),  # V100
         ((7, 5), False, FP16),  # T4, RTX 20
@@ -301,6 +265,9 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
 def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(
     monkeypatch, capability, bf16, expected
 ):
+    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):  # never on a CPU
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        assert fast_dtype("auto", torch.device("cpu")) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul
@@ -312,9 +279,3 @@ def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(
     finally:
         torch.set_float32_matmul_precision(before[0])
         matmul.allow_fp16_reduced_precision_reduction = before[1]
-
-
-def test_auto_never_takes_fp16_on_a_cpu(monkeypatch):
-    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
-        assert fast_dtype("auto", torch.device("cpu")) == torch.float32

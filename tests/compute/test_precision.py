@@ -25,41 +25,30 @@ def settings_as_before():
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def test_cudnn_attention_is_off_on_a_gpu_and_nothing_changes_on_a_cpu():
-    """cuDNN's attention makes a plan for each shape, and packed rows have many."""
+def test_on_a_gpu_tf32_is_for_mixed_precision_only_and_cudnn_attention_is_off():
+    """cuDNN's attention makes a plan for each shape, and packed rows have many. A CPU's settings stay."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     set_precision("float32", CPU)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    set_precision("float32", GPU)
+    for name, products in (("float32", "highest"), ("bfloat16", "high")):
+        assert set_precision(name, GPU) == getattr(torch, name)
+        assert torch.get_float32_matmul_precision() == products
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_tf32_is_for_mixed_precision_only():
-    assert set_precision("float32", GPU) == torch.float32
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert set_precision("bfloat16", GPU) == torch.bfloat16
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-def test_in_comparisons_products_are_exact_and_then_as_before():
+def test_models_are_compared_without_tf32_and_autocast_and_then_all_is_as_before():
+    """In TF32 the comparison of packed with padded states fails by rounding, and so does that of layers."""
     torch.set_float32_matmul_precision("high")
     with pytest.raises(ZeroDivisionError), torch.autocast("cpu", torch.bfloat16), exact_products(CPU):
         assert torch.get_float32_matmul_precision() == "highest"
         assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
         raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == "high"
-
-
-def test_models_are_compared_without_tf32():
-    """In TF32 the comparison of packed with padded states fails by rounding, and so does that of layers."""
-    torch.set_float32_matmul_precision("high")
     model, seen = tiny_llama(20, layers=2).base_model, []
     for module in (model.layers[0].mlp, model.layers[1].self_attn):
         module.register_forward_hook(lambda *args: seen.append(torch.get_float32_matmul_precision()))
     with torch.autocast("cpu", torch.bfloat16):
         assert scoring.pack_sequences(model)
-    assert set(seen) == {"highest"}
-    assert len(seen) == 2 * 4  # padded and packed, then packed with transformers' layers and with ours
+    assert seen == ["highest"] * 8  # padded and packed, then packed with transformers' layers and with ours
     assert torch.get_float32_matmul_precision() == "high"
 
 
@@ -75,7 +64,7 @@ def test_what_is_not_packed_or_not_fused_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_head_on_a_gpu_is_that_of_the_matrix_product(bias):
+def test_a_head_computes_in_fp32_and_on_a_gpu_without_a_matrix_product(bias):
     head, x = torch.nn.Linear(16, 1, bias=bias).double(), torch.randn(7, 16, dtype=torch.float64)
     results = []
     for product in (F.linear, sum_of_products):
@@ -83,14 +72,12 @@ def test_a_head_on_a_gpu_is_that_of_the_matrix_product(bias):
         results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *head.parameters()])])
     for wanted, found in zip(*results, strict=True):
         torch.testing.assert_close(wanted, found, rtol=1e-12, atol=1e-12)
-
-
-def test_a_head_computes_in_fp32_under_autocast():
-    head, x = ScoreHead(16, 1), torch.randn(7, 16)
+    head, x = ScoreHead(16, 1, bias=bias), torch.randn(7, 16)
+    exact = head(x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not head(x).equal(F.linear(x, head.weight, head.bias).float())
-        assert head(x).dtype == torch.float32
-    assert head(x).equal(F.linear(x, head.weight, head.bias))
+        assert head(x).equal(exact)
+        assert not exact.equal(F.linear(x, head.weight, head.bias).float())
+    assert exact.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------- --deterministic
@@ -99,7 +86,6 @@ def test_a_head_computes_in_fp32_under_autocast():
 def test_deterministic_is_switched_on_and_off(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     set_precision("float32", CPU)
-    assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     set_precision("float32", CPU, deterministic=1)
     assert torch.are_deterministic_algorithms_enabled()
@@ -107,21 +93,18 @@ def test_deterministic_is_switched_on_and_off(monkeypatch):
     assert not torch.utils.deterministic.fill_uninitialized_memory  # costs time, and nothing needs it
     set_precision("float32", CPU)
     assert not torch.are_deterministic_algorithms_enabled()
+    repeatable(True)
+    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
 
 
 def test_a_run_with_it_is_the_same_on_a_cpu(tmp_path):
     """Every operation of a step has a deterministic form on a CPU, and a CPU computes the same without."""
     files = run_files(tmp_path)
-    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 3, "dtype": "float32"}
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "dtype": "float32"}
     for flag in (0, 1):
         train(**files, **sizes, deterministic=flag, run_name="r", out_dir=tmp_path / f"out{flag}")
-    same_run(tmp_path / "out0/r", tmp_path / "out1/r", 3)
-
-
-def test_an_operation_without_a_deterministic_form_is_refused():
-    repeatable(True)
-    with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
-        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    same_run(tmp_path / "out0/r", tmp_path / "out1/r", 2)
 
 
 def test_cumulative_sums_never_fall():

@@ -1,4 +1,4 @@
-"""Log-probs and values of responses, against whole sequences through untouched models, one by one."""
+"""Log-probs and values of responses, against whole sequences through untouched models; balance losses."""
 
 import copy
 
@@ -7,8 +7,16 @@ import torch
 from tiny import tiny_llama
 
 from model.critic import CriticModel
+from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer.compute.batching import Layout
-from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
+from trainer.compute.scoring import (
+    PolicyScorer,
+    ValueScorer,
+    balance_loss,
+    load_balance_loss,
+    pack_sequences,
+    packed_states,
+)
 
 TOKENS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 8, 9, 3, 0, 0]])
 PROMPTS, RESPONSES = [2, 1], [4, 3]
@@ -59,3 +67,34 @@ def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature
         entropy = -(log_p.exp() * log_p).sum(-1)
         assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=1e-5)
     assert scored[2] == 0  # no experts
+
+
+# ------------------------------------------------------------------------------ balance losses of experts
+
+
+def test_the_balance_loss_by_hand():
+    """Three experts of gates .5, .3, .2, two chosen: f = (1/2, 1/2, 0), 3 (.5 / 2 + .3 / 2) = 1.2. With one
+    chosen it is 3 * .5. Its gradient lowers the gate of an expert that is chosen too often."""
+    gates = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert load_balance_loss((gates,), Layout([1]), 2).item() == pytest.approx(1.2)
+    assert load_balance_loss((gates,), Layout([1]), 1).item() == pytest.approx(1.5)
+    logits = torch.tensor([[2.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 1.0, 0.0]], requires_grad=True)
+    load_balance_loss((logits,), Layout([3]), 1).backward()
+    assert (logits.grad[:, 0] > 0).all() and (logits.grad[:, 2] < 0).all()
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_a_models_balance_loss_has_the_weight_and_top_k_of_its_config(chosen):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 12, "use_moe": True, "eos_token_id": 0}
+    config = MiniMindConfig(**sizes, router_aux_loss_coef=0.25, num_experts_per_tok=chosen)
+    model = MiniMindForCausalLM(config).eval()
+    output = packed_states(model.base_model, torch.tensor([[2, 3, 4, 5, 6]]), Layout([5]))
+    wanted = 0.0
+    for gate in [x.softmax(-1) for x in output.router_logits]:
+        choices = gate.argsort(-1, descending=True)[:, :chosen]
+        share = torch.tensor([(choices == e).sum() / choices.numel() for e in range(4)])
+        wanted += 4 * (share * gate.mean(0)).sum().item()
+    assert balance_loss(model, output, Layout([5])).item() == pytest.approx(0.25 * wanted, rel=1e-5)
+    assert wanted != pytest.approx(2.0, abs=1e-3)  # not perfectly balanced: shares matter
+    assert balance_loss(tiny_llama(8), None, Layout([3])) == 0  # a dense model

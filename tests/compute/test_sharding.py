@@ -6,9 +6,6 @@ import os
 import pytest
 from test_families import FAMILIES
 from tiny import PYTHON, finish, ranks, start_script
-from torch import nn
-
-from trainer.compute.sharding import layers_of
 
 FEW = ("Llama, tied", "Qwen2", "Qwen3-MoE", "MiniMind 3 MoE")  # families that three processes try
 SCRIPT = os.path.join(os.path.dirname(__file__), "shard_cases.py")
@@ -36,10 +33,6 @@ def test_every_family_computes_the_same_in_parts(found):
             assert case["layers"] == 2, name
     for name in names:
         assert sum(mine[name]["share"] for mine in found) == pytest.approx(1, abs=0.06), name
-
-
-def test_a_model_may_have_no_list_of_layers():
-    assert layers_of(nn.Sequential(nn.Linear(2, 2))) == []
 
 
 def test_in_bf16_layers_are_gathered_in_bf16_and_compute_as_whole_ones_do(found):

@@ -5,12 +5,10 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
-from pathlib import Path
 from threading import Event
 
 import psutil
 import pytest
-import torch
 from tiny import LINUX, ROOT
 
 from trainer.compute import threads
@@ -48,14 +46,10 @@ def test_when_threads_sleep(spare_cpus, monkeypatch):
     cpus = [0, 2, 9][: 2 + spare_cpus]  # psutil's list has no CPUs that are offline
     looks, spare, asleep = [0.1, 0.2, 0.4, 0.2, 0.1, 0.2, 0.5], [], []
     others, own = iter(looks), 130.0
-    process = Namespace(cpu_percent=lambda: own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cpus))
-    monkeypatch.setattr(psutil, "Process", lambda: process)
-    monkeypatch.setattr(
-        psutil,
-        "cpu_percent",
-        lambda percpu: [own + 100 * (next(others) + spare_cpus), 0.0, 0.0, 99],
-    )
+    monkeypatch.setattr(psutil, "Process", lambda: Namespace(cpu_percent=lambda: own))
+    shares = lambda percpu: [own + 100 * (next(others) + spare_cpus), 0.0, 0.0, 99]  # noqa: E731
+    monkeypatch.setattr(psutil, "cpu_percent", shares)
     monkeypatch.setattr(threads, "hold_spare_teams", lambda *_: spare.append(Event()) or spare[-1])
 
     def wait(_):
@@ -68,90 +62,50 @@ def test_when_threads_sleep(spare_cpus, monkeypatch):
     assert BUSY > QUIET > 0
 
 
-def tasks():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 CODE = """
 import time
-from trainer.compute.threads import set_up_threads
-set_up_threads()
-import os, sys, torch
+from trainer.compute import threads
+threads.set_up_threads()
+import os, psutil, torch
 from pathlib import Path
-from trainer.compute.threads import hold_spare_teams
 
 def tasks(wanted):  # how many threads this process has, once there are as many as wanted, or after a while
-    for _ in range(200):
+    for _ in range(3000):
         if (n := len(list(Path("/proc/self/task").iterdir()))) == wanted:
             break
         time.sleep(0.02)
     return n
 
+threads.PERIOD = 0.05
+psutil.cpu_percent = lambda percpu: [1000.0] * 99  # others compute on every CPU
 torch.set_num_threads(2)
 x = torch.ones(1 << 20)
 before = (x * 3).sum()
 quiet = len(list(Path("/proc/self/task").iterdir()))
 count = len(os.sched_getaffinity(0)) - 1
-end = hold_spare_teams(2, count + 1)
-busy = tasks(quiet + 2 * count)
-same = bool((x * 3).sum() == before)
-end.set()
-after = tasks(quiet)
-print(os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"], quiet, count, busy, after, same)
+with threads.sleep_when_busy("cpu"):
+    busy = tasks(quiet + 1 + 2 * count)
+    same = bool((x * 3).sum() == before)
+waits = os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]
+print(*waits, busy - quiet - 1 - 2 * count, tasks(quiet) - quiet, same)
 """
 
 
-def run_code(code=CODE, **environment):
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, ["passive", "300000"]), ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, ["active", "7"])],
+)
+def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer(given, policy):
+    """The watcher, and each holder with its one worker, are threads of the process. What the user has set
+    stays, and then nothing is watched."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    command = [sys.executable, "-c", code]
+    code = CODE if not given else CODE.replace("range(3000)", "range(20)")
     done = subprocess.run(
-        command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True, check=True
     )
-    return done.stdout.split()
-
-
-def test_spare_teams_exist_while_the_machine_is_busy_and_no_longer():
-    """Each holder and its one worker are two threads of the process."""
-    policy, spins, quiet, count, busy, after, same = run_code()
-    assert (policy, spins) == ("passive", "300000")
-    assert int(busy) == int(quiet) + 2 * int(count)
-    assert int(after) == int(quiet)
-    assert same == "True"
-
-
-WHOLE = """
-import time
-from trainer.compute.threads import set_up_threads
-set_up_threads()
-import os, subprocess, sys, torch
-from pathlib import Path
-from trainer.compute.threads import sleep_when_busy
-
-torch.set_num_threads(2)
-(torch.ones(1 << 20) * 3).sum()
-tasks = lambda: len(list(Path("/proc/self/task").iterdir()))
-quiet, most = tasks(), 0
-others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
-with sleep_when_busy(torch.device("cpu")):
-    end = time.monotonic() + 20
-    while most < quiet + 3 and time.monotonic() < end:  # the watcher, and a holder with its worker
-        most = max(most, tasks())
-        time.sleep(0.05)
-for other in others:
-    other.kill()
-while tasks() > quiet and time.monotonic() < end:
-    time.sleep(0.05)
-print(most - quiet >= 3, tasks() - quiet)
-"""
-
-
-def test_a_busy_machine_is_noticed_and_nothing_is_left():
-    """On every CPU another program computes."""
-    assert run_code(WHOLE) == ["True", "0"]
-
-
-def test_what_the_user_has_set_stays():
-    assert run_code(OMP_WAIT_POLICY="active", GOMP_SPINCOUNT="7")[:2] == ["active", "7"]
+    *found, missing, left, same = done.stdout.split()
+    assert (found, left, same) == (policy, "0", "True")
+    assert (missing == "0") == (not given)
 
 
 def test_enough_teams_to_have_more_threads_than_cpus(monkeypatch):
@@ -163,4 +117,3 @@ def test_enough_teams_to_have_more_threads_than_cpus(monkeypatch):
             hold_spare_teams(count, cpus)
             assert count + len(started) * (count - 1) > cpus
             assert count + (len(started) - 1) * (count - 1) <= cpus
-    assert torch.get_num_threads() == 1

@@ -11,7 +11,7 @@ from test_engine import FAMILIES, build
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton_interpreter  # noqa: F401
 
-from trainer.compute import attention, kernels
+from trainer.compute import kernels
 from trainer.compute.cuda import kernels as cuda
 from trainer.compute.scoring import pack_sequences
 from trainer.generation import kv_cache
@@ -79,24 +79,6 @@ def test_a_new_token_is_normed_rotated_kept_and_attended(dtype, heads, groups, d
         assert cache.nan_to_num(7).equal(old.nan_to_num(7))  # nothing else was written
     wanted = by_hand(q, keys[:n], values[:n], positions, window, 0.3)
     assert out.dtype == dtype
-    assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
-
-
-@pytest.mark.parametrize(("heads", "groups", "dim", "window"), HEADS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_over_a_cache_that_has_the_new_token(dtype, heads, groups, dim, window):
-    """Keys and values of different sizes, queries that lie in a larger tensor, a slot that is not read."""
-    positions = torch.tensor([0, 69, 16, 15], device=DEVICE)
-    unread = torch.arange(75, device=DEVICE) > torch.cat([positions, positions[:1] - 1])[:, None]
-    unread = unread[:, None, :, None]
-    keys, values = (
-        numbers(5, groups, 75, d, dtype=dtype, seed=i).masked_fill(unread, torch.nan)
-        for i, d in enumerate((dim, dim // 2))
-    )
-    query = numbers(4, heads, 3 * dim, dtype=dtype, seed=3)[..., dim : 2 * dim]
-    out = cuda.cached_attention(query, positions, keys, values, window, 0.3)
-    wanted = by_hand(query, keys[:4], values[:4], positions, window, 0.3)
-    assert out.shape == wanted.shape
     assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
 
 
@@ -253,12 +235,12 @@ def test_what_is_kept_of_a_token(monkeypatch):
 @pytest.fixture
 def forced(monkeypatch):
     """-> a function: from its call on, sampling on a CPU takes a GPU's branches and kernels in decoding."""
-    decoding = ("TYPES", "lanes", "decode_attention", "cached_attention", "sample_and_store")
+    decoding = ("TYPES", "lanes", "decode_attention", "sample_and_store")
     mixed = SimpleNamespace(**vars(kernels.cpu) | {name: getattr(cuda, name) for name in decoding})
 
     def force():
         if DEVICE == "cpu":
-            for module in (kernels, kv_cache, attention):
+            for module in (kernels, kv_cache):
                 monkeypatch.setattr(module, "kernels_of", lambda kind: mixed)
             monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
 
@@ -274,35 +256,28 @@ def answers(model, dtype, temperature=0.9, sampler=None):
 
 
 FUSED = {"llama": True, "qwen2, mixed windows": True, "qwen3": True, "qwen3 moe": True, "minimind2 moe": True}
-FUSED |= {"mistral, sliding window": False, "gemma3, mixed windows": False, "gpt2": False, "gpt-neox": False}
+FUSED |= {
+    "mistral, sliding window": False,
+    "gemma3, mixed windows": False,
+    "gpt2": False,
+    "gpt-neox": False,
+    "gpt-j": False,
+}
 
 
-@pytest.mark.parametrize("name", [*FUSED, "gpt-j"])
+@pytest.mark.parametrize("name", FUSED)
 def test_families_sample_the_same(name, forced):
-    """With fused layers, with attention that reads positions, and with masks where a model has its own."""
+    """With fused layers, and with masks where a model has its own."""
     model = build(FAMILIES[name][0]())
     wanted, _ = answers(model, torch.float32)
     forced()
     found, sampler = answers(model.to(DEVICE), torch.float32)
-    cache, fused = sampler.engine.cache, FUSED.get(name)
-    assert (cache.fused, cache.by_position, cache.needs_columns) == (
-        fused is True,
-        fused is False,
-        fused is None,
-    )
+    cache, fused = sampler.engine.cache, FUSED[name]
+    assert cache.fused == fused
     rotary = getattr(sampler.copy.model.base_model, "rotary_emb", None)
     assert ("forward" in vars(rotary)) == cache.fused if rotary else not cache.fused
     assert found.responses() == wanted.responses()
     assert (found.sampler_logprobs.cpu() - wanted.sampler_logprobs).abs().max() < 1e-4
-
-
-def test_positions_take_the_place_of_masks(forced):
-    model = build(FAMILIES["gpt2"][0]())
-    pack_sequences(model.base_model)
-    forced()
-    cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
-    positions = torch.tensor([3, 0, 7], device=DEVICE)
-    assert cache.decode(positions, 8).equal(positions.view(3, 1, 1, 1))
 
 
 def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):

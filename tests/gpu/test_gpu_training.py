@@ -10,6 +10,7 @@ from on_gpu import (
     MODELS,
     MOE,
     PROMPTS,
+    REAL,
     assert_near,
     made,
     made_wide,
@@ -24,7 +25,6 @@ from tiny import same_run
 
 from model.critic import CriticModel
 from model.lora import add_adapters
-from trainer import train_ppo
 from trainer.compute import kernels
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batching import Layout
@@ -107,12 +107,11 @@ def test_in_half_precision_gradients_point_where_those_of_fp32_do(name, dtype):
     assert (here["logprobs"] - there["logprobs"]).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES[:1]])
 def test_the_vocabulary_of_qwen(dtype):
     here, there = scored(made_wide(), "cpu"), scored(made_wide(), "cuda", dtype)
     assert likeness(here, there) > 0.99
-    if dtype == torch.float32:
-        assert worst_gap(here, there)[0] < 2e-3
+    assert dtype != torch.float32 or worst_gap(here, there)[0] < 2e-3
 
 
 # ------------------------------------------------------------------------------- what the GPU's own code is
@@ -141,19 +140,9 @@ def test_sequences_are_packed_and_layers_fused(family, heads, dtype):
     assert [type(m).__name__ for m in known if "forward" not in vars(m)] == []
 
 
-def test_cudnn_attention_is_off():
-    """It makes a plan for every new pair of count and length: many milliseconds each."""
-    set_precision("auto", torch.device("cuda", 0))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@needs_real_gpu
-def test_there_are_triton_kernels():
-    assert kernels.kernels_of("cuda") is not None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_triton_kernels_compute_what_torch_does(dtype, monkeypatch):
+    assert kernels.kernels_of("cuda") or not REAL
     with_kernels = scored(made("Qwen3"), "cuda", dtype)
     monkeypatch.setattr(kernels, "_cuda", lambda: None)
     without = scored(made("Qwen3"), "cuda", dtype)
@@ -237,12 +226,8 @@ def test_a_run_in_half_precision(tmp_path, dtype, more):
     assert steps[1]["rollout/sampler_gap"] < 0.1
 
 
-DETERMINISTIC = "deterministic" in train_ppo.flag_parser().flags
-
-
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 @pytest.mark.parametrize("more", [{}, {"lora_r": 2}, {"update_old_actor_freq": 2}], ids=str)
-@pytest.mark.skipif(not DETERMINISTIC, reason="the flag is not there yet")
 def test_a_deterministic_run_resumes_bit_for_bit(tmp_path, more, dtype):
     files = run_files(tmp_path / "files", max_steps=4, save_interval=2, dtype=dtype, deterministic=1, **more)
     try:

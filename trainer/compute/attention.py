@@ -6,11 +6,10 @@ the model's attention implementation. Ours handles two layouts that plain attent
 - packed: sequences one behind the other in one row, so that the rest of the model computes real tokens only
   (``Layout.starts`` in batching.py: where each sequence begins, and where the last one ends). On a CPU
   ``rotated_attention``, which is compiled, computes them as they lie, on a GPU ``_flash_attention`` does.
-  Where these cannot run, sequences of similar length are padded to a batch, for attention alone;
+  Where these cannot run, the sequences are padded to a batch, for attention alone;
 - decode: one query a row, over a preallocated cache (generation/kv_cache.py).
 
-On a CPU, attention that is not compiled (other families, long sequences, no compiler) runs torch's fused
-kernel. For short sequences, and in bf16, it runs two batched products and a softmax, which take less time.
+Attention that is not compiled (other families, long sequences, no compiler) runs torch's fused kernel.
 """
 
 import warnings
@@ -25,14 +24,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.compute.batching import Layout
-from trainer.compute.kernels import difference, differentiable, kernels_for, kernels_of
+from trainer.compute.kernels import difference, differentiable, kernels_for
 from trainer.compute.precision import compute_dtype
 
 ATTENTION = "small_lm"
 # Largest length times head_dim of compiled attention: its arrays lie on a thread's stack
 MAX_COMPILED_SIZE = 1 << 16
 LANES = 16  # the size of the largest vector; compiled attention fills head_dim up to whole vectors
-SDPA_LENGTH = 128  # from this length on, torch's fused kernel is faster in fp32 on a CPU; below, it is not
 FLASH_DEVICE = "cuda"
 TRIED_LENGTHS = [9, 1, 6]  # of the sequences with which flash attention is tried
 
@@ -48,8 +46,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [B, heads, T, head_dim], key and value with their own number
     of heads -> ([B, T, heads, head_dim], None). packing: of the sequences if the row is packed.
-    attention_mask: additive, None for causal attention, or the positions [B, 1, 1, 1] of single queries over
-    a cache."""
+    attention_mask: additive, or None for causal attention."""
     window = kwargs.get("sliding_window")
     scaling = kwargs.get("scaling") or query.shape[3] ** -0.5
     if packing is not None:
@@ -58,72 +55,55 @@ def attention(
         if out is None:
             out = _padded_attention(q, k, v, packing, window, scaling)
         return out[None], None
-    if attention_mask is not None and attention_mask.dtype == torch.int64:  # KVCache gives positions instead
-        kernels: Any = kernels_of(query.device.type)  # it has been asked
-        positions = attention_mask.flatten()
-        out = kernels.cached_attention(query[:, :, 0], positions, key, value, window, scaling)
-        return out[:, None], None
-    if query.is_cpu and query.shape[2] == 1 and attention_mask is not None:
-        out = matmul_attention(query.to(key.dtype), key, value, attention_mask, scaling)
-        return out.to(query.dtype), None
+    if attention_mask is not None and query.shape[2] == 1:
+        return _single_queries(query, key, value, attention_mask, scaling), None
     if attention_mask is None and query.shape[2] == key.shape[2]:
         return _causal_attention(query, key, value, window, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _single_queries(query, key, value, mask, scaling):
+    """Attention of one query a row over its keys; mask additive [B, 1, 1, S] -> [B, 1, heads, dim of values].
+
+    Query heads with the same key are computed as queries of one head, so that no key is repeated.
+    """
+    shared = query.squeeze(2).unflatten(1, (key.shape[1], -1)).to(key.dtype)  # [B, key heads, shared, dim]
+    out = F.scaled_dot_product_attention(shared, key, value, mask, scale=scaling)
+    return out.flatten(1, 2)[:, None].to(query.dtype)
 
 
 def _causal_attention(query, key, value, window, scaling):
     """Attention where each token sees itself and earlier ones, within the sliding window if there is one
     -> [B, T, heads, dim]."""
     length = query.shape[2]
-    products = query.is_cpu and (length < SDPA_LENGTH or value.dtype != torch.float32)
-    mask: Any = None
-    if products or (window and window < length):
-        mask = _causal_mask(length, window, query.dtype, query.device)
-    if products:
-        return matmul_attention(query, key, value, mask, scaling)
-    grouped = query.is_cpu and mask is None
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and not grouped:  # with ``enable_gqa`` a GPU may write all T x T scores to memory
+    mask = None
+    if window and window < length:
+        places = torch.arange(length, device=query.device)
+        mask = ~hidden_places(places[:, None] - places, window)
+    if not query.is_cpu:  # with ``enable_gqa`` a GPU may write all T x T scores to memory
+        repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
     out = F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=query.is_cpu
     )
     return out.transpose(1, 2)
 
 
-def matmul_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention as two batched products over the key/value heads; query heads with the same key are its rows.
-
-    mask: additive, [1, 1, T, S] or, for one query a row, [B, 1, 1, S]. -> [B, T, heads, dim of values].
-    """
-    batch, heads, width, dim = query.shape
-    groups, length = key.shape[1:3]
-    packed = query.reshape(batch * groups, heads // groups * width, dim)
-    if len(mask) == 1:
-        mask = mask[0].expand(heads // groups, -1, -1).reshape(1, -1, length)
-    else:
-        mask = mask[:, 0].repeat_interleave(groups, 0)
-    scores = torch.baddbmm(mask, packed, key.flatten(0, 1).transpose(1, 2), alpha=scaling)
-    out = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
-    return out.view(batch, heads, width, -1).transpose(1, 2)
-
-
 def _padded_attention(query, key, value, packing, window, scaling):
-    """Causal attention in each sequence of a packed row, group by group -> [N, heads, dim of values].
+    """Causal attention in each sequence of a packed row -> [N, heads, dim of values].
 
     query [N, heads, dim], key and value [N, their own number of heads, their dim].
     """
-    sizes = [count * longest for count, longest in packing.groups]
+    count = len(packing.lengths)
+    place = packing.row * packing.longest + packing.position
 
-    def padded(x):  # the groups, each [sequences, heads, longest, dim]
-        places = x.new_zeros((sum(sizes), *x.shape[1:])).index_copy_(0, packing.place, x)
-        groups = zip(places.split(sizes), packing.groups, strict=True)
-        return [part.unflatten(0, group).transpose(1, 2) for part, group in groups]
+    def padded(x):  # [sequences, heads, longest, dim]
+        flat = x.new_zeros(count * packing.longest, *x.shape[1:]).index_copy_(0, place, x)
+        return flat.unflatten(0, (count, -1)).transpose(1, 2)
 
-    batches = zip(padded(query), padded(key), padded(value), strict=True)
-    parts = [_causal_attention(q, k, v, window, scaling).flatten(0, 1) for q, k, v in batches]
-    return torch.cat(parts).index_select(0, packing.place)
+    out = _causal_attention(padded(query), padded(key), padded(value), window, scaling)
+    return out.flatten(0, 1).index_select(0, place)
 
 
 def rotated_attention(
@@ -167,8 +147,6 @@ def _flash_attention(query, key, value, packing, window, scaling):
     dtype = compute_dtype(query)
     if query.device.type != FLASH_DEVICE or dtype == torch.float32:
         return None
-    if window and window >= packing.longest:
-        window = None
     shapes = query.shape[1:], key.shape[1:], value.shape[1:]
     if not _flash_works(query.device, dtype, shapes, bool(window)):
         return None
@@ -208,20 +186,6 @@ def _flash_works(device, dtype, shapes, windowed):
     if reason:
         warnings.warn(f"no flash attention of packed rows, which is faster: {reason}", stacklevel=2)
     return not reason
-
-
-MASKS: dict[Any, Tensor] = {}  # the largest mask of each kind so far; smaller ones are cut from it
-
-
-def _causal_mask(length, window, dtype, device):
-    """Additive mask [1, 1, length, length]: a token sees itself and earlier ones, in the window if any."""
-    kind = (window, dtype, device)
-    if kind not in MASKS or len(MASKS[kind]) < length:
-        with torch.inference_mode(False):  # the sampler may make a mask that training uses later
-            places = torch.arange(length, device=device)
-            mask = torch.zeros(length, length, dtype=dtype, device=device)
-            MASKS[kind] = mask.masked_fill_(hidden_places(places[:, None] - places, window), -torch.inf)
-    return MASKS[kind][None, None, :length, :length]
 
 
 def hidden_places(behind: Tensor, window: int | None) -> Tensor:

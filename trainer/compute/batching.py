@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 
-WASTE = 1.1  # one attention call has at most this many times its real tokens, padding included
-
 
 def tokens_per_pass(device: torch.device) -> int:
     """The most tokens of one forward: few on a CPU, for activations in its cache; more to keep a GPU busy."""
@@ -78,12 +76,6 @@ def _ragged(lengths):
     return row, np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _send_arrays(arrays, device):
-    """Arrays of ints -> int64 tensors on this device, in one copy."""
-    arrays = [np.asarray(x, np.int64) for x in arrays]
-    return send(torch.from_numpy(np.concatenate(arrays)), device).split([len(x) for x in arrays])
-
-
 class Layout:
     """The places of B sequences: of all their N tokens, and of the M tokens whose predictions are wanted.
 
@@ -107,9 +99,9 @@ class Layout:
         row, position = _ragged(self.lengths)
         starts = np.cumsum([0, *self.lengths])
         wanted = np.asarray(wanted, np.int64)
-        of_all = [starts, self.lengths, row, position]
-        of_wanted = [row[wanted], position[wanted], wanted - 1, response]
-        tensors = _send_arrays(of_all + of_wanted, device)
+        arrays = [starts, self.lengths, row, position, row[wanted], position[wanted], wanted - 1, response]
+        joint = torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+        tensors = send(joint, device).split([len(x) for x in arrays])  # one copy to the device
         # [B + 1] the first place of each sequence and the end; [B]; [N] of each token in right-padded rows
         self.starts, self.length, self.row, self.position = tensors[:4]
         # [M] of each wanted token in these rows; the place among the N tokens of the state that predicts it;
@@ -146,23 +138,3 @@ class Layout:
         """The same with one more sequence, which makes N a multiple of ``PRODUCT_ROW_MULTIPLE``."""
         more = -len(self.row) % PRODUCT_ROW_MULTIPLE
         return Layout([*self.lengths, more], device=self.row.device)
-
-    @cached_property
-    def groups(self) -> list[tuple[int, int]]:
-        """The sequences in groups of neighbours, [(sequences, longest)]. Attention computes each as a padded
-        batch where it has no kernel for packed rows. Sorted lengths need less padding."""
-        groups: list[list[int]] = [[]]
-        for length in self.lengths:
-            group = [*groups[-1], length]
-            if len(group) * max(group) <= WASTE * sum(group):
-                groups[-1] = group
-            else:
-                groups.append([length])
-        return [(len(group), max(group)) for group in groups]
-
-    @cached_property
-    def place(self) -> Tensor:
-        """[N] where each token lies in the padded groups, one behind the other."""
-        longest = np.concatenate([[most] * count for count, most in self.groups])  # [B]
-        row, column = _ragged(self.lengths)
-        return _send_arrays([(np.cumsum(longest) - longest)[row] + column], self.row.device)[0]

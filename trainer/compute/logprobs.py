@@ -22,6 +22,7 @@ from trainer.compute.precision import compute_dtype, rows_to_add
 # where the vocabulary is 152,000: so many that the products take far longer than reading and writing the
 # weight's gradient, which is done once a chunk
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
+GPU = "cuda"  # the kind of device whose kernels read logits twice
 MIN_CHUNK_TOKENS = 64  # the fewest tokens in a chunk, because each chunk reads all weights of the head
 # At most so many numbers are kept from forward to backward: probabilities, or a GPU's logits of one chunk
 MAX_KEPT = {"cpu": 1 << 24, "cuda": 1 << 27}
@@ -47,8 +48,8 @@ def token_logprobs(
         targets = F.pad(targets, (0, more))
     targets = targets.contiguous()
     dtype = compute_dtype(head.weight)
-    gpu = _gpu_kernels(states.device)
     kind = states.device.type
+    gpu = kernels_of(kind) if kind == GPU else None
     size = MIN_CHUNK_TOKENS * max(1, CHUNK[kind] // (MIN_CHUNK_TOKENS * len(head.weight)))
     chunks = [slice(start, start + size) for start in range(0, count + more, size)]
     keeps = torch.is_grad_enabled() and (count + more) * len(head.weight) <= MAX_KEPT[kind]
@@ -68,9 +69,7 @@ def token_logprobs(
             if gpu:
                 gpu.token_logprobs(x, targets[c], temperature, logprobs[c], entropy[c], log_sum[c])
             else:
-                p = torch.empty_like(x, dtype=torch.float32) if keeps else None
-                logprobs[c], entropy[c] = _logprobs(x, targets[c], temperature, p)
-                x = p
+                logprobs[c], entropy[c], x = _logprobs(x, targets[c], temperature, keeps)
             if keeps:
                 kept.append(x)
             del x  # the next chunk's logits take its memory
@@ -85,10 +84,7 @@ def token_logprobs(
         for c in chunks:
             x = kept.pop(0) if keeps else logits_of(c, states, table, bias)
             if not keeps and not gpu:
-                logits = x
-                x = torch.empty_like(logits, dtype=torch.float32)
-                _logprobs(logits, targets[c], temperature, x)
-                del logits
+                x = _logprobs(x, targets[c], temperature, True)[2]
             learned = (entropy[c], grad_entropy[c]) if learn_entropy else (None, None)
             d = grad_logits(x, targets[c], log_sum[c], grad[c], temperature, dtype, *learned)
             grad_states[c] = _product(d, table)
@@ -103,16 +99,13 @@ def token_logprobs(
     return logprobs[:count], (entropy if learn_entropy else entropy.detach())[:count]
 
 
-def _gpu_kernels(device):
-    """A GPU's kernels if this is a GPU that has them, else None"""
-    return kernels_of("cuda") if device.type == "cuda" else None
-
-
-def _logprobs(logits, targets, temperature, p=None):
-    """logits [n, V], overwritten -> log-probs of targets [n], entropy [n]. Probabilities go into p [n, V]."""
+def _logprobs(logits, targets, temperature, keeps):
+    """logits [n, V], overwritten -> log-probs of targets [n], entropy [n], probabilities [n, V], which may be
+    None unless ``keeps``"""
+    p = torch.empty_like(logits, dtype=torch.float32) if keeps else None
     kernels = kernels_for(logits)
     if kernels is not None:
-        return kernels.token_logprobs(logits, targets, temperature, p)
+        return *kernels.token_logprobs(logits, targets, temperature, p), p
     z = logits.float()
     if temperature != 1:
         z /= temperature
@@ -120,7 +113,7 @@ def _logprobs(logits, targets, temperature, p=None):
     p = torch.softmax(z, -1, out=p)
     # log sum e^z, from the largest logit and its probability: two cheap passes instead of an expensive one
     total = z.amax(-1) - p.amax(-1).log()
-    return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1)
+    return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1), p
 
 
 def _grad_logits(p, targets, _, grad, temperature, dtype, entropy, grad_entropy):

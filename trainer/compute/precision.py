@@ -38,8 +38,7 @@ def fast_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-        capability = torch.cuda.get_device_capability(device)
-        if not native and (capability >= (7, 0) or capability == (6, 0)):  # V100, T4, RTX 20; P100
+        if not native and torch.cuda.get_device_capability(device) >= (7, 0):  # V100, T4, RTX 20
             return torch.float16
     else:
         able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -66,11 +66,6 @@ class Rollout:
         return Layout.of_responses(prompt_len, response_len, self.tokens.device)
 
     @property
-    def lengths(self) -> Tensor:
-        """[B] number of tokens of prompt plus response, on the CPU."""
-        return torch.tensor(self.layout.lengths)
-
-    @property
     def sequences(self) -> tuple[Tensor, Layout]:
         """(tokens, layout): the inputs of a scorer."""
         return self.tokens, self.layout
@@ -134,18 +129,14 @@ def as_rollout(
     prompt_ids: B lists of ids; tokens and logprobs [B, columns]: of the responses, column t is their token t,
     what lies behind a response is not used; response_len and finished [B].
     """
-    prompts, prompt_len = pad_right(prompt_ids, tokens.device)
-    layout = Layout.of_responses([len(x) for x in prompt_ids], response_len.tolist(), tokens.device)
-    width = layout.shape[1]
-    places = layout.response
-    whole = F.pad(prompts, (0, layout.longest - prompts.shape[1]))
-    whole[layout.wanted_row, layout.wanted_position] = tokens[:, :width].flatten()[places]
-    rollout = Rollout(
+    counts = response_len.tolist()
+    width = max(counts)
+    answers = zip(prompt_ids, tokens.tolist(), counts, strict=True)
+    whole, lengths = pad_right([[*prompt, *ids[:n]] for prompt, ids, n in answers], tokens.device)
+    return Rollout(
         tokens=whole,
-        prompt_len=prompt_len,
+        prompt_len=lengths - response_len,
         response_len=response_len.clone(),  # the engine's own tensors change in its next call
         finished=finished.clone(),
-        sampler_logprobs=layout.spread(logprobs[:, :width].flatten()[places]),
+        sampler_logprobs=logprobs[:, :width].masked_fill(~length_mask(response_len, width), 0),
     )
-    rollout.layout = layout
-    return rollout

@@ -71,9 +71,10 @@ def pack_sequences(backbone: Backbone) -> bool:
     return True
 
 
-def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout, **extra: bool) -> Any:
+def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> Any:
     """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
-    states of the N real tokens, row by row. extra: of a ``BalanceLoss``."""
+    states of the N real tokens, row by row, and ``router_logits`` those of each layer's experts."""
+    extra = {"output_router_logits": True} if is_moe(backbone) else {}
     row = layout.row
     position = layout.position
     place: Any
@@ -121,23 +122,14 @@ def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
             module.training = True
 
 
-class BalanceLoss:
-    """The load-balancing loss of a mixture of experts, times the weight in its config; 0 for other models.
-
-    Call the backbone with the keyword arguments ``extra``, then this with the backbone's output and the
-    ``Layout`` -> the loss, a sum over sequences and layers.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config = model.config
-        self.weight = model.config.router_aux_loss_coef if is_moe(model) else 0.0
-        self.extra = {"output_router_logits": True} if self.weight else {}
-
-    def __call__(self, output: Any, layout: Layout) -> Tensor:
-        if not self.weight:
-            return torch.zeros((), device=layout.length.device)
-        top_k = self.config.num_experts_per_tok
-        return self.weight * load_balance_loss(output.router_logits, layout, top_k)
+def balance_loss(backbone: Backbone, output: Any, layout: Layout) -> Tensor:
+    """The load-balancing loss of a mixture of experts, times the weight in its config: a sum over sequences
+    and layers; 0 for other models. output: of ``packed_states``."""
+    if not is_moe(backbone):
+        return torch.zeros((), device=layout.length.device)
+    config = backbone.config
+    top_k = config.num_experts_per_tok
+    return config.router_aux_loss_coef * load_balance_loss(output.router_logits, layout, top_k)
 
 
 def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: int) -> Tensor:
@@ -165,16 +157,15 @@ class _Scorer(nn.Module):
 
     in_step: InStep | None = None  # where the model is sharded
 
-    def __init__(self, backbone, dtype):
+    def __init__(self, dtype):
         super().__init__()
         self.dtype = dtype
-        self.balance = BalanceLoss(backbone)
 
     def _states(self, backbone, tokens, layout):
         """-> (states [M, H], the balance loss, a weighted sum)"""
-        output = packed_states(backbone, tokens, layout, **self.balance.extra)
+        output = packed_states(backbone, tokens, layout)
         states = output.last_hidden_state.index_select(0, layout.predicted_by)
-        return states, self.balance(output, layout)
+        return states, balance_loss(backbone, output, layout)
 
 
 class PolicyScorer(_Scorer):
@@ -188,7 +179,7 @@ class PolicyScorer(_Scorer):
         early_ends: Any = None,  # ``EarlyEnds``, of a room above
         learn_entropy: bool = False,
     ) -> None:
-        super().__init__(model, dtype)
+        super().__init__(dtype)
         self.model = model
         self.early_ends = early_ends
         self.learn_entropy = learn_entropy
@@ -215,7 +206,7 @@ class ValueScorer(_Scorer):
     """Computes the values of given responses: the critic, read one position before each response token."""
 
     def __init__(self, critic: CriticModel, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(critic.backbone, dtype)
+        super().__init__(dtype)
         self.critic = critic
 
     def forward(self, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

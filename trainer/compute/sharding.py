@@ -17,7 +17,6 @@ Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO stage 3); Zhao et al. 2023, arXi
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.compute.batching import halves, micro_batches
+from trainer.compute.batching import halves
 from trainer.compute.memory import is_out_of_memory
 
 OUT_OF_MEMORY = (
@@ -72,9 +71,8 @@ def shard(root: nn.Module, in_step: "InStep", dtype: torch.dtype, model: nn.Modu
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """A model's layers: those that can be checkpointed, else the parts of its first list."""
-    layers: list[nn.Module] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-    return layers or list(next((m for m in module.modules() if isinstance(m, nn.ModuleList)), ()))
+    """A model's layers, as transformers marks them."""
+    return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 class InStep:
@@ -108,12 +106,6 @@ class InStep:
             else:
                 pieces.append([])
         return pieces
-
-    def train(self, lengths: list[int], token_budget: int, work: Callable[[list[int]], object]) -> None:
-        """Call ``work(rows)``, which goes through a sharded model forward and backward, for every micro-batch
-        of sequences of these lengths. All processes have equally many sequences, so none is left without."""
-        for rows in self.passes(micro_batches(lengths, token_budget)):
-            self.run(partial(work, rows))
 
     def run(self, work: Callable[[], object]) -> None:
         """Call ``work()``, a pass through a sharded model. SystemExit in one line where memory runs out here,

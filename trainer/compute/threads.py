@@ -22,10 +22,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # not before the environment is set
-    import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
@@ -68,13 +64,13 @@ def own_groups() -> list[Path]:
 
 
 @contextmanager
-def sleep_when_busy(device: "torch.device") -> Iterator[None]:
+def sleep_when_busy(device_type: str) -> Iterator[None]:
     """In this block, threads that wait sleep while other programs use the CPUs that they need, and spin
     otherwise. Nothing happens with a GPU, with one thread, and where ``set_up_threads`` has set nothing."""
     import torch  # not at the top: the environment has to be set before
 
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or os.environ.get("GOMP_SPINCOUNT") != SPINS:
+    if device_type != "cpu" or threads == 1 or os.environ.get("GOMP_SPINCOUNT") != SPINS:
         yield
         return
     end = threading.Event()

@@ -249,7 +249,7 @@ class Engine:
         if self.graphs.asynchronous:
             steps = STEPS_PER_CHECK
             rows = _bucket(self.live, 1, self.slots)
-        least = MIN_GRAPH_COLUMNS if self.cache.needs_columns else self.cache.width
+        least = self.cache.width if self.cache.fused else MIN_GRAPH_COLUMNS
         for _ in range(steps):
             self.longest = columns = min(self.longest + 1, self.cache.width)
             if self.graphs.asynchronous:

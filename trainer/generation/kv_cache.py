@@ -80,10 +80,6 @@ class KVCache(Cache):
         self.fused = decodes_fused(model)
         self.dtype = cache_dtype(model)
         self.kernels = able_kernels(model)
-        # Whether attention that is ours reads on the device how long each row is, so that it needs no mask
-        self.by_position = self.config._attn_implementation == ATTENTION and not self.fused
-        self.by_position &= hasattr(self.kernels, "cached_attention")
-        self.needs_columns = not (self.fused or self.by_position)  # whether ``longest`` of a step is used
         self.block = self.kernels.lanes() if self.fused else None
         self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
@@ -104,8 +100,8 @@ class KVCache(Cache):
         differ. Where no mask is read, the positions take its place, as a tensor of four dimensions: else
         transformers would make a mask."""
         self.positions = positions
-        self.longest = longest if self.needs_columns else self.width  # a GPU's kernels read whole rows
-        if not self.needs_columns:
+        self.longest = longest
+        if self.fused:
             return positions.view(-1, 1, 1, 1)
         behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)

@@ -136,14 +136,14 @@ class ClassifierRewardModel(RewardModel):
 
 
 def score_packed(
-    classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype, **extra: bool
+    classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype
 ) -> tuple[Tensor, Any, Layout]:
     """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision,
-    the backbone's output, the ``Layout`` of its states). dtype: of autocast; extra: of a ``BalanceLoss``."""
+    the backbone's output, the ``Layout`` of its states). dtype: of autocast."""
     tokens, lengths = pad_right(conversations, classifier.device)
     layout = Layout(map(len, conversations), device=tokens.device)
     with autocast(tokens.device, dtype):
-        output = packed_states(classifier.base_model, tokens, layout, **extra)
+        output = packed_states(classifier.base_model, tokens, layout)
     states = output.last_hidden_state[score_places(tokens, lengths, classifier.config.pad_token_id)]
     return classifier.get_submodule("score")(states).squeeze(-1), output, layout
 

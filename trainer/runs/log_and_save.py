@@ -92,7 +92,7 @@ def run_to_the_end(run: Run, logger: Logger, train: Callable[[Run, Logger], None
     """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
     say how to go on too. The log files are closed in any case."""
     try:
-        with sleep_when_busy(run.world.device), collected_between_steps():
+        with sleep_when_busy(run.world.device.type), collected_between_steps():
             train(run, logger)
         logger.summary()
     except (InputError, SystemExit):

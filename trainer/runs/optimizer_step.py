@@ -10,6 +10,7 @@ run that goes on with such steps, and adapts the scale of fp16's losses (compute
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,12 @@ def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metr
             run.loss_scale.scaled(loss).backward()
             sums.merge(metrics)
 
-        if run.in_step:
-            run.in_step.train(lengths, token_budget, learn_from)
+        batches = micro_batches(lengths, token_budget)
+        if run.in_step:  # all processes have equally many sequences, so no pass is without
+            for rows in run.in_step.passes(batches):
+                run.in_step.run(partial(learn_from, rows))
         else:
-            for rows in micro_batches(lengths, token_budget):
+            for rows in batches:
                 learn_from(rows)
     return sums
 

@@ -1,18 +1,16 @@
 """CPU kernels: the C functions of this folder, compiled for this machine, as functions of tensors.
 
 The first process that needs them compiles them in a few seconds and keeps the result in ``__pycache__``, as
-Python does with its own compiled files. Without a C compiler (``CC``, or cc) the callers use torch's
-operations (``kernels_for``; config.json says under ``versions.kernels`` whether there was one);
-tests/compute/test_cpu_kernels.py compares the two.
+Python does with its own compiled files. Without a C compiler (``CC``, or cc), and where nothing can be kept
+there, the callers use torch's operations (``kernels_for``; config.json says under ``versions.kernels`` which
+it was); tests/compute/test_cpu_kernels.py compares the two.
 """
 
 import ctypes
 import hashlib
 import os
 import shlex
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,19 +34,17 @@ def library() -> ctypes.CDLL | None:
     kept = SOURCES / "__pycache__" / f"{_key(command)}.so"
     with suppress(OSError):  # the file does not exist yet, or it is damaged
         return ctypes.CDLL(str(kept))
-    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / kept.name
+    with suppress(OSError, subprocess.SubprocessError):
+        kept.parent.mkdir(exist_ok=True)
+        built = kept.with_suffix(f".{os.getpid()}")
         sources = map(str, SOURCES.glob("*.c"))
         subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
-        with suppress(OSError):  # if it cannot be kept, the next process compiles again
-            kept.parent.mkdir(exist_ok=True)
-            copy = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
-            os.replace(copy, kept)  # in one atomic step
-        return ctypes.CDLL(str(built))
+        os.replace(built, kept)  # in one atomic step
+        return ctypes.CDLL(str(kept))
     return None
 
 
-def _key(command: list[str]) -> str:
+def _key(command):
     """A hash of all that a compiled file depends on: command, sources and the machine's CPU."""
     parts = [repr(command).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
@@ -201,7 +197,7 @@ def attention_backward(
     return grads
 
 
-def _sizes(query: Tensor, key: Tensor, starts: Tensor, window: int | None, scale: float) -> tuple[float, ...]:
+def _sizes(query, key, starts, window, scale):
     heads, dim = query.shape[-2:]
     return len(starts) - 1, heads, key.shape[-2], dim, window or NO_WINDOW, float(scale)
 

@@ -2,7 +2,7 @@
 
 Triton comes with torch for CUDA and compiles each kernel at its first use. Where they cannot compute with
 given tensors (``kernels_for``), or where there is no Triton (``check``), the callers use torch's operations;
-tests/compute/test_cuda_kernels.py compares the two, without a GPU in Triton's interpreter.
+tests/compute/test_layer_kernels.py compares the two, without a GPU in Triton's interpreter.
 """
 
 from collections.abc import Sequence
@@ -24,35 +24,22 @@ LANES = 2048  # numbers of a row that a program reads at a time where a row is a
 
 
 def check(device: str = "cuda") -> None:
-    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
-    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
-    numbers: products of matrices are compiled in ways that differ between GPUs."""
+    """Try attention in the dtype of mixed precision, before a run needs it: products of matrices are compiled
+    in ways that differ between GPUs. Raises RuntimeError where it gives wrong numbers, and whatever Triton
+    raises where it cannot compile."""
     dtype = fast_dtype("auto", torch.device(device))
-    x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
-    half = x.to(dtype)
-    each = x[:, 0].contiguous()
-    ids = torch.zeros(2, dtype=torch.int64, device=device)
-    rms_norm_backward(x, x[1], rms_norm(x, x[1], 1e-6, dtype, half)[2], half, x, dtype)
-    rotate(half.view(2, 1, 1, 32), half, half)
-    silu_mul_backward(half, half, silu_mul(half, half))
-    token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
-    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
-    noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
-    state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
-    results = noise.long(), noise.float(), ids.clone(), ids.bool()
-    sample_and_store(x, 1.0, noise, ids[:1], 1, state, results)
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
-    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
-    cos = torch.ones_like(half)
-    sin = torch.zeros_like(half)
-    written = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
-    query = joint[:, :1]  # the new keys and values are in the cache from here on
-    found = cached_attention(query, ids + 19, keys, values, None, 0.2)
-    wanted = F.scaled_dot_product_attention(
-        query[:, :, None].float(), keys.float(), values.float(), scale=0.2
-    )[:, :, 0]
-    if not max((written - wanted).abs().max(), (found - wanted).abs().max()) < 0.03:
+    joint = (
+        keys[:, 0, :3] * 2
+    )  # of two tokens the query, the key and the value, at the last place of each row
+    cos = torch.ones_like(joint[:, 0])
+    sin = torch.zeros_like(cos)
+    last = torch.full((2,), 19, device=device)
+    found = decode_attention(joint, cos, sin, (None, None), 0.0, last, keys, values, None, 0.2)
+    query = joint[:, :1, None].float()
+    wanted = F.scaled_dot_product_attention(query, keys.float(), values.float(), scale=0.2)
+    if not (found - wanted[:, :, 0]).abs().max() < 0.03:
         raise RuntimeError("attention gives wrong numbers")
 
 
@@ -101,8 +88,8 @@ def lanes() -> None:
 
 def decode_attention(
     joint: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
     norms: Sequence[Tensor | None],
     eps: float,
     positions: Tensor,
@@ -115,18 +102,18 @@ def decode_attention(
 
     joint [n, heads + 2 groups, dim]: queries, keys and values of the new tokens, which stand at ``positions``
     [n] of the first n rows of the cache; keys and values [slots, groups, width, dim]: the cache; norms: the
-    weights by which queries and keys are normed, or (None, None). cos and sin None: see ``cached_attention``.
+    weights by which queries and keys are normed, or (None, None).
     """
     n, heads, dim = joint.shape
-    _, groups, width, wide = values.shape
-    if cos is not None:
-        heads -= 2 * groups
-    out = joint.new_empty(n, heads, wide)
+    groups, width = values.shape[1:3]
+    heads -= 2 * groups
+    out = joint.new_empty(n, heads, dim)
     shared = heads // groups
-    rows, d, w = [max(16, triton.next_power_of_2(x)) for x in (shared, dim, wide)]
+    rows = max(16, triton.next_power_of_2(shared))
+    d = max(16, triton.next_power_of_2(dim))
     # 8 KiB of keys at once. Before the A100, Triton computes products without tensor cores. That needs
     # registers, so columns are few.
-    columns = max(16, min(64, 8192 // (max(d, w) * keys.element_size())))
+    columns = max(16, min(64, 8192 // (d * keys.element_size())))
     number = 4
     if not _multiplies_in_tensor_cores(keys.device):
         columns = 16
@@ -134,21 +121,10 @@ def decode_attention(
     launch(
         triton_kernels.decode_attention, (n, groups),
         joint, cos, sin, norms[0], norms[1], positions, keys, values, out,
-        dim, wide, width, window or width, float(scale), float(eps),
-        SHARED=shared, ROWS=rows, D=d, W=w, COLUMNS=columns, num_warps=number, num_stages=3,
+        dim, width, window or width, float(scale), float(eps),
+        SHARED=shared, ROWS=rows, D=d, COLUMNS=columns, num_warps=number, num_stages=3,
     )  # fmt: skip
     return out
-
-
-def cached_attention(
-    query: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
-) -> Tensor:
-    """Attention of n tokens over a cache that has their keys and values already -> [n, heads, dim of values]
-
-    query [n, heads, dim]; positions [n]; keys and values [n or more, groups, width, their dim].
-    """
-    query = query.contiguous()
-    return decode_attention(query, None, None, (None, None), 0.0, positions, keys, values, window, scale)
 
 
 @cache

@@ -137,50 +137,41 @@ def silu_mul_backward(
 @triton.jit
 def decode_attention(
     query, cos, sin, q_norm, k_norm, positions, keys, values, out,
-    dim, wide, width, window, scale, eps,
-    SHARED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
+    dim, width, window, scale, eps,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Attention of n queries, each at its position of its row of the cache. Grid: (n, groups)
 
-    query [n, heads, dim]; keys [slots, groups, width, dim]; values the same with ``wide`` numbers a head; out
-    [n, heads, wide]. With ``cos``, the keys and values of the new tokens are heads of ``query`` too, behind
-    the queries: they are normed, rotated and written to the cache. Without it they are there already. SHARED:
-    query heads of a group; ROWS, D and W: SHARED, dim and wide, rounded up for matrix products.
+    query [n, heads + 2 groups, dim]: queries, then the keys and values of the new tokens. Queries and keys
+    are normed and rotated, keys and values written to the cache: keys and values [slots, groups, width, dim];
+    out [n, heads, dim]. SHARED: query heads of a group; ROWS and D: SHARED and dim, rounded up for matrix
+    products.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     groups = tl.num_programs(1)
-    end = tl.load(positions + row).to(tl.int32) + 1
-    first = tl.maximum(end - window, 0)
+    end = tl.load(positions + row).to(tl.int32)  # the row's own token, which is taken from registers
+    first = tl.maximum(end + 1 - window, 0)
     head = tl.arange(0, ROWS)
     there = (head < SHARED)[:, None]
     d = tl.arange(0, D)
-    w = tl.arange(0, W)
     keys += (row * groups + group) * width * dim
-    values += (row * groups + group) * width * wide
+    values += (row * groups + group) * width * dim
     kind = keys.dtype.element_ty
     heads = groups * SHARED
-    if cos is not None:
-        end -= 1  # the row's own token is taken from registers
-        query += row * (heads + 2 * groups) * dim
-        cos += row * dim
-        sin += row * dim
-        mine = query + (group * SHARED + head)[:, None] * dim
-        q = _rotated(mine, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
-        own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
-        own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
-        own_v = _read(query + (heads + groups + group) * dim + w, w < wide).to(kind)
-        tl.store(keys + end * dim + d[None, :], own_k, d[None, :] < dim)
-        tl.store(values + end * wide + w, own_v, w < wide)
-        most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
-        total = tl.full([ROWS], 1.0, tl.float32)
-        sums = tl.zeros([ROWS, W], tl.float32) + own_v.to(tl.float32)[None, :]
-    else:
-        mine = query + (row * heads + group * SHARED + head)[:, None] * dim
-        q = _read(mine + d[None, :], there & (d < dim)[None, :]).to(kind)
-        most = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        sums = tl.zeros([ROWS, W], tl.float32)
+    query += row * (heads + 2 * groups) * dim
+    cos += row * dim
+    sin += row * dim
+    mine = query + (group * SHARED + head)[:, None] * dim
+    q = _rotated(mine, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
+    own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
+    own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
+    own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
+    tl.store(keys + end * dim + d[None, :], own_k, d[None, :] < dim)
+    tl.store(values + end * dim + d, own_v, d < dim)
+    most = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+    total = tl.full([ROWS], 1.0, tl.float32)
+    sums = tl.zeros([ROWS, D], tl.float32) + own_v.to(tl.float32)[None, :]
     for start in range(first, end, COLUMNS):
         t = start + tl.arange(0, COLUMNS)
         reached = t < end
@@ -190,12 +181,12 @@ def decode_attention(
         higher = tl.maximum(most, tl.max(scores, 1))
         p = tl.exp(scores - higher[:, None])
         keep = tl.exp(most - higher)
-        v = tl.load(values + t[:, None] * wide + w[None, :], reached[:, None] & (w < wide)[None, :], 0.0)
+        v = tl.load(values + t[:, None] * dim + d[None, :], reached[:, None] & (d < dim)[None, :], 0.0)
         total = total * keep + tl.sum(p, 1)
         sums = sums * keep[:, None] + tl.dot(p.to(kind), v, input_precision="ieee")
         most = higher
-    place = (row * heads + group * SHARED + head)[:, None] * wide + w[None, :]
-    tl.store(out + place, sums / total[:, None], there & (w < wide)[None, :])
+    place = (row * heads + group * SHARED + head)[:, None] * dim + d[None, :]
+    tl.store(out + place, sums / total[:, None], there & (d < dim)[None, :])
 
 
 # ------------------------------------------------------------------------------------------------ logits
