@@ -1,5 +1,6 @@
 """report.html and its rows: what is kept of a run, what the page says, how a browser shows it."""
 
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -15,9 +16,9 @@ from trainer import train_ppo, train_sft
 from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Finding
+from trainer.runs.health import Finding, Past
 from trainer.runs.plots import draw_panel, draw_svgs
-from trainer.runs.report import read_metrics, write_report
+from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
 
 PICTURES = True  # see pictures.py
@@ -107,7 +108,10 @@ def written(folder, times=1, findings=(), long_text=""):
     known = {"held_out": range(12), "best_note": lambda: "", "script": "train_ppo.py", "result_path": None}
     known |= {"held_out_pairs": None, "progress": SimpleNamespace(step=6 * times)}
     run = SimpleNamespace(args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, **known)
-    write_report(run, folder, list(findings), "ended", 6)
+    past = Past(json.loads((folder / "config.json").read_text()))
+    for record in read_jsonl(folder / "metrics.jsonl"):
+        past.add(record)
+    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended", 6)
     return folder / "report.html"
 
 
@@ -189,7 +193,7 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
     assert [(row["step"], row["place"]) for row in rows] == [(s, p) for s in (0, 3, 6) for p in range(8)]
     assert all(rows[p]["prompt"] == rows[p + 8]["prompt"] for p in range(16))
     assert {row["answer"] for row in rows} == {"<b>&"}
-    mean = read_metrics(run_folder)[0]["eval/length_greedy"]
+    mean = read_jsonl(run_folder / "metrics.jsonl")[0]["eval/length_greedy"]
     assert any(row["greedy"]["response"] != row["response"] for row in rows)
     assert 1 <= mean <= 12
 
@@ -256,20 +260,24 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
 
 
 def test_only_panels_that_a_run_has_numbers_for_are_drawn():
-    records = [{"step": n, "reward/score": float(n % 2), "kl/k3": 0.1, "kl/k1": 0.2} for n in range(1, 9)]
+    past = Past({})
+    for n in range(1, 9):
+        past.add({"step": n, "reward/score": float(n % 2), "kl/k3": 0.1, "kl/k1": 0.2})
     panels = displays.PPO.panels
-    assert list(draw_svgs(records, panels, [])) == ["score", "KL to the reference (nats a token)"]
-    assert panels[3].curves(records) == {"kl/k1": "k1", "kl/k3": "k3"}
-    assert draw_svgs(records, displays.SFT.panels, []) == {}
+    assert list(draw_svgs(past, panels, [])) == ["score", "KL to the reference (nats a token)"]
+    assert panels[3].curves(past.values) == {"kl/k1": "k1", "kl/k3": "k3"}
+    assert draw_svgs(past, displays.SFT.panels, []) == {}
 
 
 def test_evaluations_have_markers_and_so_has_a_single_step():
     panel = displays.Panel("", {"eval/score": "", "reward/score": ""}, "")
-    rows = [{"step": n, "eval/score": 1.0, "reward/score": 2.0} for n in (1, 2)]
     seen = []
-    axis = SimpleNamespace(plot=lambda *given, **how: seen.append((*given, how["marker"])))
-    draw_panel(axis, panel, rows)
-    draw_panel(axis, panel, rows[:1])
+    axis = SimpleNamespace(plot=lambda x, y, **how: seen.append((list(x), list(y), how["marker"])))
+    for count in (2, 1):
+        past = Past({})
+        for n in range(count):
+            past.add({"step": n + 1, "eval/score": 1.0, "reward/score": 2.0})
+        draw_panel(axis, panel, past)
     assert seen[:2] == [([1, 2], [1.0, 1.0], "o"), ([1, 2], [2.0, 2.0], None)]
     assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
 

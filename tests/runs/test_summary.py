@@ -13,6 +13,7 @@ from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import base, displays, plots, report
 from trainer.runs.base import command_line
 from trainer.runs.displays import as_line
+from trainer.runs.health import Past
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
 
@@ -22,13 +23,19 @@ DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "device": "cpu"}
 
 
+def past_of(records, config=None):
+    """What a run with these lines of metrics.jsonl has logged."""
+    past = Past(config or {})
+    for record in records:
+        past.add(record)
+    return past
+
+
 def verdict(records, display, batch_size, held_out):
     """The verdict on a run that has ended, in sentences."""
-    run = SimpleNamespace(display=display, world=SimpleNamespace(size=1))
-    run.args = SimpleNamespace(batch_size=batch_size)
-    run.held_out = range(held_out)
-    run.held_out_pairs = None
-    return report.in_words(run, records, "ended")
+    run = SimpleNamespace(display=display)
+    config = {"batch_size": batch_size, "processes": 1, "facts": {"held_out": held_out}}
+    return report.in_words(run, past_of(records, config), "ended")
 
 
 NOISY = [0.1 * (-1) ** n for n in range(40)]  # s = 0.1772
@@ -200,7 +207,7 @@ def test_normalised_scores_are_not_compared_but_the_raw_ones():
     words = verdict(records, displays.PPO, 8, 32)
     assert words[0] == "The raw score rose from 5.000 to 6.000 on 32 held-out prompts."
     assert any("--normalize_reward" in text for text in words)
-    assert ["reward/score_raw", "5", "5"] in report.table(displays.PPO, records)
+    assert ["reward/score_raw", "5", "5"] in report.table(displays.PPO, past_of(records))
 
 
 def test_the_verdict_on_the_demo():
@@ -219,7 +226,7 @@ def test_the_table_has_first_and_last():
     records[11]["reward/score"] = 99.0
     for n, record in enumerate(records):
         record |= {"eval/score": 1.0 + n, "eval/score_greedy": -1.0}
-    assert report.table(displays.PPO, records) == [
+    assert report.table(displays.PPO, past_of(records)) == [
         ["", "first", "last"],
         ["eval/score", "1", "20"],
         ["eval/score_greedy", "-1", "-1"],
@@ -228,8 +235,8 @@ def test_the_table_has_first_and_last():
         ["kl/k1", "0.0015", "0.0195"],
     ]
     losses = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}]
-    assert report.table(displays.SFT, losses)[1:] == [["train/loss", "2", "1"]]
-    assert report.table(displays.PPO, records[:1])[1:] == []  # nothing to compare
+    assert report.table(displays.SFT, past_of(losses))[1:] == [["train/loss", "2", "1"]]
+    assert report.table(displays.PPO, past_of(records[:1]))[1:] == []  # nothing to compare
 
 
 def drawn(records, display, tmp_path, monkeypatch):
@@ -246,7 +253,7 @@ def drawn(records, display, tmp_path, monkeypatch):
         "set_title",
         lambda axis, text, **k: (titles.append((text, labels[:])), labels.clear(), title(axis, text, **k))[2],
     )
-    plots.draw_png(records, display.panels[: report.DRAWN], tmp_path / "curves.png")
+    plots.draw_png(past_of(records), display.panels[: report.DRAWN], tmp_path / "curves.png")
     monkeypatch.undo()
     return dict(titles)
 
@@ -321,7 +328,7 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     assert "run      4 steps of 8 responses, 1 x cpu in torch." in said
     named = {line.split()[0] for line in said[said.index("the sum of:") :].splitlines()[1:8]}
     metrics = read_jsonl(out / "r" / "metrics.jsonl")
-    parts = displays.metric_names(displays.PARTS, metrics)
+    parts = displays.metric_names(displays.PARTS, past_of(metrics).values)
     assert named == {name.removeprefix("reward/") for name in parts}
     actor = ["clip" in line for line in said.splitlines() if line.startswith("step ")]
     assert actor == [False, False, True, True]  # it does not train in the first steps

@@ -144,8 +144,8 @@ class Run(ABC):
         """{flag: a hash of what it names}, which ``--resume`` compares."""
 
     def facts(self) -> dict[str, Any]:
-        """{name: value}: what health.py says of a run's start."""
-        return {}
+        """{name: value}: what health.py and the report read of a run's start."""
+        return {"held_out": len(self.held_out_pairs or self.held_out or ())}
 
     def prepare(self) -> None:
         """Make the models ready for training, before a checkpoint is loaded."""

@@ -24,9 +24,9 @@ from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
-from trainer.runs.displays import Row, Rows, as_line
+from trainer.runs.displays import Row, Rows, as_line, read_rows
 from trainer.runs.health import WRONG, Finding, Health, one_line
-from trainer.runs.report import read_metrics, read_rows, write_report
+from trainer.runs.report import write_report
 from trainer.runs.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -65,16 +65,16 @@ class RunLogger:
         for path in self._files:
             with writing(path):
                 cut_lines(path, first_step)
-        records = read_metrics(folder.path)  # of a resumed run
         self.health = Health(folder.config)
         self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
         self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
-        for record in records:
+        for record in read_rows(self._files[0]):  # of a resumed run
             self.health.add(record)
-            self._trackers.log(int(record.pop("step")), record, fresh=True)
+            known = {name: x for name, x in record.items() if x is not None and name != "step"}
+            self._trackers.log(record["step"], known, fresh=True)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
 
@@ -188,9 +188,7 @@ class RunLogger:
         start = time.perf_counter()
         text = ""
         try:
-            text = write_report(
-                self.run, self.folder.path, self.health.sorted, state=state, saved_step=self.saved_step
-            )
+            text = write_report(self.run, self.folder.path, self.health, state, self.saved_step)
         except InputError:
             raise
         except Exception as error:
