@@ -3,7 +3,6 @@
 It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py changes the models in it.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -341,11 +340,9 @@ class PpoRun(Run):
         if not self.best.beaten_by(metrics):
             return
         if self.progress.step:  # the weights before are those of --model
-            start = time.perf_counter()
             with self.world.all_or_none(), self.gathered():
                 if self.world.is_main:
                     self.save_best(logger.folder.path / KEPT)
-                    logger.saving_seconds += time.perf_counter() - start
         self.best.take(metrics, self.progress.step)
 
     def restore_best(self, logger: Any) -> None:

@@ -455,7 +455,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
             if stopped and not run.critic:
                 break
             note_steps(run, [taken for taken in steps if taken])
-            bar.done += 1
+            bar.update()
 
 
 def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[str, list]]:

@@ -1,16 +1,12 @@
 """The health of a run: its metrics -> findings, each with symptom, numbers, causes, remedy and source.
 
-    python -m trainer.runs.health out/run_1
-
-says what is unusual in a run folder. Exit code 0; 1 where a finding is "wrong"; 2 if the folder cannot be
-read. A run says each finding when it begins, once, and its summary.md has all of them; --strict_health 1 ends
-a run on one that is "wrong". docs/health.md explains each. What is looked for are the rows of health.toml.
+A run says each finding when it begins, once, and its summary.md and report.html have all of them, also as it
+goes; --strict_health 1 ends a run on one that is "wrong". docs/health.md explains each. What is looked for
+are the rows of health.toml.
 """
 
-import json
 import math
 import re
-import sys
 import tomllib
 from array import array
 from collections import defaultdict
@@ -22,9 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from errors import InputError, run_script
-from trainer.runs.displays import read_rows
 
 SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
 WRONG = "wrong"  # the levels of a finding
@@ -358,34 +351,3 @@ def as_markdown(found: list[Finding]) -> str:
             f"  - source: {f.source}",
         ]
     return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------ the command
-
-
-def main(argv: list[str]) -> int:
-    """Print the findings of the run folder that is named -> the exit code."""
-    if len(argv) != 1:
-        raise InputError("usage: python -m trainer.runs.health RUN_FOLDER, such as out/run_1")
-    records, args = read_run(Path(argv[0]))
-    if args.get("script", SCRIPT) != SCRIPT:
-        print(f"{argv[0]}: a run of {args['script']}; only runs of {SCRIPT} are checked")
-        return 0
-    found = findings(records, args)
-    print(f"{argv[0]}: step {records[-1]['step'] if records else 0}\n\n{as_markdown(found)}")
-    return int(any(f.level == WRONG for f in found))
-
-
-def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A run folder -> lines of metrics.jsonl, config.json."""
-    try:
-        args = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return read_rows(folder / "metrics.jsonl"), args
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder}: cannot be read as a run folder ({error}); name one such as out/run_1"
-        ) from None
-
-
-if __name__ == "__main__":
-    run_script(lambda: sys.exit(main(sys.argv[1:])))

@@ -5,7 +5,6 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +35,6 @@ def save(run: Run, logger: Logger) -> None:
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
-    start = time.perf_counter()
     folder = None
     with run.world.all_or_none():
         if isinstance(logger, RunLogger) and logger.saved_step != run.progress.step:
@@ -49,7 +47,6 @@ def save(run: Run, logger: Logger) -> None:
         if isinstance(logger, RunLogger):
             run.save_result()
             logger.saved_step = run.progress.step
-            logger.saving_seconds += time.perf_counter() - start
 
 
 def end_if_broken(run: Run, logger: Logger) -> None:

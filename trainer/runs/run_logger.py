@@ -60,7 +60,6 @@ class RunLogger:
         self.folder = folder
         self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
         self.saved_step = first_step
-        self.saving_seconds = 0.0
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             with writing(path):
@@ -70,11 +69,9 @@ class RunLogger:
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
-        self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
+        self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
         for record in read_rows(self._files[0]):  # of a resumed run
             self.health.add(record)
-            known = {name: x for name, x in record.items() if x is not None and name != "step"}
-            self._trackers.log(record["step"], known, fresh=True)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
 
@@ -172,8 +169,8 @@ class RunLogger:
         self._conclude("ended")
         memory = torch.cuda.max_memory_allocated() or peak_memory()
         self.say(
-            f"{time.perf_counter() - self._start:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
-            f"at most {memory / 2**30:.1f} GiB of memory\n{self.run.results()}"
+            f"{time.perf_counter() - self._start:.0f} s, at most {memory / 2**30:.1f} GiB of memory\n"
+            f"{self.run.results()}"
         )
 
     def _conclude(self, state: str) -> None:
