@@ -214,6 +214,7 @@ dataset_test_split eval_split: add it to the name in --eval_data_path, as user/n
 extra_layers parting_coef lm_coef score_penalty: only the demo's reward model needs it, and
     dataset/demo/make_reward.py has it; leave it out
 grad_sum_dtype: leave it out, gradients are summed in float32
+strict_health: leave it out; a run that is broken says "health: wrong" in its output
 # others
 loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
 scale_rewards: --advantage group divides by the deviation of a prompt's scores, rloo does not

@@ -209,7 +209,6 @@ def flag_parser() -> FlagParser:
         "says which weights are best; default: judge, function, accuracy or score",
         may_change=True,
     )
-    switch("--strict_health", 0, "1: end a run that is broken", may_change=True)
     return p
 
 

@@ -1,14 +1,12 @@
 """Findings: symptom, numbers, causes and remedy of what is unusual in a run, and none in a healthy run."""
 
 import json
-import os
-import subprocess
 import time
 
 import pytest
-from tiny import PYTHON, ROOT, finish, flags, launch, read_jsonl, run_files, save_reward_dir, word_tokenizer
+from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir, word_tokenizer
 
-from errors import InputError, run_script
+from errors import run_script
 from trainer import train_ppo
 from trainer.about_run import turns_of
 from trainer.runs.health import (
@@ -17,11 +15,7 @@ from trainer.runs.health import (
     WINDOW,
     Health,
     Past,
-    as_markdown,
-    findings,
-    main,
     one_line,
-    read_run,
     spread_of_steps,
 )
 from trainer.runs.log_and_save import collected_between_steps
@@ -99,6 +93,10 @@ FACTS = {
 def steps_of(*changes):
     """Changes of the usual step -> the lines of metrics.jsonl of a run."""
     return [{"step": n + 1, **USUAL, **change} for n, change in enumerate(changes)]
+
+
+def findings(records, config):
+    return health_of(records, config).sorted
 
 
 def found_in(changes, facts=FACTS, **args):
@@ -539,109 +537,6 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     assert len(metrics.read_text(encoding="utf-8").splitlines()) == len(kept.splitlines())
 
 
-def test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone(tmp_path):
-    files = run_files(tmp_path, count=640)
-    (tmp_path / "same.py").write_text(
-        "def score(prompts, responses, answers):\n    return [1.0] * len(prompts)\n"
-    )
-    files["reward_fn"] = f"{tmp_path / 'same.py'}:score"
-    del files["reward_model"]
-    sizes = {
-        "batch_size": 128,
-        "mini_batch_size": 128,
-        "max_gen_len": 4,
-        "max_steps": 5,
-        "missing_eos_penalty": 0,
-    }
-    argv = flags(**files | sizes, device="cpu", out_dir=tmp_path / "out", strict_health=1)
-    out, err = finish(launch(argv), code=3)
-    assert err == (
-        "error: --strict_health 1: ended by scores_alike, wrong since step 1; its line above and "
-        "docs/health.md say what to try\n"
-    )
-    assert out.count("health: wrong, since step 1: all responses get the same score") == 1
-    assert (tmp_path / "out/run_1/checkpoints/step_4").is_dir()
-    assert len(read_jsonl(tmp_path / "out/run_1/metrics.jsonl")) == 5
-    said = out[out.index("saved: ") :].splitlines()
-    assert said[1].startswith("to go on: ") and "--resume" in said[1]
-    summary = (tmp_path / "out/run_1/summary.md").read_text(encoding="utf-8")
-    assert "- The run was stopped, after step 4 of 5." in summary
-    assert "- **scores_alike** (wrong, since step 1)" in summary
-    assert " | ev nan | " in out  # all returns are equal
-    assert read_jsonl(tmp_path / "out/run_1/metrics.jsonl")[1]["value/explained_variance"] is None
-    train_ppo.main(
-        [*argv, "--resume", str(tmp_path / "out/run_1")]
-    )  # it has been said: the user wants to go on
-    assert len(read_jsonl(tmp_path / "out/run_1/metrics.jsonl")) == 6
-    assert "stopped" not in (tmp_path / "out/run_1/summary.md").read_text(encoding="utf-8")
-
-
-def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path):
-    files = run_files(tmp_path, count=4)
-    with open(files["data_path"], "a", encoding="utf-8") as file:
-        file.write((json.dumps({"prompt": "how much is " * 9}) + "\n") * 60)
-    argv = flags(**files, batch_size=4, max_gen_len=4, max_seq_len=20, device="cpu", out_dir=tmp_path / "out")
-    out, err = finish(launch([*argv, "--strict_health", "1"]), code=3)
-    assert err.startswith(
-        "error: --strict_health 1: ended by records_dropped, wrong since step 0; its line above"
-    )
-    assert out.count("health: wrong, since step 0: many prompts are longer") == 1
-    assert "Try: --max_seq_len 80" in out
-    assert "nothing was learned" in out
-    assert "step 1/" not in out
-
-
-# ------------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_speaks_of_any_run_folder(tmp_path):
-    def ask(*words):
-        command = [PYTHON, "-m", "trainer.runs.health", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        return done.returncode, done.stdout, done.stderr
-
-    folder = tmp_path / "run_1"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    lines = [json.dumps(line) for line in DEMO]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 47, "kl')  # killed while it wrote
-    code, out, _ = ask(folder)
-    assert (code, out) == (0, f"{folder}: step 46\n\nHealth: nothing unusual was found.\n")
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 47, "policy/ratio": 9.0}\n']))
-    code, out, _ = ask(folder)
-    assert code == 1
-    assert "**ratio_drastic** (wrong, since step 47)" in out
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert ask(folder)[1].startswith(f"{folder}: step 1\n")
-    (folder / "config.json").write_text('{"script": "train_sft.py"}')
-    assert ask(folder)[:2] == (0, f"{folder}: a run of train_sft.py; only runs of train_ppo.py are checked\n")
-    for wrong in ([tmp_path / "nothing"], [ROOT / "docs"], [], ["--help"], [folder, folder]):
-        code, _, err = ask(*wrong)
-        assert code == 2
-        assert len(err.splitlines()) == 1
-
-
-def test_what_cannot_be_read_is_named_in_one_line_and_half_a_line_at_the_end_is_left_out(tmp_path):
-    config, metrics = tmp_path / "config.json", tmp_path / "metrics.jsonl"
-    config.write_text('{"critic_warmup_steps": "auto"}')
-    metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "kl')
-    assert read_run(tmp_path) == ([{"step": 0}, {"step": 1}], {"critic_warmup_steps": "auto"})
-    config.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
-    with pytest.raises(InputError, match=r"cannot be read as a run folder .*; name one"):
-        read_run(tmp_path)
-
-
-def test_the_command_ends_without_a_word_where_its_reader_has_ended(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy/ratio": 9.0}\n')
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [PYTHON, "-m", "trainer.runs.health", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
-
-
 def test_another_pipe_that_breaks_is_a_fault(capsys):
     def main():
         raise BrokenPipeError
@@ -665,8 +560,6 @@ def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
     ]
     assert found[0].remedy == "--learning_rate 0.0005 --ppo_epochs 1"  # what suits it is below a third
     assert found[1].remedy == "--learning_rate 0.0005 --kl_coef 0.06"
-    text = as_markdown(found)
-    assert text.index("ratio_drastic") < text.index("kl_far")
     assert one_line(found[0]).startswith("wrong, since step 5: the updates of one batch")
 
 
@@ -752,14 +645,6 @@ def test_the_limit_of_the_first_ratio_is_that_of_the_type_in_which_the_run_compu
     for dtype, count in (("float32", 1), ("bfloat16", 0)):
         found = findings(steps, {**FLAGS, "dtype": "auto", "facts": {**FACTS, "dtype": dtype}})
         assert [f.name for f in found].count("first_ratio") == count
-
-
-def test_a_run_without_a_step_is_judged_by_its_flags(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"temperature": 9.0}')
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}: step 0\n") and "try: --temperature 1\n" in said
 
 
 def test_a_step_costs_the_same_however_long_the_run_is():

@@ -6,7 +6,7 @@ import re
 import pytest
 from tiny import ROOT
 
-from trainer.runs.health import RULES, findings
+from trainer.runs.health import RULES
 
 RESULTS = ROOT / "benchmarks" / "results" / "health.json"
 RUNS = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
@@ -74,7 +74,7 @@ def test_the_flags_of_a_remedy_can_be_told_from_its_words(health):
 
 def test_a_run_with_a_usual_target_kl_is_told_to_lower_its_rate(health):
     """The rate was ten times too high: a larger --target_kl would let the policy go further away."""
-    found = findings(*health.records_of(RUNS["rate x10, target_kl 0.05"]))
+    found = health.findings(*health.records_of(RUNS["rate x10, target_kl 0.05"]))
     (starves,) = (f for f in found if f.name == "early_stop_starves")
     assert starves.remedy == "--learning_rate 0.0005"
 
@@ -85,7 +85,7 @@ def test_hardly_a_run_is_told_to_move_a_flag_both_ways(health):
     both = []
     for name, run in RUNS.items():
         ways = {}
-        for finding in findings(*health.records_of(run)):
+        for finding in health.findings(*health.records_of(run)):
             for flag, value in re.findall(r"--(\w+) (\d[\d.e-]*)", finding.remedy):
                 now = run["args"].get(flag)
                 if now is not None and float(value) != now:
@@ -97,7 +97,7 @@ def test_hardly_a_run_is_told_to_move_a_flag_both_ways(health):
 
 
 def test_a_rate_far_too_high_is_the_first_finding_and_its_value_is_in_all_remedies(health):
-    found = findings(*health.records_of(RUNS["rate x100"]))
+    found = health.findings(*health.records_of(RUNS["rate x100"]))
     assert (found[0].name, found[0].remedy) == ("unusual_flags", "--learning_rate 0.0005")
     rates = [f.remedy for f in found if "--learning_rate" in f.remedy]
     assert len(rates) > 5
@@ -106,5 +106,5 @@ def test_a_rate_far_too_high_is_the_first_finding_and_its_value_is_in_all_remedi
 
 def test_each_check_is_seen_in_a_broken_run(health):
     runs = [run for run in RUNS.values() if run["kind"] == "broken"]
-    seen = {f.name for run in runs for f in findings(*health.records_of(run))}
+    seen = {f.name for run in runs for f in health.findings(*health.records_of(run))}
     assert {rule.name for rule in RULES} <= seen

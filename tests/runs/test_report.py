@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import flags, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
+from tiny import flags, health_of, read_jsonl, save_policy_dir, save_reward_dir, word_tokenizer, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo, train_sft
 from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Finding, Past
+from trainer.runs.health import Finding
 from trainer.runs.plots import draw_panel, draw_svgs
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
@@ -37,7 +37,7 @@ HTML = [  # the policy's words, so a real run writes them
 REWARD = """def score(prompts, responses, answers):
     return [len(set(r.split())) - 0.05 * len(r) for r in responses]
 """
-SECTIONS = ["verdict", "curves", "answers", "samples", "configuration"]
+SECTIONS = ["verdict", "answers", "samples", "curves", "configuration"]
 
 
 def finding(level, step, name="kl_far"):
@@ -108,9 +108,8 @@ def written(folder, times=1, findings=(), long_text=""):
     known = {"held_out": range(12), "best_note": lambda: "", "script": "train_ppo.py", "result_path": None}
     known |= {"held_out_pairs": None, "progress": SimpleNamespace(step=6 * times)}
     run = SimpleNamespace(args=args, world=ALONE, display=displays.PPO, total_steps=6 * times, **known)
-    past = Past(json.loads((folder / "config.json").read_text()))
-    for record in read_jsonl(folder / "metrics.jsonl"):
-        past.add(record)
+    config = json.loads((folder / "config.json").read_text())
+    past = health_of(read_jsonl(folder / "metrics.jsonl"), config).past
     write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended", 6)
     return folder / "report.html"
 
@@ -210,7 +209,7 @@ def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
     ]
     write_jsonl(copied / "samples.jsonl", rows)
     text = written(copied).read_text()
-    section = text[text.index('id="samples"') : text.index('id="configuration"')]
+    section = text[text.index('id="samples"') : text.index('id="curves"')]
     shown = [re.findall(r"step (\d+): score", part) for part in section.split("<h3>")[1:]]
     assert shown == [["0", "1", "2", "3", "4"], *2 * [["19", "18", "17", "16", "15"]]]
 
@@ -260,12 +259,11 @@ def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(cop
 
 
 def test_only_panels_that_a_run_has_numbers_for_are_drawn():
-    past = Past({})
-    for n in range(1, 9):
-        past.add({"step": n, "reward/score": float(n % 2), "kl/k3": 0.1, "kl/k1": 0.2})
+    kl = {"kl/k3": 0.1, "kl/k1": 0.2}
+    past = health_of({"step": n, "reward/score": float(n % 2), **kl} for n in range(1, 9)).past
     panels = displays.PPO.panels
     assert list(draw_svgs(past, panels, [])) == ["score", "KL to the reference (nats a token)"]
-    assert panels[3].curves(past.values) == {"kl/k1": "k1", "kl/k3": "k3"}
+    assert panels[3].curves(past.values) == {"kl/k1": "k1, true on average", "kl/k3": "k3, never negative"}
     assert draw_svgs(past, displays.SFT.panels, []) == {}
 
 
@@ -274,10 +272,8 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
     seen = []
     axis = SimpleNamespace(plot=lambda x, y, **how: seen.append((list(x), list(y), how["marker"])))
     for count in (2, 1):
-        past = Past({})
-        for n in range(count):
-            past.add({"step": n + 1, "eval/score": 1.0, "reward/score": 2.0})
-        draw_panel(axis, panel, past)
+        rows = [{"step": n + 1, "eval/score": 1.0, "reward/score": 2.0} for n in range(count)]
+        draw_panel(axis, panel, health_of(rows).past)
     assert seen[:2] == [([1, 2], [1.0, 1.0], "o"), ([1, 2], [2.0, 2.0], None)]
     assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
 

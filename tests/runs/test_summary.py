@@ -6,14 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, run_files, train
+from tiny import ROOT, flags, health_of, read_jsonl, run_files, train
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
 from trainer.runs import base, displays, plots, report
 from trainer.runs.base import command_line
 from trainer.runs.displays import as_line
-from trainer.runs.health import Past
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
 
@@ -24,11 +23,7 @@ SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "
 
 
 def past_of(records, config=None):
-    """What a run with these lines of metrics.jsonl has logged."""
-    past = Past(config or {})
-    for record in records:
-        past.add(record)
-    return past
+    return health_of(records, config).past
 
 
 def verdict(records, display, batch_size, held_out):

@@ -94,7 +94,6 @@ class World:
                 text = str(first) if rank == 0 else f"process {rank}: {first}"
                 agreed = InputError(text) if self.is_main else SaidElsewhere(text)
                 agreed.agreed = True
-                agreed.code = first.code
                 raise agreed from mine
 
     def check_identical(self, **modules: nn.Module) -> None:

@@ -1,8 +1,7 @@
 """The health of a run: its metrics -> findings, each with symptom, numbers, causes, remedy and source.
 
 A run says each finding when it begins, once, and its summary.md and report.html have all of them, also as it
-goes; --strict_health 1 ends a run on one that is "wrong". docs/health.md explains each. What is looked for
-are the rows of health.toml.
+goes. docs/health.md explains each. What is looked for are the rows of health.toml.
 """
 
 import math
@@ -320,34 +319,9 @@ class Health:
         return sorted(self._found.values(), key=lambda f: (f.step > 0, f.level != WRONG, f.step))
 
 
-def findings(records: Iterable[dict[str, Any]], args: dict[str, Any]) -> list[Finding]:
-    """Lines of metrics.jsonl and config.json ({}: not known) -> its findings, sorted as ``Health`` has
-    them."""
-    health = Health(args)
-    for record in records:
-        health.add(record)
-    return health.sorted
-
-
 def one_line(finding: Finding) -> str:
     """A finding as one line, for the terminal."""
     return (
         f"{finding.level}, since step {finding.step}: {finding.symptom}. {finding.numbers}. "
         f"Try: {finding.remedy} (docs/health.md, {finding.name})"
     )
-
-
-def as_markdown(found: list[Finding]) -> str:
-    """Findings -> the section of summary.md; a sentence if there are none."""
-    if not found:
-        return "Health: nothing unusual was found."
-    lines = ["Health (docs/health.md explains each finding):", ""]
-    for f in found:
-        lines += [
-            f"- **{f.name}** ({f.level}, since step {f.step}): {f.symptom}.",
-            f"  - numbers: {f.numbers}",
-            f"  - likely causes: {'; '.join(f.causes)}",
-            f"  - try: {f.remedy}",
-            f"  - source: {f.source}",
-        ]
-    return "\n".join(lines)

@@ -16,8 +16,6 @@ from trainer.runs.base import Run
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
 
-BROKEN = 3  # exit code of a run that --strict_health has ended
-
 Logger = RunLogger | NullLogger
 
 
@@ -47,22 +45,6 @@ def save(run: Run, logger: Logger) -> None:
         if isinstance(logger, RunLogger):
             run.save_result()
             logger.saved_step = run.progress.step
-
-
-def end_if_broken(run: Run, logger: Logger) -> None:
-    """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
-    and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
-    """
-    finding = getattr(run.args, "strict_health", 0) and run.world.from_main(logger.broken)
-    if finding:
-        save(run, logger)
-        error = InputError(
-            f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
-            "its line above and docs/health.md say what to try"
-        )
-        error.code = BROKEN
-        with run.world.all_or_none():
-            raise error
 
 
 @contextmanager

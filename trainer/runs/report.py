@@ -15,8 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from atomic_files import write_whole, writing
 from trainer.runs.base import Run
-from trainer.runs.displays import Display, metric_names, read_rows
-from trainer.runs.health import CLEAR, Health, Past, as_markdown, spread_of_steps
+from trainer.runs.displays import UNITS, Display, metric_names, read_rows
+from trainer.runs.health import CLEAR, Health, Past, spread_of_steps
 
 DRAWN = 6  # panels of curves.png; report.html has all
 TEMPLATES = Environment(
@@ -47,7 +47,7 @@ def write_report(run: Run, folder: Path, health: Health, state: str, saved_step:
     panels = run.display.panels
     shown = {"run": run, "state": state, "words": in_words(run, past, state), "findings": findings}
     shown["table"] = table(run.display, past)
-    text = filled("summary.md.jinja2", **shown, health=as_markdown(findings), saved_step=saved_step)
+    text = filled("summary.md.jinja2", **shown, saved_step=saved_step)
     with writing(folder):
         write_whole(folder / "summary.md", text)
     page = filled(
@@ -105,7 +105,8 @@ def table(display: Display, past: Past) -> list[list[str]]:
     for pattern in (*evaluated, *display.followed):
         for name in metric_names(pattern, past.values):
             if change := ends(past, name):
-                rows.append([name, f"{change[0]:.4g}", f"{change[1]:.4g}"])
+                unit = UNITS.get(name.split("/")[1].removesuffix("_greedy"), "")
+                rows.append([f"{name} {unit}".strip(), f"{change[0]:.4g}", f"{change[1]:.4g}"])
     return rows
 
 

@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -183,19 +183,12 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     folder.write_config()
 
 
-class Declared(Protocol):
-    """What ``check_same_run`` reads of a ``Flag`` (flags.py)."""
-
-    default: object
-    may_change: bool
-
-
-def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Declared]) -> list[str]:
+def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
     """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
     values, for a difference that changes the result.
 
-    A flag that did not exist when the run began counts as having its default. Batch sizes are per process, so
-    they are compared after multiplying by the number of processes.
+    flags: {name: ``Flag``}. One that did not exist when the run began counts as having its default. Batch
+    sizes are per process, so they are compared after multiplying by the number of processes.
     """
     notes = []
     any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps

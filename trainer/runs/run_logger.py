@@ -25,7 +25,7 @@ from trainer.compute.memory import peak_memory
 from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line, read_rows
-from trainer.runs.health import WRONG, Finding, Health, one_line
+from trainer.runs.health import Health, one_line
 from trainer.runs.report import write_report
 from trainer.runs.trackers import Trackers
 
@@ -38,8 +38,6 @@ SHARE = 100  # so writing report.html takes at most 1 % of a run
 
 class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
-
-    broken = None
 
     def log(self, *given: object) -> None:
         """Do nothing."""
@@ -65,7 +63,6 @@ class RunLogger:
             with writing(path):
                 cut_lines(path, first_step)
         self.health = Health(folder.config)
-        self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
@@ -99,11 +96,8 @@ class RunLogger:
                 values["samples"] = "\n\n".join(samples)
                 if step % (4 * self.log_interval) == 0:
                     self.say(samples[0])
-        begun = self.health.add({"step": step, **metrics})
-        for finding in begun:
+        for finding in self.health.add({"step": step, **metrics}):
             self.say(f"health: {one_line(finding)}")
-            if finding.level == WRONG and not self.broken:
-                self.broken = finding
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         held_out = as_line(self.run.display.evaluation, metrics)

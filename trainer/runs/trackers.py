@@ -64,7 +64,7 @@ def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Tracker:
 
 
 def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Tracker:
-    """TensorBoard, in ``tensorboard/`` of the run folder. It hides what is there of steps to be done again."""
+    """TensorBoard, in ``tensorboard/`` of the run folder. It hides what is there of steps done again."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step and step + 1)
