@@ -9,7 +9,6 @@ terminal, and under torchrun only the process of rank 0 shows anything.
 """
 
 import os
-import sys
 
 from tqdm import tqdm
 
@@ -30,10 +29,5 @@ def phase(what: str, total: int, unit: str) -> tqdm:
         delay=DELAY,
         mininterval=TICK,
         miniters=0,
-        disable=not is_shown(),
+        disable=None if os.environ.get("RANK", "0") == "0" else True,  # None: where stderr is no terminal
     )
-
-
-def is_shown() -> bool:
-    """Whether this process shows bars: it is the main one, and stderr is a terminal."""
-    return os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()

@@ -128,7 +128,7 @@ def phases(monkeypatch):
 
     class Watched(progress_bar.tqdm):
         def __init__(self, **more):
-            super().__init__(**more)
+            super().__init__(**more | {"disable": False})
             self.counts = [0]
             begun.append(self)
 
@@ -143,7 +143,6 @@ def phases(monkeypatch):
                 ended.append(self)
 
     monkeypatch.setattr(progress_bar, "tqdm", Watched)
-    monkeypatch.setattr(progress_bar, "is_shown", lambda: True)
     monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr(progress_bar, "TICK", 0.002)
     yield ended

@@ -481,7 +481,7 @@ def test_a_folder_in_use_is_refused(files, tmp_path):
     process = launch(argv)
     wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), process)
     for resume in ("auto", ""):
-        with pytest.raises(InputError, match=f"in use by process {process.pid} on "):
+        with pytest.raises(InputError, match="in use by another process"):
             train_ppo.main([*argv, "--resume", resume])
     process.kill()  # the lock ends with its process
     process.communicate()

@@ -139,7 +139,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
         return path.parent.parent, [path]
-    elif not ((path / ".lock").exists() or checkpoints.list_checkpoints(path)):
+    elif not ((path / "config.json").exists() or checkpoints.list_checkpoints(path)):
         raise InputError(
             f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
         )
