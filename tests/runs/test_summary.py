@@ -65,37 +65,37 @@ def test_a_printed_line_has_what_is_known(display, given, line):
 
 WORSE = " The run made it worse."
 
-# What 40 noisy steps show that rise by so much in the middle. Two standard errors of a difference of two means
-# of 4 steps are 2 * 0.18 * sqrt(2 / 4) = 0.256.
+# What 40 noisy steps show that rise by so much in the middle. Two standard errors of a difference of two
+# means of 4 steps are 2 * 0.18 * sqrt(2 / 4) = 0.256.
 TRAINED = """
-     0.5   rose from 1.000 to 1.500 in training (first and last tenth of 40 steps).
-    -0.5   fell from 1.000 to 0.500 in training (first and last tenth of 40 steps). The run made it worse.
-     0.24  did not clearly change: from 1.000 to 1.240 in training
-     0.29  rose from 1.000 to 1.290 in training
+ 0.5   rose from 1.000 to 1.500 in training (first and last tenth of 40 steps).
+-0.5   fell from 1.000 to 0.500 in training (first and last tenth of 40 steps). The run made it worse.
+ 0.24  did not clearly change: from 1.000 to 1.240 in training
+ 0.29  rose from 1.000 to 1.290 in training
 """
 
-# Display, records held out, metric before and after, and what else is known. Two standard errors of 32 records
-# with 8 a step are 2 * 0.1772 * sqrt(2 * 8 / 32) = 0.2506, of shares of 18 pairs 2 * 0.4875 * sqrt(2 / 18) =
-# 0.325 and of 200 0.0975, of 200 pairs with a spread of 0.1 2 sqrt(2) 0.1 / sqrt(200) = 0.02, and pair by pair
+# Display, records held out, metric before, after, what else is known. Two standard errors of 32 records
+# with 8 a step are 2 * 0.1772 * sqrt(2 * 8 / 32) = 0.2506, shares of 18 2 * 0.4875 * sqrt(2 / 18) =
+# 0.325 and of 200 0.0975, of 200 with a spread of 0.1 2 sqrt(2) 0.1 / sqrt(200) = 0.02, and pair by pair
 # 2 * 0.02 / sqrt(200) = 0.0028.
 TESTED = """
-    PPO      32 score        1     1.28  -               rose from 1.000 to 1.280 on 32 held-out prompts.
-    PPO      32 score        1     1.22  -               did not clearly change: from 1.000 to 1.220 on 32 held
-    PPO      32 score       -1.26 -1.98  -               fell from -1.260 to -1.980 on 32 held-out prompts. The
-    SFT      32 loss         1.5   1.0   -               fell from 1.500 to 1.000 on 32 held-out conversations. L
-    RATINGS  32 loss         1.0   1.5   -               rose from 1.000 to 1.500 on 32 held-out rated answers. L
-    PAIRS    32 accuracy     0.5   0.0   -               fell from 0.500 to 0.000 on 32 held-out pairs. The run
-    PAIRS    18 accuracy     0.389 0.667 -               did not clearly change: from 0.389 to 0.667 on 18 held
-    PAIRS   200 accuracy     0.389 0.667 -               rose from 0.389 to 0.667
-    OFFLINE 200 chosen_share 0.5   0.521 std=0.1         rose from 0.500 to 0.521 on 200 held-out pairs.
-    OFFLINE 200 chosen_share 0.5   0.519 std=0.1         did not clearly change
-    OFFLINE 200 chosen_share 0.5   0.503 change_std=0.02 rose from
-    OFFLINE 200 chosen_share 0.5   0.5027 change_std=0.02 did not clearly change
-    PROMPTS 200 accuracy     0.5   0.61  -               rose from 0.500 to 0.610 on 200 held-out prompts.
-    PROMPTS 200 accuracy     0.5   0.59  -               did not clearly change
-    PROMPTS 200 judge        5.0   5.021 std=0.1         rose from
-    PROMPTS 200 judge        5.0   5.019 std=0.1         did not clearly change
-    PROMPTS 200 length       5.0   9.0   -               went from 5.000 to 9.000 on 200 held-out prompts: too few
+PPO      32 score        1     1.28  -               rose from 1.000 to 1.280 on 32 held-out prompts.
+PPO      32 score        1     1.22  -               did not clearly change: from 1.000 to 1.220 on 32 held
+PPO      32 score       -1.26 -1.98  -               fell from -1.260 to -1.980 on 32 held-out prompts. The
+SFT      32 loss         1.5   1.0   -               fell from 1.500 to 1.000 on 32 held-out conversations. L
+RATINGS  32 loss         1.0   1.5   -               rose from 1.000 to 1.500 on 32 held-out rated answers. L
+PAIRS    32 accuracy     0.5   0.0   -               fell from 0.500 to 0.000 on 32 held-out pairs. The run
+PAIRS    18 accuracy     0.389 0.667 -               did not clearly change: from 0.389 to 0.667 on 18 held
+PAIRS   200 accuracy     0.389 0.667 -               rose from 0.389 to 0.667
+OFFLINE 200 chosen_share 0.5   0.521 std=0.1         rose from 0.500 to 0.521 on 200 held-out pairs.
+OFFLINE 200 chosen_share 0.5   0.519 std=0.1         did not clearly change
+OFFLINE 200 chosen_share 0.5   0.503 change_std=0.02 rose from
+OFFLINE 200 chosen_share 0.5   0.5027 change_std=0.02 did not clearly change
+PROMPTS 200 accuracy     0.5   0.61  -               rose from 0.500 to 0.610 on 200 held-out prompts.
+PROMPTS 200 accuracy     0.5   0.59  -               did not clearly change
+PROMPTS 200 judge        5.0   5.021 std=0.1         rose from
+PROMPTS 200 judge        5.0   5.019 std=0.1         did not clearly change
+PROMPTS 200 length       5.0   9.0   -               went from 5.000 to 9.000 on 200 held-out prompts: too f
 """
 
 
