@@ -13,17 +13,7 @@ from types import SimpleNamespace
 
 import matplotlib
 import pytest
-from tiny import (
-    DIE,
-    finish,
-    flags,
-    launch,
-    read_jsonl,
-    run_files,
-    save_policy_dir,
-    word_tokenizer,
-    write_jsonl,
-)
+from tiny import DIE, finish, flags, launch, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
@@ -238,21 +228,13 @@ def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path):
 
 
 @pytest.mark.parametrize("script", [train_sft, train_reward], ids=["sft", "reward"])
-def test_the_stages_before_have_trackers_too(tmp_path, script):
-    tokenizer = word_tokenizer(["a", "b", "user", "assistant"], chat=True)
+def test_the_stages_before_have_trackers_too(files, tmp_path, script):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"conversations": turns, "prompt": "a", "chosen": "a b", "rejected": "b"}] * 8
-    values = {
-        "model": save_policy_dir(tmp_path / "policy", tokenizer),
-        "data_path": write_jsonl(tmp_path / "data.jsonl", records),
-        "out_dir": tmp_path / "out",
-        "max_steps": 2,
-        "batch_size": 4,
-        "eval_size": 2,
-        "run_name": "r",
-        "device": "cpu",
-    }
-    script.main([*flags(**values), "--tracker", "tensorboard"])
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    sizes = {"max_steps": 2, "batch_size": 4, "eval_size": 2, "run_name": "r", "device": "cpu"}
+    argv = flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", **sizes)
+    script.main([*argv, "--tracker", "tensorboard"])
     texts = check_all_steps("tensorboard", tmp_path / "out" / "r")
     assert "held" in texts["summary"][0][1]
 
