@@ -275,38 +275,43 @@ def test_a_change_that_goes_with_better_answers_is_none(bad, good, name, unknown
     assert (name in found_in(evaluated(steps, 0.6, 0.9, name="eval/score"))) is unknown
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "more", "level"),
-    [
-        # of 500: two standard errors of a difference of shares near 0.9: 2 sqrt(2) 0.3 / sqrt(500) = 0.038
-        ("eval/accuracy", (0.6, 0.9, 0.85), {}, "look"),
-        ("eval/accuracy", (0.6, 0.9, 0.87), {}, None),
-        ("eval/accuracy", (0.9, 0.6), {}, "wrong"),
-        ("eval/accuracy", (0.0, 0.0), {}, None),
-        # the mean of 128 scores varies by 0.0886, one of them by 1: 2 sqrt(2) / sqrt(500) = 0.127
-        ("eval/score", (3.0, 4.0, 3.87), {}, "look"),
-        ("eval/score", (3.0, 4.0, 3.88), {}, None),
-        ("eval/score", (3.0, 1.0), {}, "wrong"),
-        ("eval/judge", (0.02, 0.03, -0.1), {"eval/judge_std": 1.2}, None),
-        ("eval/judge", (0.02, 0.03, -0.1), {"eval/judge_std": 0.3}, "wrong"),
-        # offline pairs: 2 sqrt(2) 0.1 / sqrt(500) = 0.0126; change by change 2 * 0.02 / sqrt(500) = 0.0018
-        ("eval/chosen_share", (0.5, 0.6, 0.588), {"eval/chosen_share_std": 0.1}, None),
-        ("eval/chosen_share", (0.5, 0.6, 0.587), {"eval/chosen_share_std": 0.1}, "look"),
-        ("eval/chosen_share", (0.5, 0.5, 0.473), {"eval/chosen_share_std": 0.1}, "wrong"),
-        ("eval/chosen_share", (0.5, 0.6, 0.599), {"eval/chosen_share_change_std": 0.02}, None),
-        ("eval/chosen_share", (0.5, 0.6, 0.598), {"eval/chosen_share_change_std": 0.02}, "look"),
-    ],
-)
-def test_a_held_out_fall_is_told_from_chance(metric, values, more, level):
-    steps = [x | more for x in evaluated(run_of(16, {}), *values, name=metric)]
-    offline = {"offline_data_path": "x"} if "share" in metric else {}
+# Evaluations from the first to the last, what else is known, and the level. Of shares of 500 near 0.9 two
+# standard errors of a difference are 2 sqrt(2) 0.3 / sqrt(500) = 0.038. The mean of 128 scores varies by
+# 0.0886, one of them by 1: 2 sqrt(2) / sqrt(500) = 0.127. Of offline pairs 2 sqrt(2) 0.1 / sqrt(500) = 0.0126, and
+# change by change 2 * 0.02 / sqrt(500) = 0.0018.
+HELD_OUT = """
+accuracy     0.6  0.9  0.85   -                look
+accuracy     0.6  0.9  0.87   -                -
+accuracy     0.9  0.9  0.6    -                wrong
+accuracy     0    0    0      -                -
+score        3    4    3.87   -                look
+score        3    4    3.88   -                -
+score        3    3    1      -                wrong
+judge        0.02 0.03 -0.1   std=1.2          -
+judge        0.02 0.03 -0.1   std=0.3          wrong
+chosen_share 0.5  0.6  0.588  std=0.1          -
+chosen_share 0.5  0.6  0.587  std=0.1          look
+chosen_share 0.5  0.5  0.473  std=0.1          wrong
+chosen_share 0.5  0.6  0.599  change_std=0.02  -
+chosen_share 0.5  0.6  0.598  change_std=0.02  look
+"""
+
+
+@pytest.mark.parametrize("row", HELD_OUT.strip().splitlines())
+def test_a_held_out_fall_is_told_from_chance(row):
+    name, *values, also, level = row.split()
+    kind, _, x = also.partition("=")
+    name = f"eval/{name}"
+    steps = evaluated(run_of(16, {}), *map(float, values), name=name)
+    steps = [step | ({f"{name}_{kind}": float(x)} if x else {}) for step in steps]
+    offline = {"offline_data_path": "x"} if "share" in name else {}
     found = findings(steps, **offline).get("held_out_falls")
-    assert (found and (found.level, found.step)) == (level and (level, 16))
+    assert (found.level if found else "-") == level
     if found:
-        assert found.symptom == f"{metric} falls"  # after 16 steps nobody can tell what the score does
-        assert found.numbers.startswith(
-            f"{metric} {values[-1]:.3f}, at the start {values[0]:.3f}, at the best "
-        )
+        assert found.step == 16
+        assert found.symptom == f"{name} falls"  # after 16 steps nobody can tell what the score does
+        first, best, last = (f"{float(value):.3f}" for value in values)
+        assert found.numbers == f"{name} {last}, at the start {first}, at the best {best}"
 
 
 def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploited():
@@ -441,85 +446,42 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
 
 def test_a_finding_is_since_the_first_of_the_values_that_show_it():
     """Also where not every step has the metric, as with a critic that trains alone at first."""
-    bad = {"value/clip_fraction": 0.5}
-    assert found_in([{}, bad, *[{"value/clip_fraction": None}] * 3, bad, bad])["critic_is_held"] == (
-        "look",
-        2,
-    )
+    steps = [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)]
+    assert found_in(steps) == {"critic_is_held": ("look", 2)}
 
 
-BOTH = "--cliprange_value 0.5 --critic_learning_rate 0.000166667"
-THIRD = "--learning_rate 0.000166667"
+# a metric, its value, the finding, flags of the run, and the remedy
+REMEDIES = """
+policy/ratio 3 ratio_drastic ppo_epochs=1 | --learning_rate 0.000166667
+policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.006 | --learning_rate 0.0005
+policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.0009 | --learning_rate 0.0003
+policy/ratio 3 ratio_drastic learning_rate=0.003 | --learning_rate 0.0005 --ppo_epochs 1
+policy/approx_kl 0.1 steps_too_large ppo_epochs=1 | --learning_rate 0.000166667
+policy/approx_kl 0.1 steps_too_large | --learning_rate 0.000166667 --ppo_epochs 1
+policy/approx_kl 0.1 steps_too_large update_old_actor_freq=4 ppo_epochs=1 learning_rate=0.003
+    | --learning_rate 0.0005 --update_old_actor_freq 1
+rollout/repetition 0.5 repetition repetition_penalty=1 | --repetition_penalty 2 --kl_coef 0.06
+rollout/length 1 empty_answers missing_eos_penalty=0
+    | --kl_coef 0.06, or a reward that gives less to an empty answer
+value/clip_fraction 0.5 critic_is_held | --critic_learning_rate 0.000166667
+value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
+    | --cliprange_value 0.5 --critic_learning_rate 0.000166667
+value/explained_variance -1 critic_useless lam=1
+    | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
+policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
+policy/early_stop 1 early_stop_starves target_kl=0.02 | --learning_rate 0.000166667
+policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
+kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3
+kl/k1 2 kl_far kl_coef=0 | --learning_rate 0.000166667 --kl_coef 0.02
+"""
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "name", "args", "remedy"),
-    [
-        ("policy/ratio", 3.0, "ratio_drastic", {"ppo_epochs": 1}, THIRD),
-        (
-            "policy/ratio",
-            3.0,
-            "ratio_drastic",
-            {"learning_rate": 6e-3, "ppo_epochs": 1},
-            "--learning_rate 0.0005",
-        ),
-        (
-            "policy/ratio",
-            3.0,
-            "ratio_drastic",
-            {"learning_rate": 9e-4, "ppo_epochs": 1},
-            "--learning_rate 0.0003",
-        ),
-        (
-            "policy/ratio",
-            3.0,
-            "ratio_drastic",
-            {"learning_rate": 3e-3},
-            "--learning_rate 0.0005 --ppo_epochs 1",
-        ),
-        ("policy/approx_kl", 0.1, "steps_too_large", {"ppo_epochs": 1}, THIRD),
-        ("policy/approx_kl", 0.1, "steps_too_large", {}, f"{THIRD} --ppo_epochs 1"),
-        (
-            "policy/approx_kl",
-            0.1,
-            "steps_too_large",
-            {"update_old_actor_freq": 4},
-            f"{THIRD} --ppo_epochs 1 --update_old_actor_freq 1",
-        ),
-        (
-            "rollout/repetition",
-            0.5,
-            "repetition",
-            {"repetition_penalty": 1.0},
-            "--repetition_penalty 2 --kl_coef 0.06",
-        ),
-        (
-            "rollout/length",
-            1.0,
-            "empty_answers",
-            FREE,
-            "--kl_coef 0.06, or a reward that gives less to an empty answer",
-        ),
-        ("value/clip_fraction", 0.5, "critic_is_held", {}, "--critic_learning_rate 0.000166667"),
-        ("value/clip_fraction", 0.5, "critic_is_held", {"cliprange_value": 0.1}, BOTH),
-        (
-            "value/explained_variance",
-            -1.0,
-            "critic_useless",
-            {"lam": 1.0},
-            "--critic_learning_rate 0.000166667, or a longer --critic_warmup_steps",
-        ),
-        ("policy/early_stop", 1.0, "early_stop_starves", {"target_kl": 0.05}, THIRD),
-        ("policy/early_stop", 1.0, "early_stop_starves", {"target_kl": 0.02}, THIRD),
-        ("policy/early_stop", 1.0, "early_stop_starves", {"target_kl": 1e-6}, f"--target_kl 0.02 {THIRD}"),
-        ("kl/k1", 2.0, "kl_far", {"kl_coef": 1.0}, f"{THIRD} --kl_coef 3"),
-        ("kl/k1", 2.0, "kl_far", {"kl_coef": 0.0}, f"{THIRD} --kl_coef 0.02"),
-    ],
-)
-def test_a_remedy_comes_from_the_flags_of_the_run_and_is_not_what_it_has_already(
-    metric, value, name, args, remedy
-):
-    assert findings([{}, {}, *[{metric: value}] * 5], **args)[name].remedy == remedy
+@pytest.mark.parametrize("row", REMEDIES.replace("\n    ", " ").strip().splitlines())
+def test_a_remedy_comes_from_the_flags_of_the_run_and_is_not_what_it_has_already(row):
+    given, remedy = row.split(" | ")
+    metric, value, name, *changed = given.split()
+    args = {flag: float(x) for flag, x in (pair.split("=") for pair in changed)}
+    assert findings([{}, {}, *[{metric: float(value)}] * 5], **args)[name].remedy == remedy
 
 
 def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
@@ -530,9 +492,7 @@ def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
     unknown = {**FACTS, "suited": {}}  # of an older version
     found = findings([{"policy/ratio": 5.0}], unknown, learning_rate=6e-3, ppo_epochs=1)["ratio_drastic"]
     assert found.remedy == "--learning_rate 0.002"
-    assert findings(flat(20))["score_does_not_rise"].remedy.endswith(
-        "mend the reward, if not, --batch_size 256"
-    )
+    assert findings(flat(20))["score_does_not_rise"].remedy.endswith(", if not, --batch_size 256")
 
 
 def test_what_is_not_known_is_left_out():
@@ -546,12 +506,9 @@ def test_what_is_not_known_is_left_out():
 
 
 def test_numbers_are_those_of_the_run():
-    found = {
-        f[0]: f
-        for f in ((n, f.numbers) for n, f in findings(ended(0, 0, 0), {**FACTS, "prompts": 10}).items())
-    }
-    assert found["few_prompts"][1] == "10 prompts or logged answers, 589 samples or passes of each"
-    assert found["few_end"][1] == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
+    found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
+    assert found["few_prompts"].numbers == "10 prompts or logged answers, 589 samples or passes of each"
+    assert found["few_end"].numbers == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
 
 
 def test_what_is_usual_is_what_the_flags_take():
@@ -565,9 +522,7 @@ def test_a_step_costs_the_same_however_long_the_run_is():
     """A step of the demo takes half a second; the limit is wide for a slow machine."""
     health, seconds = Health({**FLAGS, "facts": FACTS}), []
     with collected_between_steps():  # else the collector looks through what other tests have left
-        for record in steps_of(
-            [{"reward/score": 1 + 0.1 * (n % 2), "eval/accuracy": 0.5} for n in range(1000)]
-        ):
+        for record in steps_of(flat(1000, eval_accuracy=0.5)):
             start = time.process_time()
             health.add(record)
             seconds.append(time.process_time() - start)
