@@ -2,7 +2,7 @@
 
 Whatever a user can get wrong (a path, a file's content, a flag) raises ``InputError``. Its message names the
 flag, file or line at fault and the remedy. Scripts run their ``main`` through ``run_script``, which prints
-that line and exits with its ``code``, 2. Bugs still give a traceback.
+that line and exits with code 2. Bugs still give a traceback.
 """
 
 import io
@@ -14,7 +14,6 @@ from collections.abc import Callable
 class InputError(ValueError):
     """A mistake in the input, not in the program. The message is one line: where, what, what to do."""
 
-    code = 2  # the exit code of the script
     agreed = False  # True if all processes of the run raise it (World.all_or_none in runs/distributed.py)
 
 
@@ -30,7 +29,7 @@ def first_line(error: BaseException) -> str:
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call ``main()``. On ``InputError`` print its one line to stderr and exit with its code; on a GPU's
+    """Call ``main()``. On ``InputError`` print its one line to stderr and exit with code 2; on a GPU's
     out-of-memory error exit with code 1, on Ctrl-C with 130, without a word with 141 where the reader of the
     output has ended (``| head``). A character that the output cannot show is printed as a question mark."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed; stderr never fails on a character
@@ -48,7 +47,7 @@ def run_script(main: Callable[[], object]) -> None:
     except InputError as error:
         if not isinstance(error, SaidElsewhere):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.code)
+        sys.exit(2)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch.OutOfMemoryError, without importing torch
             raise

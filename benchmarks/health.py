@@ -30,7 +30,8 @@ from health_broken import BROKEN, FAULTS, REMEDIES, SHORTER
 from health_files import make_files
 from health_healthy import HEALTHY, TASKS_RUN, TRAINED, task_flags
 
-from trainer.runs.health import WRONG, findings, read_run
+from trainer.runs.displays import read_rows
+from trainer.runs.health import WRONG, Health
 
 KEPT = ROOT / "benchmarks" / "results" / "health.json"
 PAGE = KEPT.with_suffix(".md")
@@ -61,7 +62,17 @@ def train(flags, folder, log, fault=None):
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join()
-    return *read_run(folder / "run_1"), round(time.perf_counter() - start, 1), process.exitcode
+    run = folder / "run_1"
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    return read_rows(run / "metrics.jsonl"), config, round(time.perf_counter() - start, 1), process.exitcode
+
+
+def findings(records, args):
+    """Lines of metrics.jsonl and config.json -> its findings."""
+    health = Health(args)
+    for record in records:
+        health.add(record)
+    return health.sorted
 
 
 def kept_of(records, args):

@@ -88,7 +88,7 @@ class RecordDataset(Dataset[Item], ABC):
                 self.note_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
                 lengths.append(self.length(item))
-                bar.done += 1
+                bar.update()
         fitting = {i: x for i, x in zip(places, lengths, strict=True) if x <= self.max_length}
         if not fitting:
             raise self.too_long()

@@ -1,7 +1,7 @@
 """Progress bars: seen in a real terminal while a phase is slow, gone after it; nothing elsewhere; no result
 depends on them.
 
-The terminal is a pseudo-terminal. ``Screen`` does with its bytes what a terminal does.
+The terminal is a pseudo-terminal. ``shown`` does with its bytes what a terminal does.
 """
 
 import os
@@ -20,60 +20,53 @@ from trainer.compute.memory import each_micro_batch
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 
-in_a_terminal = pytest.mark.skipif(not LINUX, reason="a pseudo-terminal")
+
+def shown(text):
+    """What a terminal has shown after each piece of this output."""
+    lines, row, column, seen = [""], 0, 0, []
+    for piece in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", text):
+        if piece == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif piece == "\r":
+            column = 0
+        elif piece == "\x1b[A":
+            row -= 1
+        else:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + piece + line[column + len(piece) :]
+            column += len(piece)
+        seen.append("\n".join(line.rstrip() for line in lines))
+    return seen
 
 
-class Screen:
-    """The lines that a terminal shows; ``seen``: what it has shown after each piece of output."""
-
-    def __init__(self):
-        self.lines, self.row, self.column, self.seen = [""], 0, 0, []
-
-    def write(self, text):
-        for piece in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", text):
-            if piece == "\n":
-                self.row, self.column = self.row + 1, 0
-                self.lines += [""] * (self.row + 1 - len(self.lines))
-            elif piece == "\r":
-                self.column = 0
-            elif piece == "\x1b[A":
-                self.row -= 1
-            else:
-                line = self.lines[self.row].ljust(self.column)
-                self.lines[self.row] = line[: self.column] + piece + line[self.column + len(piece) :]
-                self.column += len(piece)
-            self.seen.append("\n".join(line.rstrip() for line in self.lines))
-
-    @property
-    def text(self):
-        return self.seen[-1].strip() if self.seen else ""
+def command(code):
+    return [PYTHON, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
 
 
 def run_in_terminal(code, **environment):
-    """Run Python code with a pseudo-terminal as its stderr -> ``Screen``."""
+    """Run Python code with a pseudo-terminal as its stderr -> all that it has shown."""
     import fcntl
     import pty
     import termios
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # rows, columns
-    command = [PYTHON, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"]
-    process = subprocess.Popen(
-        command, stderr=theirs, stdout=subprocess.DEVNULL, env={**os.environ, **environment}
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, **environment}}
+    process = subprocess.Popen(command(code), stderr=theirs, **quiet)
     os.close(theirs)
-    screen, said = Screen(), b""
+    said = b""
     while True:
         try:
-            said += (piece := os.read(ours, 1 << 16))
+            piece = os.read(ours, 1 << 16)
         except OSError:  # the other end is closed
             break
         if not piece:
             break
+        said += piece
     os.close(ours)
     assert process.wait(timeout=600) == 0, said
-    screen.write(said.decode())
-    return screen
+    return shown(said.decode())
 
 
 SLOW = """
@@ -86,42 +79,25 @@ with phase("outside", 2, "parts") as outer:
         with phase("inside", 3, "things") as bar:
             for _ in range(3):
                 time.sleep(0.15)
-                bar.done += 1
-        outer.done += 1
-progress_bar.DELAY = 0.6
-with phase("a function"):
-    time.sleep(1.5)
+                bar.update()
+        outer.update()
 """
+SHORT = "import time\nfrom progress_bar import phase\nwith phase('short', 1, 'things'): time.sleep(1)"
 
 
-@in_a_terminal
-def test_a_slow_phase_shows_its_bar_and_takes_it_away():
-    screen = run_in_terminal(SLOW)
+@pytest.mark.skipif(not LINUX, reason="a pseudo-terminal")
+def test_a_slow_phase_of_the_main_process_shows_its_bar_and_takes_it_away():
+    seen = run_in_terminal(SLOW, RANK="0")
     bar = r"inside: +67%.* 2/3 \[00:0\d<00:0\d, .* things/s\]"
-    assert any(re.search(bar, text) for text in screen.seen)
-    assert any(re.search(rf"outside: +50%.* 1/2 .*\n.*{bar}", text) for text in screen.seen)
-    clocks = [m[1] for text in screen.seen if (m := re.search(r"^a function: 00:(\d\d)$", text.strip()))]
-    assert clocks == sorted(clocks)
-    assert {"00", "01"} <= set(clocks)  # from its beginning on, although it counts nothing
-    assert screen.text == ""
-
-
-@in_a_terminal
-def test_only_the_main_process_shows_bars():
-    assert run_in_terminal(SLOW, RANK="1").seen == []
-    assert run_in_terminal(SLOW, RANK="0").seen
+    assert any(re.search(bar, text) for text in seen)
+    assert any(re.search(rf"outside: +50%.* 1/2 .*\n.*{bar}", text) for text in seen)
+    assert seen[-1].strip() == ""
+    assert run_in_terminal(SLOW, RANK="1") == run_in_terminal(SHORT) == []
 
 
 def test_without_a_terminal_nothing_is_printed():
-    command = [PYTHON, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SLOW}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command(SLOW), capture_output=True, text=True, check=True)
     assert done.stderr == done.stdout == ""
-
-
-@in_a_terminal
-def test_a_short_phase_shows_nothing():
-    code = "import time\nfrom progress_bar import phase\nwith phase('short', 1, 'things'): time.sleep(1)"
-    assert run_in_terminal(code).seen == []
 
 
 # ------------------------------------------------------------------------------------- the phases of a run
@@ -132,9 +108,9 @@ def phases(monkeypatch):
     """Bars are drawn as if stderr were a terminal, of short phases too -> the phases that have ended."""
     begun, ended = [], []
 
-    class Watched(progress_bar.Phase):
+    class Watched(progress_bar.tqdm):
         def __init__(self, **more):
-            super().__init__(**more)
+            super().__init__(**more | {"disable": False})
             self.counts = [0]
             begun.append(self)
 
@@ -148,31 +124,28 @@ def phases(monkeypatch):
                 begun.remove(self)
                 ended.append(self)
 
-    monkeypatch.setattr(progress_bar, "Phase", Watched)
-    monkeypatch.setattr(progress_bar, "is_shown", lambda: True)
+    monkeypatch.setattr(progress_bar, "tqdm", Watched)
     monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr(progress_bar, "TICK", 0.002)
     yield ended
     assert begun == []  # none is left over, so that no bar stays
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
+def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(tmp_path, request, capsys):
     held_out = [{"prompt": f"a {word}", "answer": "a"} for word in WORDS]
-    return run_files(folder) | {"eval_data_path": write_jsonl(folder / "eval.jsonl", held_out)}
-
-
-SIZES = {"batch_size": 8, "mini_batch_size": 4, "ppo_epochs": 2, "max_gen_len": 6, "critic_warmup_steps": 0}
-
-
-def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(files, tmp_path, request, capsys):
-    train(**files, **SIZES, max_steps=2, out_dir=tmp_path / "quiet", run_name="r")
+    files = run_files(tmp_path) | {"eval_data_path": write_jsonl(tmp_path / "eval.jsonl", held_out)}
+    sizes = {
+        "batch_size": 8,
+        "mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "max_gen_len": 6,
+        "critic_warmup_steps": 0,
+    }
+    train(**files, **sizes, max_steps=2, out_dir=tmp_path / "quiet", run_name="r")
     assert capsys.readouterr().err == ""
     ended = request.getfixturevalue("phases")
-    train(**files, **SIZES, max_steps=2, out_dir=tmp_path / "shown", run_name="r")
+    train(**files, **sizes, max_steps=2, out_dir=tmp_path / "shown", run_name="r")
     same_run(tmp_path / "quiet" / "r", tmp_path / "shown" / "r", 2)
-    names = [this.desc for this in ended if this.total != 0]  # one asks for the names of the scores
     for name, count, total in (
         (f"tokens of {files['data_path']}", 1, 40),
         ("updates", 2, 4),  # PPO epochs times minibatches
@@ -180,46 +153,42 @@ def test_a_run_shows_all_its_phases_and_is_the_same_bit_for_bit(files, tmp_path,
         ("evaluation", 2, 16),  # sampled and greedy
     ):
         assert [this.total for this in ended if this.desc == name] == [total] * count, name
+    names = [this.desc for this in ended if this.total != 0]  # one asks for the names of the scores
     assert names.count("sampling") == 2 + 2 + 2 * 2  # the first ones check the policy and look for the format
     assert names.count("log-probs") == 2 * 2  # old actor and reference
-    assert names.count("reward model") == names.count("reward function") == 6
-    for this in ended:
-        assert this.done == (this.total or 0) or this.desc.startswith("lines of"), this.desc
+    assert names.count("reward model") == 6
+    assert [
+        this.desc for this in ended if this.n != this.total and not this.desc.startswith("lines of")
+    ] == []
     assert "updates" in capsys.readouterr().err
 
 
-def test_sampling_counts_responses_as_they_end(files, phases):
+def test_sampling_counts_responses_as_they_end(phases):
     sample(tiny_llama(10, spread=2.0), [[3, 4]] * 40, noise_keys(0, 0, range(40)), [0], 12, 1.0, slots=8)
     (seen,) = (this.counts for this in phases if this.desc == "sampling")
     assert seen == sorted(seen)
-    assert seen[0] == 0
-    assert seen[-1] == 40
+    assert (seen[0], seen[-1]) == (0, 40)
     assert len(set(seen)) > 5
 
 
-def test_a_phase_that_fails_takes_its_bar_away(files, phases):
-    with pytest.raises(InputError), phase("a phase", 3, "things"):
-        raise InputError("it fails")
-    assert [this.desc for this in phases] == ["a phase"]
-
-
-def test_a_micro_batch_that_is_halved_is_counted_once(phases):
+def test_a_phase_that_fails_takes_its_bar_away_and_halved_micro_batches_are_counted_once(phases):
     def work(rows):
         if len(rows) > 2:
             raise RuntimeError("out of memory")
 
+    with pytest.raises(InputError), phase("a phase", 3, "things"):
+        raise InputError("it fails")
     each_micro_batch([10] * 16, 1000, work, "scoring")
-    assert [(this.desc, this.done, this.total) for this in phases] == [("scoring", 16, 16)]
+    assert [(this.desc, this.n, this.total) for this in phases] == [("a phase", 0, 3), ("scoring", 16, 16)]
 
 
 def test_a_phase_costs_less_than_a_millisecond(phases):
     """A step has about ten of them; a step of the demo takes half a second."""
-    count = 400
     seconds = []
     for _ in range(5):  # the least counts: other programs may take the CPU in between
         start = time.process_time()
-        for _ in range(count):
+        for _ in range(400):
             with phase("short", 3, "things") as bar:
-                bar.done += 1
-        seconds.append((time.process_time() - start) / count)
+                bar.update()
+        seconds.append((time.process_time() - start) / 400)
     assert min(seconds) < 1e-3

@@ -20,6 +20,7 @@ from transformers import (
 
 from dataset.lm_dataset import Prompt
 from trainer.rewards.reward_function import Request
+from trainer.runs.health import Health
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -224,6 +225,14 @@ def wait_for(condition, process, seconds=300):
         assert time.monotonic() < end, "it took too long"
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
+
+
+def health_of(records, config=None):
+    """What a run with these lines of metrics.jsonl and this config.json has logged, and its findings."""
+    health = Health(config or {})
+    for record in records:
+        health.add(record)
+    return health
 
 
 def without_time(records):

@@ -17,6 +17,7 @@ from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import embeddings
 from model.lora import describe as describe_adapters
+from trainer.runs.base import Run
 from trainer.runs.resume import short_hash, weights_hash
 
 if TYPE_CHECKING:  # it has these functions as methods
@@ -75,10 +76,9 @@ def start_facts(run: "PpoRun") -> dict[str, Any]:
     rows = embeddings(run.ref)
     ids = len(tokenizer.get_vocab())
     plain = [name for name, (model, _) in run.reward.models.items() if not model.tokenizer.chat_template]
-    return {
+    return Run.facts(run) | {
         "prompts": len(prompts),
         "dropped_share": prompts.dropped / prompts.read,  # share of the records that are too long
-        "held_out": len(run.held_out_pairs or run.held_out or ()),
         "missing_header": header,  # text between a prompt and its answer, "" as it should be
         "template_without_eos": not ends,  # it ends an answer with no token that ends a response
         "fewer_ids": [ids, rows] if ids < USUAL_IDS * rows else None,  # than embeddings

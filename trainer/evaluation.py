@@ -101,7 +101,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
                 if "judge" in parts and not kind:
                     measured["judge_mean_square"] = parts["judge"].double().square()
                 metrics.add_all({f"eval/{name}{kind}": x.sum() for name, x in measured.items()}, len(texts))
-                bar.done += len(texts)
+                bar.update(len(texts))
     shown = {place: row for theirs in run.world.gather(mine) for place, row in theirs.items()}
     return metrics.means(run.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}
 

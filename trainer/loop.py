@@ -20,7 +20,7 @@ from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
 from trainer.runs.distributed import World, init_world
-from trainer.runs.log_and_save import end_if_broken, log_step, run_to_the_end, save
+from trainer.runs.log_and_save import log_step, run_to_the_end, save
 from trainer.runs.resume import start_or_resume
 from trainer.runs.signals import StopRequest
 
@@ -77,7 +77,6 @@ def train_to_the_end(
             metrics, rows = evaluate(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
             run.keep_best(logger, metrics)
-            end_if_broken(run, logger)
         for step in order.steps:
             try:
                 batch = collect(run, step, batches, order.positions)
@@ -102,6 +101,5 @@ def train_to_the_end(
                 save(run, logger)
             if failed:
                 raise failed
-            end_if_broken(run, logger)
             if signal and not last:
                 raise SystemExit(128 + signal)

@@ -215,6 +215,7 @@ extra_layers parting_coef lm_coef score_penalty: only the demo's reward model ne
     dataset/demo/make_reward.py has it; leave it out
 reference reference_samples: leave it out, scores are centred on the answers to the held-out records
 grad_sum_dtype: leave it out, gradients are summed in float32
+strict_health: leave it out; a run that is broken says "health: wrong" in its output
 # others
 loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
 scale_rewards: --advantage group divides by the deviation of a prompt's scores, rloo does not

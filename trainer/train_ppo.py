@@ -212,7 +212,6 @@ def flag_parser() -> FlagParser:
         "says which weights are best; default: judge, function, accuracy or score",
         may_change=True,
     )
-    switch("--strict_health", 0, "1: end a run that is broken", may_change=True)
     return p
 
 
@@ -459,7 +458,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
             if stopped and not run.critic:
                 break
             note_steps(run, [taken for taken in steps if taken])
-            bar.done += 1
+            bar.update()
 
 
 def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[str, list]]:

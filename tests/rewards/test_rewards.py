@@ -330,7 +330,7 @@ def test_training_with_several_reward_models(tmp_path):
     argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
     train_ppo.main([*argv, *reward_models])
     for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
-        parts = [metrics[name] for name in metric_names(PARTS, [metrics])]
+        parts = [metrics[name] for name in metric_names(PARTS, {name: [x] for name, x in metrics.items()})]
         assert {
             "reward/model_reward",
             "reward/model_more",

@@ -1,110 +1,62 @@
 """Findings: symptom, numbers, causes and remedy of what is unusual in a run, and none in a healthy run."""
 
 import json
-import os
-import subprocess
+import shutil
 import time
 
 import pytest
-from tiny import PYTHON, ROOT, finish, flags, launch, read_jsonl, run_files, save_reward_dir, word_tokenizer
+import torch
+from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir, word_tokenizer
 
-from errors import InputError, run_script
 from trainer import train_ppo
 from trainer.about_run import turns_of
-from trainer.runs import health
-from trainer.runs.health import (
-    RULES,
-    TABLE,
-    WINDOW,
-    Health,
-    Past,
-    as_markdown,
-    findings,
-    main,
-    one_line,
-    read_run,
-    spread_of_steps,
-)
+from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
 from trainer.runs.log_and_save import collected_between_steps
 
 PICTURES = True  # see pictures.py
 
+
+def numbers(text):
+    """ "kl/k1 0.03 …" -> {"kl/k1": 0.03, …}"""
+    words = text.split()
+    return dict(zip(words[::2], map(float, words[1::2]), strict=True))
+
+
 DEMO = read_jsonl(ROOT / "tests" / "fixtures" / "demo_metrics.jsonl")  # python trainer/train_ppo.py, seed 42
 # A step as the demo's, a little rounded.
-USUAL = {
-    "kl/k1": 0.03,
-    "kl/sequence": 0.8,
-    "rollout/finished": 1.0,
-    "rollout/length": 28.0,
-    "rollout/sampler_gap": 2e-4,
-    "rollout/importance_weight": 1.0,
-    "rollout/importance_ess": 1.0,
-    "rollout/repetition": 0.05,
-    "rollout/distinct": 0.98,
-    "rollout/score_length_corr": 0.1,
-    "reward/score": 1.0,
-    "reward/score_std": 1.0,
-    "reward/at_limit": 0.0,
-    "reward/format": 0.5,
-    "rollout/equal_groups": 0.1,
-    "policy/loss": 0.0,
-    "policy/approx_kl": 0.002,
-    "policy/clip_fraction": 0.01,
-    "policy/ratio": 1.0,
-    "policy/first_ratio": 1.0,
-    "policy/entropy": 0.1,
-    "policy/advantage_std": 1.0,
-    "policy/grad_norm": 0.5,
-    "policy/early_stop": 0.0,
-    "policy/skipped_steps": 0.0,
-    "value/explained_variance": 0.1,
-    "value/clip_fraction": 0.01,
-}
-FLAGS = {
-    "script": "train_ppo.py",
-    "learning_rate": 5e-4,
-    "critic_learning_rate": 5e-4,
-    "kl_coef": 0.02,
-    "ppo_epochs": 4,
-    "update_old_actor_freq": 1,
-    "clip_epsilon": 0.2,
-    "cliprange_value": 0.5,
-    "max_gen_len": 64,
-    "missing_eos_penalty": 1.0,
-    "target_kl": 0.0,
-    "lam": 0.95,
-    "grad_clip": 1.0,
-    "batch_size": 128,
-    "processes": 1,
-    "dtype": "float32",
-    "reward_model": ["JUDGE"],
-    "reasoning": 1,
-    "max_seq_len": 256,
-    "epochs": 1,
-    "total_steps": 46,
-}
-FACTS = {
-    "prompts": 5888,
-    "dropped_share": 0.0,
-    "held_out": 500,
-    "missing_header": "",
-    "template_without_eos": False,
-    "fewer_ids": None,
-    "without_template": "",
-    "suited": {"learning_rate": 5e-4, "critic_learning_rate": 5e-4},
-}
+USUAL = numbers("""
+    kl/k1 0.03  kl/sequence 0.8  rollout/finished 1  rollout/length 28  rollout/sampler_gap 0.0002
+    rollout/importance_weight 1  rollout/importance_ess 1  rollout/repetition 0.05  rollout/distinct 0.98
+    rollout/score_length_corr 0.1  rollout/equal_groups 0.1  reward/score 1  reward/score_std 1
+    reward/at_limit 0  reward/format 0.5  policy/loss 0  policy/approx_kl 0.002  policy/clip_fraction 0.01
+    policy/ratio 1  policy/first_ratio 1  policy/entropy 0.1  policy/advantage_std 1  policy/grad_norm 0.5
+    policy/early_stop 0  policy/skipped_steps 0  value/explained_variance 0.1  value/clip_fraction 0.01
+""")
+FLAGS = numbers("""
+    learning_rate 5e-4  critic_learning_rate 5e-4  kl_coef 0.02  ppo_epochs 4  update_old_actor_freq 1
+    clip_epsilon 0.2  cliprange_value 0.5  missing_eos_penalty 1  target_kl 0  lam 0.95  grad_clip 1
+""")
+FLAGS |= {"script": "train_ppo.py", "batch_size": 128, "processes": 1, "dtype": "float32", "total_steps": 46}
+FLAGS |= {"reward_model": ["JUDGE"], "max_gen_len": 64, "max_seq_len": 256}
+FACTS = {"prompts": 5888, "dropped_share": 0.0, "held_out": 500, "missing_header": "", "fewer_ids": None}
+FACTS |= {"template_without_eos": False, "without_template": ""}
+FACTS |= {"suited": {"learning_rate": 5e-4, "critic_learning_rate": 5e-4}}
 
 
-def steps_of(*changes):
+def steps_of(changes):
     """Changes of the usual step -> the lines of metrics.jsonl of a run."""
     return [{"step": n + 1, **USUAL, **change} for n, change in enumerate(changes)]
 
 
+def findings(changes, facts=FACTS, **args):
+    """{name: finding} of a run whose steps are the usual one with these changes."""
+    health = health_of(steps_of(changes), {"facts": facts, **FLAGS, **args})
+    return {f.name: f for f in health.sorted}
+
+
 def found_in(changes, facts=FACTS, **args):
-    """{name: (level, step)} of a run whose steps are the usual one with these changes."""
-    return {
-        f.name: (f.level, f.step) for f in findings(steps_of(*changes), {"facts": facts, **FLAGS, **args})
-    }
+    """{name: (level, step)}"""
+    return {name: (f.level, f.step) for name, f in findings(changes, facts, **args).items()}
 
 
 def run_of(count, late, early=None, turn=12):
@@ -115,293 +67,255 @@ def run_of(count, late, early=None, turn=12):
     ]
 
 
-def evaluated(changes, *shares, name="eval/accuracy"):
+def flat(count, **change):
+    """Steps whose score does not rise. change: of metrics, with "_" for "/"."""
+    change = {name.replace("_", "/", 1): x for name, x in change.items()}
+    return [{"reward/score": 1 + 0.1 * (n % 2), **change} for n in range(count)]
+
+
+def evaluated(changes, *values, name="eval/accuracy"):
     """Changes of steps -> the same with evaluations, evenly spread from the first to the last step."""
-    for n, share in enumerate(shares):
-        changes[n * (len(changes) - 1) // (len(shares) - 1)][name] = share
+    changes = [dict(change) for change in changes]
+    for n, value in enumerate(values):
+        changes[n * (len(changes) - 1) // (len(values) - 1)][name] = value
     return changes
 
 
-def test_a_healthy_run_has_no_finding():
+def test_a_healthy_run_has_no_finding_and_what_is_missing_is_silent():
     assert len(DEMO) == 47
-    assert findings(DEMO, {}) == []
-    assert found_in([{}] * 8) == {}
-    assert found_in(run_of(40, {})) == {}
-    assert findings([], {}) == findings([{"step": 0}], {}) == []
+    for records in (
+        DEMO,
+        [],
+        [{"step": 0}],
+        [{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}],
+    ):
+        assert health_of(records).sorted == []
+    for changes in (
+        [{}] * 8,
+        run_of(40, {}),
+        *([dict.fromkeys(USUAL, x)] * 30 for x in (None, float("nan"))),
+    ):
+        assert found_in(changes) == {}
+    for rule in RULES:
+        assert rule.look or rule.wrong
+        assert not Past({}).holds([*rule.look, *rule.wrong]), rule.name
 
 
 # What a step shows, how many such steps it takes, and the finding. The next smaller number is no finding.
-ONE_NUMBER = [
-    ("kl/k1", 1.1, 0.99, 1, "kl_far", "look"),
-    ("kl/k1", 3.1, None, 1, "kl_far", "wrong"),
-    ("kl/sequence", -1.1, -0.9, 3, "kl_negative", "wrong"),
-    ("policy/first_ratio", 1.002, 1.0005, 1, "first_ratio", "wrong"),
-    ("policy/first_ratio", 0.998, 0.9995, 1, "first_ratio", "wrong"),
-    ("policy/ratio", 2.1, 1.9, 1, "ratio_drastic", "wrong"),
-    ("policy/ratio", 0.09, 0.11, 1, "ratio_drastic", "wrong"),
-    ("policy/approx_kl", 0.051, 0.049, 3, "steps_too_large", "look"),
-    ("policy/approx_kl", 0.51, None, 1, "steps_too_large", "wrong"),
-    ("policy/clip_fraction", 0.41, 0.39, 3, "steps_too_large", "look"),
-    ("rollout/sampler_gap", 0.021, 0.019, 1, "sampler_apart", "look"),
-    ("rollout/sampler_gap", 0.11, None, 1, "sampler_apart", "wrong"),
-    ("rollout/importance_weight", 2.1, 1.9, 1, "sampler_apart", "wrong"),
-    ("rollout/importance_ess", 0.29, 0.31, 1, "sampler_apart", "wrong"),
-    ("policy/skipped_steps", 0.25, 0.0, 3, "updates_skipped", "wrong"),
-    ("policy/early_stop", 0.5, 0.4, 3, "early_stop_starves", "look"),
-    ("value/explained_variance", -0.11, -0.09, 5, "critic_useless", "look"),
-    ("value/explained_variance", -2.1, None, 5, "critic_useless", "wrong"),
-    ("value/clip_fraction", 0.21, 0.19, 3, "critic_is_held", "look"),
-    ("policy/advantage_std", 0.04, 0.06, 3, "advantages_gone", "look"),
-    ("rollout/finished", 0.79, 0.81, 3, "forgets_to_stop", "look"),
-    ("rollout/finished", 0.4, None, 3, "forgets_to_stop", "wrong"),
-    ("rollout/length", 1.4, 1.6, 1, "empty_answers", "wrong"),
-    ("rollout/repetition", 0.21, 0.19, 3, "repetition", "look"),
-    ("rollout/repetition", 0.65, None, 3, "repetition", "wrong"),
-    ("reward/at_limit", 0.21, 0.19, 3, "scores_at_limit", "look"),
-    ("reward/format", 0.009, 0.011, 3, "format_unknown", "look"),
-    ("reward/score_std", 101.0, 99.0, 2, "kl_weighs_nothing", "look"),
-    ("rollout/equal_groups", 0.81, 0.79, 5, "groups_alike", "look"),
+ONE_NUMBER = """
+    kl/k1                     1.1    0.99    1  kl_far              look
+    kl/k1                     3.1    -       1  kl_far              wrong
+    kl/sequence               -1.1   -0.9    3  kl_negative         wrong
+    policy/first_ratio        1.002  1.0005  1  first_ratio         wrong
+    policy/first_ratio        0.998  0.9995  1  first_ratio         wrong
+    policy/ratio              2.1    1.9     1  ratio_drastic       wrong
+    policy/ratio              0.09   0.11    1  ratio_drastic       wrong
+    policy/approx_kl          0.051  0.049   3  steps_too_large     look
+    policy/approx_kl          0.51   -       1  steps_too_large     wrong
+    policy/clip_fraction      0.41   0.39    3  steps_too_large     look
+    rollout/sampler_gap       0.021  0.019   1  sampler_apart       look
+    rollout/sampler_gap       0.11   -       1  sampler_apart       wrong
+    rollout/importance_weight 2.1    1.9     1  sampler_apart       wrong
+    rollout/importance_weight 0.49   0.51    1  sampler_apart       wrong
+    rollout/importance_ess    0.29   0.31    1  sampler_apart       wrong
+    policy/skipped_steps      0.25   0       3  updates_skipped     wrong
+    policy/early_stop         0.5    0.4     3  early_stop_starves  look
+    value/explained_variance  -0.11  -0.09   5  critic_useless      look
+    value/explained_variance  -2.1   -       5  critic_useless      wrong
+    value/clip_fraction       0.21   0.19    3  critic_is_held      look
+    policy/advantage_std      0.04   0.06    3  advantages_gone     look
+    rollout/finished          0.79   0.81    3  forgets_to_stop     look
+    rollout/finished          0.4    -       3  forgets_to_stop     wrong
+    rollout/length            1.4    1.6     1  empty_answers       wrong
+    rollout/repetition        0.21   0.19    3  repetition          look
+    rollout/repetition        0.65   -       3  repetition          wrong
+    reward/at_limit           0.21   0.19    3  scores_at_limit     look
+    reward/format             0.009  0.011   3  format_unknown      look
+    reward/score_std          101    99      2  kl_weighs_nothing   look
+    rollout/equal_groups      0.81   0.79    5  groups_alike        look
+"""
+
+
+@pytest.mark.parametrize("row", ONE_NUMBER.strip().splitlines(), ids=lambda row: " ".join(row.split()[:2]))
+def test_a_number_beyond_its_limit_is_a_finding_and_one_before_it_is_none(row):
+    metric, bad, good, steps, name, level = row.split()
+    begin = [{}] * 4
+    bad = {metric: float(bad)}
+    steps = int(steps)
+    found = found_in([*begin, *[bad] * steps])
+    assert found[name][0] == level
+    assert found[name][1] in (4 + 1, 4 + steps)  # a "wrong" one may take fewer steps than a "look"
+    if steps > 1:
+        assert name not in found_in([*begin, *[bad] * (steps - 1)])
+        assert name not in found_in([*begin, *[bad] * (steps - 1), {}, bad])
+    if good != "-":
+        assert name not in found_in([*begin, *[{metric: float(good)}] * 12])
+
+
+def kl(sequence, token, count=3):
+    return [{"kl/sequence": sequence, "kl/k1": token}] * count
+
+
+def ended(*shares):
+    return [{"rollout/finished": share} for share in shares]
+
+
+NO_ADVANTAGE, SAME = {"policy/advantage_std": 0.0}, {"reward/score_std": 0.0}
+FAR, NEAR = ([{"reward/score": 1.05 - fall}] * WINDOW for fall in (0.212, 0.208))  # see ``LIMITS``
+STUCK = {"kl/sequence": 0.01}
+FEW = {"batch_size": 4, "processes": 2}
+FREE = {"missing_eos_penalty": 0.0}
+LONGER = {"rollout/score_length_corr": 0.7}
+
+# changes of steps, changes of flags, and all that is found
+CASES = [
+    # what is not there from one step to the next: advantages, KL of long answers
+    ([NO_ADVANTAGE] * 3, {}, {"advantages_gone": ("look", 1)}),
+    ([NO_ADVANTAGE, NO_ADVANTAGE, {}], {}, {}),
+    (kl(20.0, 0.09, 5), {}, {}),
+    (kl(9.9, 0.2, 5), {}, {}),
+    (kl(10.1, 0.11, 2), {}, {}),
+    ([{}, *kl(10.1, 0.11)], {}, {"kl_far": ("look", 2)}),
+    # the ratio of the first minibatch is judged by precision and by the old actor
+    ([{"policy/first_ratio": 1.01}], {"dtype": "bfloat16"}, {}),
+    ([{"policy/first_ratio": 1.06}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
+    ([{"policy/first_ratio": 0.94}], {"dtype": "bfloat16"}, {"first_ratio": ("wrong", 1)}),
+    ([{"policy/first_ratio": 1.5}], {"update_old_actor_freq": 4}, {}),
+    # how many responses end
+    (ended(0, 0, 0), {}, {"few_end": ("wrong", 1)}),
+    (ended(0, 0), {}, {}),
+    (ended(0.021, 0.021, 0.021), {}, {"few_end": ("look", 1)}),
+    (ended(0.71, 0.71, 0.71), {}, {}),
+    (ended(1, 1, 1, 0, 0, 0), {}, {"forgets_to_stop": ("wrong", 4)}),
+    (ended(0.4, 0.4, 0.4, 0.4), {}, {"few_end": ("look", 1)}),
+    # where a cut answer costs nothing, only a fall of the ends is unusual, and one of few ends is not far
+    (ended(0, 0, 0), FREE, {}),
+    (ended(*[0.4] * 8), FREE, {}),
+    (ended(1, 1, 1, 0.4, 0.4, 0.4), FREE, {"forgets_to_stop": ("wrong", 4)}),
+    (ended(0.29, 0.29, 0.29, 0.05, 0.05, 0.05), FREE, {}),
+    # four responses of a step do not say how many end
+    (ended(*[0] * 7), FEW, {"small_batch": ("look", 0)}),
+    (ended(*[0] * 8), FEW, {"small_batch": ("look", 0), "few_end": ("wrong", 1)}),
+    (ended(0, 0, 0, 0, 1 / 64, 0, 0, 0), {"batch_size": 64}, {"few_end": ("wrong", 1)}),
+    (ended(0, 0, 0.25, 0), {"batch_size": 16}, {"few_end": ("look", 1)}),
+    (ended(1, 0, 1, 1, 0.5, 1, 1, 1), FEW, {"small_batch": ("look", 0)}),
+    (ended(*[1] * 8, *[0.4] * 3), FEW, {"small_batch": ("look", 0), "forgets_to_stop": ("wrong", 9)}),
+    # equal scores from the start: 384 responses of a hard task, and 500; later all is learned
+    ([SAME] * 3, {}, {"scores_alike": ("look", 1)}),
+    ([SAME] * 4, {}, {"scores_alike": ("wrong", 1)}),
+    ([SAME] * 9, {"batch_size": 48}, {"scores_alike": ("look", 1)}),
+    ([SAME] * 6, {"batch_size": 48, "processes": 2}, {"scores_alike": ("wrong", 1)}),
+    ([{}, {}, {}, *[SAME] * 5], {}, {}),
+    ([SAME, SAME, {}, *[SAME] * 5], {}, {}),
+    # the score of the untrained policy is its length
+    ([LONGER] * 3, {}, {"score_follows_length": ("look", 1)}),
+    ([{"rollout/score_length_corr": -0.7}] * 3, {}, {"score_follows_length": ("look", 1)}),
+    ([{"rollout/score_length_corr": 0.5}] * 3, {}, {}),
+    ([{}, {}, {}, *[LONGER] * 5], {}, {}),
+    # repetition counts where it has grown
+    ([{"rollout/repetition": x} for x in (0.15, 0.15, 0.26, 0.26, 0.26)], {}, {"repetition": ("look", 3)}),
+    ([{"rollout/repetition": x} for x in (0.15, 0.15, 0.24, 0.24, 0.24)], {}, {}),
+    # LIMITS: the spread of steps is 0.1 sqrt(pi) / 2 = 0.0886, one standard error of the difference of a mean
+    # of four and one of ten sqrt(1 / 4 + 1 / 10) times that: 0.0524. Four of them are 0.21.
+    ([*flat(WINDOW), *FAR], {}, {"score_does_not_rise": ("wrong", 2 * WINDOW)}),
+    ([*flat(WINDOW), *FAR[1:]], {}, {}),  # not yet for long
+    ([*flat(WINDOW), *NEAR], {}, {"score_does_not_rise": ("look", 2 * WINDOW)}),
+    # --normalize_reward: only the raw score can be compared
+    (
+        [x | {"reward/score_raw": 5.0} for x in (*flat(WINDOW), *FAR)],
+        {},
+        {"score_does_not_rise": ("look", 2 * WINDOW)},
+    ),
+    (evaluated([*flat(WINDOW), *FAR], 0.6, 0.9), {}, {}),
+    (flat(20, kl_sequence=0.11), {}, {"score_does_not_rise": ("look", 20)}),
+    (flat(20, kl_sequence=0.09), {}, {}),
+    ([{"reward/score": 1 + 0.1 * (n % 2) + 0.2 * (n >= 10)} for n in range(20)], {}, {}),
+    # a policy that does not move, where that helps nothing
+    (flat(20, kl_sequence=0.01), {}, {"policy_is_stuck": ("look", 11)}),
+    (flat(19, kl_sequence=0.01), {}, {}),  # nobody can tell
+    (flat(20, kl_sequence=0.04), {}, {}),
+    (flat(20, kl_sequence=-0.04), {}, {}),
+    (run_of(20, STUCK, STUCK), {}, {}),  # the score rises
+    (flat(20, kl_sequence=0.01, reward_score_std=0.0), {}, {"scores_alike": ("wrong", 1)}),
+    ([*flat(11, kl_sequence=0.01, policy_grad_norm=None), *flat(9, kl_sequence=0.01)], {}, {}),
 ]
 
 
-@pytest.mark.parametrize(("metric", "bad", "good", "steps", "name", "level"), ONE_NUMBER)
-def test_a_number_beyond_its_limit_is_a_finding_and_one_before_it_is_none(
-    metric, bad, good, steps, name, level
-):
-    begin = [{}] * 4
-    found = found_in([*begin, *[{metric: bad}] * steps])
-    assert found.keys() >= {name}
-    assert found[name][0] == level
-    if steps > 1:
-        assert name not in found_in([*begin, *[{metric: bad}] * (steps - 1)])
-        assert name not in found_in([*begin, *[{metric: bad}] * (steps - 1), {}, {metric: bad}])
-    if good is not None:
-        assert name not in found_in([*begin, *[{metric: good}] * 12])
+@pytest.mark.parametrize(("changes", "args", "found"), CASES)
+def test_what_steps_show_together_is_found(changes, args, found):
+    assert found_in(changes, **args) == found
 
 
-def test_advantages_that_are_all_0_are_a_finding_from_the_first_steps_on():
-    none = {"policy/advantage_std": 0.0}
-    assert found_in([none] * 3)["advantages_gone"] == ("look", 1)
-    assert "advantages_gone" in found_in([{}, {}, *[none] * 3])
-    assert "advantages_gone" not in found_in([none] * 2)
-    assert "advantages_gone" not in found_in([none, none, {}])  # the third batch has some
+# a change of the last steps that is a finding where nothing gets better by an evaluation: how it is judged if
+# the accuracy stays, rises, or is not known while the score rises
+UNLESS_BETTER = [
+    ({"rollout/distinct": 0.15}, {"rollout/distinct": 0.25}, "answers_alike", False),
+    ({"policy/entropy": 0.009}, {"policy/entropy": 0.011}, "entropy_collapses", False),
+    ({"policy/entropy": 0.5}, {"policy/entropy": 0.3}, "entropy_rises", False),
+    (STUCK, {"kl/sequence": 0.04}, "policy_is_stuck", False),
+]
+for way, near in ((1, {"rollout/length": 36.0}), (-1, {"rollout/length": 20.0})):
+    paid = {"rollout/score_length_corr": 0.55 * way}
+    length = {"rollout/length": 42.0 if way > 0 else 15.0}
+    UNLESS_BETTER += [
+        (length | paid, near | paid, "length_is_gamed", True),
+        (length | paid, length | {"rollout/score_length_corr": 0.45 * way}, "length_is_gamed", True),
+        (length | paid, length | {"rollout/score_length_corr": -0.55 * way}, "length_is_gamed", True),
+    ]
 
 
-def test_since_when_is_the_first_step_of_those_that_show_it():
-    assert found_in([{}, {}, *[{"kl/sequence": 11.0, "kl/k1": 0.2}] * 3])["kl_far"] == ("look", 3)
-    assert found_in([{}, {}, {"policy/ratio": 3.0}])["ratio_drastic"] == ("wrong", 3)
-    assert found_in([{}, {"policy/clip_fraction": 0.49}, {}]) == {}
+@pytest.mark.parametrize(("bad", "good", "name", "unknown"), UNLESS_BETTER)
+def test_a_change_that_goes_with_better_answers_is_none(bad, good, name, unknown):
+    """unknown: is it a finding where only the score is known to rise?"""
+    steps = run_of(24, bad)
+    assert name in found_in(evaluated(steps, 0.6, 0.6))
+    assert name not in found_in(evaluated(steps, 0.6, 0.9, 0.9))
+    assert (name in found_in(steps)) is unknown
+    assert name not in found_in(evaluated(run_of(24, good), 0.6, 0.6))
+    assert (name in found_in(evaluated(steps, 0.6, 0.9, name="eval/score"))) is unknown
 
 
-def test_missing_and_infinite_numbers_are_silent():
-    nothing = dict.fromkeys(USUAL)
-    assert found_in([nothing] * 30) == {}
-    assert found_in([{name: float("nan") for name in USUAL}] * 30) == {}
-    assert findings([{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}], {}) == []
-    for rule in RULES:
-        assert not rule.seen(Past({})), rule.name
+# Evaluations from the first to the last, what else is known, and the level. Of shares of 500 near 0.9 two
+# standard errors of a difference are 2 sqrt(2) 0.3 / sqrt(500) = 0.038. The mean of 128 scores varies by
+# 0.0886, one of them by 1: 2 sqrt(2) / sqrt(500) = 0.127; shares near a half 2 sqrt(2) 0.5 / sqrt(500) =
+# 0.063.
+HELD_OUT = """
+accuracy     0.6  0.9  0.85   -                look
+accuracy     0.6  0.9  0.87   -                -
+accuracy     0.9  0.9  0.6    -                wrong
+accuracy     0    0    0      -                -
+score        3    4    3.87   -                look
+score        3    4    3.88   -                -
+score        3    3    1      -                wrong
+judge        0.02 0.03 -0.1   std=1.2          -
+judge        0.02 0.03 -0.1   std=0.3          wrong
+chosen_preferred 0.5 0.6 0.54 -                -
+chosen_preferred 0.5 0.6 0.53 -                look
+chosen_preferred 0.5 0.5 0.3 -                 wrong
+"""
 
 
-def test_long_answers_may_be_further_from_the_start():
-    """More than 10 nats a response and more than 0.1 nats a token."""
-    assert found_in([{"kl/sequence": 20.0, "kl/k1": 0.09}] * 5) == {}
-    assert found_in([{"kl/sequence": 9.9, "kl/k1": 0.2}] * 5) == {}
-    assert found_in([{"kl/sequence": 10.1, "kl/k1": 0.11}] * 2) == {}
-    assert found_in([{}, *[{"kl/sequence": 10.1, "kl/k1": 0.11}] * 3]) == {"kl_far": ("look", 2)}
+@pytest.mark.parametrize("row", HELD_OUT.strip().splitlines())
+def test_a_held_out_fall_is_told_from_chance(row):
+    name, *values, also, level = row.split()
+    kind, _, x = also.partition("=")
+    name = f"eval/{name}"
+    steps = evaluated(run_of(16, {}), *map(float, values), name=name)
+    steps = [step | ({f"{name}_{kind}": float(x)} if x else {}) for step in steps]
+    offline = {"offline_data_path": "x"} if "chosen" in name else {}
+    found = findings(steps, **offline).get("held_out_falls")
+    assert (found.level if found else "-") == level
+    if found:
+        assert found.step == 16
+        assert found.symptom == f"{name} falls"  # after 16 steps nobody can tell what the score does
+        first, best, last = (f"{float(value):.3f}" for value in values)
+        assert found.numbers == f"{name} {last}, at the start {first}, at the best {best}"
 
 
-def test_a_ratio_of_the_first_minibatch_is_judged_by_precision_and_by_the_old_actor():
-    one = [{"policy/first_ratio": 1.01}]
-    assert found_in(one, dtype="bfloat16") == {}
-    assert found_in(one, update_old_actor_freq=4) == {}
-    assert "first_ratio" in found_in(one)
-
-
-def test_steps_that_are_too_large_over_several_batches_of_one_old_actor():
-    steps = steps_of(*[{"policy/approx_kl": 0.1}] * 3)
-    (found,) = findings(steps, {**FLAGS, "facts": FACTS, "update_old_actor_freq": 4})
-    assert found.causes[-1] == "a large --update_old_actor_freq"
-    assert found.remedy == "--learning_rate 0.000166667 --ppo_epochs 1 --update_old_actor_freq 1"
-
-
-def test_a_narrow_clip_comes_before_the_large_steps_that_it_seems_to_show():
-    unusual, large = findings(
-        steps_of(*[{"policy/clip_fraction": 0.9}] * 5), {**FLAGS, "facts": FACTS, "clip_epsilon": 0.001}
-    )
-    assert (unusual.name, unusual.step, unusual.remedy) == ("unusual_flags", 0, "--clip_epsilon 0.2")
-    assert (large.name, large.level) == ("steps_too_large", "look")
-
-
-def test_no_response_ends():
-    none = {"rollout/finished": 0.0}
-    assert found_in([none] * 3) == {"few_end": ("wrong", 1)}
-    assert found_in([none] * 2) == {}
-    assert found_in([{"rollout/finished": 0.021}] * 3) == {"few_end": ("look", 1)}
-    assert found_in([{}, {}, {}, *[none] * 3]).keys() == {"forgets_to_stop"}
-    without = {**FACTS, "template_without_eos": True}
-    template, none_ends = findings(steps_of(*[none] * 3), {**FLAGS, "facts": without})
-    assert (template.name, template.level) == ("template_without_eos", "look")  # the cause comes first
-    assert (none_ends.name, none_ends.level) == ("few_end", "wrong")
-    assert none_ends.remedy.startswith("--max_gen_len 256; where hardly a response ends, ")
-    assert none_ends.numbers == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
-
-
-def test_a_few_responses_do_not_say_how_many_end():
-    """Four of a step: of chance alone, steps without an end follow steps with some."""
-    none, half = {"rollout/finished": 0.0}, {"rollout/finished": 0.5}
-    few = {"batch_size": 4, "processes": 2, "max_gen_len": 64}
-    assert found_in([none] * 7, **few).keys() == {"small_batch"}
-    assert found_in([none] * 8, **few)["few_end"] == ("wrong", 1)
-    one_ends = [none] * 4 + [{"rollout/finished": 1 / 64}] + [none] * 3
-    assert found_in(one_ends, batch_size=64)["few_end"] == ("wrong", 1)
-    seldom = [none, none, {"rollout/finished": 1 / 4}, none]
-    assert found_in(seldom, batch_size=16)["few_end"] == ("look", 1)
-    by_chance = [{}, none, {}, {}, half, {}, {}, none, {}, half, half, {}]
-    assert found_in(by_chance, **few).keys() == {"small_batch", "few_end"}
-    assert found_in([{}, none, {}, {}, half, {}, {}, {}], **few).keys() == {"small_batch"}
-    assert found_in([half] * 7, **few).keys() == {"small_batch"}
-    assert found_in([half] * 8, **few)["few_end"] == ("look", 1)
-    assert found_in([{}] * 8 + [{"rollout/finished": 0.4}] * 3, **few)["forgets_to_stop"] == ("wrong", 9)
-
-
-def test_where_a_cut_answer_costs_nothing_only_a_fall_of_the_ends_is_unusual():
-    free = {"missing_eos_penalty": 0.0}
-    none, some = {"rollout/finished": 0.0}, {"rollout/finished": 0.4}
-    assert found_in([none] * 3, **free) == {}
-    assert found_in([some] * 8, **free) == {}
-    assert found_in([some] * 8) == {"few_end": ("look", 1)}
-    assert found_in([{}] * 3 + [some] * 3, **free) == {"forgets_to_stop": ("wrong", 4)}
-    assert found_in([{}] * 3 + [some] * 3) == {"forgets_to_stop": ("wrong", 4)}
-    rare = [{"rollout/finished": 0.19}, *[{"rollout/finished": 0.05}] * 3]  # it cannot fall far
-    assert found_in(rare, **free) == {}
-
-
-def test_few_prompts_are_told_how_often_each_is_seen():
-    """10 prompts, 46 steps of 128 responses."""
-    (found,) = start_of(prompts=10).values()
-    assert found.numbers == "10 prompts or logged answers, 589 samples or passes of each"
-
-
-def test_one_word_answers_are_alike_and_that_is_a_finding_where_the_run_does_not_help():
-    alike = run_of(30, {"rollout/distinct": 0.15})
-    assert "answers_alike" in found_in(evaluated(alike, 0.60, 0.61, 0.62))
-    assert "answers_alike" not in found_in(evaluated(run_of(30, {"rollout/distinct": 0.15}), 0.60, 0.90))
-    assert "answers_alike" not in found_in(run_of(30, {"rollout/distinct": 0.15}))  # the score rises
-    some = run_of(30, {"rollout/distinct": 0.25})  # four answers to a prompt may be alike
-    assert "answers_alike" not in found_in(evaluated(some, 0.60, 0.61))
-
-
-def test_all_scores_are_equal_from_the_start():
-    same = {"reward/score_std": 0.0}
-    assert found_in([same] * 3) == {"scores_alike": ("look", 1)}  # 384 responses of a hard task
-    assert found_in([same] * 4) == {"scores_alike": ("wrong", 1)}
-    assert found_in([same] * 9, batch_size=48) == {"scores_alike": ("look", 1)}
-    assert found_in([same] * 6, batch_size=48, processes=2) == {"scores_alike": ("wrong", 1)}
-    assert "scores_alike" not in found_in([{}, *[same] * 5])  # later: all is learned
-
-
-def test_a_score_that_follows_length_before_the_policy_has_moved():
-    longer = {"rollout/score_length_corr": 0.7}
-    assert found_in([longer] * 3) == {"score_follows_length": ("look", 1)}
-    assert found_in([{"rollout/score_length_corr": -0.7}] * 3).keys() == {"score_follows_length"}
-    assert found_in([{"rollout/score_length_corr": 0.5}] * 3) == {}
-    assert found_in([{}, {}, {}, *[longer] * 5]) == {}
-
-
-def test_repetition_counts_where_it_has_grown_by_a_tenth():
-    start = [{"rollout/repetition": 0.15}] * 3
-    assert "repetition" in found_in([*start, *[{"rollout/repetition": 0.26}] * 3])
-    assert "repetition" not in found_in([*start, *[{"rollout/repetition": 0.24}] * 3])
-
-
-def test_length_that_changes_as_the_score_pays_for_it_is_a_finding_where_nothing_independent_gets_better():
-    longer = {"rollout/length": 42.0, "rollout/score_length_corr": 0.55}
-    shorter = {"rollout/length": 15.0, "rollout/score_length_corr": -0.55}
-    for change in (longer, shorter):
-        assert found_in(run_of(16, change)).keys() == {"length_is_gamed"}
-        assert "length_is_gamed" in found_in(evaluated(run_of(16, change), 0.6, 0.6))
-        assert "length_is_gamed" not in found_in(evaluated(run_of(16, change), 0.6, 0.9, 0.9))
-        assert "length_is_gamed" in found_in(evaluated(run_of(20, change), 0.6, 0.9, 0.6))  # for a while
-        assert "length_is_gamed" in found_in(evaluated(run_of(16, change), 0.6, 0.9, name="eval/score"))
-        assert found_in(run_of(16, change | {"rollout/score_length_corr": 0.45})) == {}
-        turned = {"rollout/score_length_corr": -change["rollout/score_length_corr"]}
-        assert found_in(run_of(16, change | turned)) == {}
-    assert found_in(run_of(16, longer | {"rollout/length": 36.0})) == {}
-    assert found_in(run_of(16, shorter | {"rollout/length": 20.0})) == {}
-
-
-def test_a_held_out_fall_is_told_from_chance_and_named_by_what_the_score_does():
-    """Two standard errors of a difference of shares of 500 near 0.9: 2 sqrt(2) 0.3 / sqrt(500) = 0.038."""
-    assert found_in(evaluated(run_of(16, {}), 0.6, 0.9, 0.85))["held_out_falls"] == ("look", 16)
-    assert "held_out_falls" not in found_in(evaluated(run_of(16, {}), 0.6, 0.9, 0.87))
-    assert found_in(evaluated(run_of(16, {}), 0.9, 0.85))["held_out_falls"] == ("look", 16)
-    worse = evaluated(run_of(16, {}), 0.9, 0.6)
-    assert found_in(worse)["held_out_falls"] == ("wrong", 16)
-    rising = evaluated(run_of(20, {}), 0.9, 0.6)  # the score of the steps rises
-    symptom = "eval/accuracy falls while the score rises: the reward is exploited"
-    assert the("held_out_falls", rising).symptom == symptom
-    assert the("held_out_falls", worse).symptom == "eval/accuracy falls"  # after 16 steps nobody can tell
-    flat = evaluated([{} for _ in range(20)], 0.9, 0.6)
-    assert the("held_out_falls", flat).symptom == "eval/accuracy falls"
-    of_score = evaluated(run_of(20, {}), 3.0, 1.0, name="eval/score")
-    assert the("held_out_falls", of_score).symptom == "eval/score falls"
-    assert the("held_out_falls", worse).numbers == (
-        "eval/accuracy 0.600, at the start 0.900, at the best 0.900"
-    )
-    assert (
-        found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.0, name="eval/judge"))["held_out_falls"][0] == "look"
-    )
-    # The spread of the scores is 1: 2 sqrt(2) / sqrt(500) = 0.126.
-    assert found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.87, name="eval/judge"))["held_out_falls"]
-    assert "held_out_falls" not in found_in(evaluated(run_of(16, {}), 3.0, 4.0, 3.88, name="eval/judge"))
-    centred = evaluated(run_of(16, {}), 0.02, 0.03, -0.1, name="eval/judge")  # near 0, as reward models are
-    assert "held_out_falls" not in found_in(evaluated(centred, 1.2, 1.2, 1.2, name="eval/judge_std"))
-    assert found_in(evaluated(centred, 0.3, 0.3, 0.3, name="eval/judge_std"))["held_out_falls"][0] == "wrong"
-
-
-def test_entropy_that_falls_or_rises_while_nothing_gets_better():
-    low, high = {"policy/entropy": 0.009}, {"policy/entropy": 0.5}
-    assert "entropy_collapses" in found_in(evaluated(run_of(16, low), 0.6, 0.6))
-    assert "entropy_collapses" not in found_in(evaluated(run_of(16, low), 0.6, 0.9))
-    assert "entropy_collapses" not in found_in(evaluated(run_of(16, {"policy/entropy": 0.011}), 0.6, 0.6))
-    assert "entropy_rises" in found_in(evaluated(run_of(16, high), 0.6, 0.6))
-    assert "entropy_rises" not in found_in(evaluated(run_of(16, high), 0.6, 0.9))
-    assert "entropy_rises" not in found_in(evaluated(run_of(16, {"policy/entropy": 0.3}), 0.6, 0.6))
-
-
-def test_a_score_that_falls_below_its_start():
-    """The spread of steps is 0.1 sqrt(pi) / 2 = 0.0886, and one standard error of the difference of a mean
-    of four and one of ten sqrt(1 / 4 + 1 / 10) times that: 0.0524. Four of them are 0.21."""
-    start = [{"reward/score": 1.0 + 0.1 * (n % 2)} for n in range(WINDOW)]
-    far, near = ([{"reward/score": 1.05 - fall}] * WINDOW for fall in (0.212, 0.208))
-    assert found_in([*start, *far]) == {"score_does_not_rise": ("wrong", 2 * WINDOW)}
-    assert found_in([*start, *far[:-1]]) == {}  # not yet for long
-    assert found_in([*start, *near]) == {"score_does_not_rise": ("look", 2 * WINDOW)}
-    raw = {"reward/score_raw": 5.0}  # --normalize_reward: only the raw score can be compared
-    assert found_in([m | raw for m in (*start, *far)]) == {"score_does_not_rise": ("look", 2 * WINDOW)}
-    assert found_in(evaluated([*start, *[dict(x) for x in far]], 0.6, 0.9)) == {}
-
-
-def test_a_policy_that_does_not_move_or_moves_for_nothing():
-    still = {"kl/sequence": 0.01}
-
-    def flat(count, change):
-        return [{"reward/score": 1 + 0.1 * (n % 2), **change} for n in range(count)]
-
-    assert found_in(flat(20, still)) == {"policy_is_stuck": ("look", 11)}
-    assert found_in(flat(19, still)) == {}  # nobody can tell
-    assert found_in(evaluated(run_of(12, still, still), 0.6, 0.6))["policy_is_stuck"] == ("look", 3)
-    assert "policy_is_stuck" not in found_in(evaluated(run_of(12, still, still), 0.6, 0.9))
-    assert "policy_is_stuck" not in found_in(run_of(20, still, still))  # the score rises
-    for kl in (0.04, -0.04):
-        assert "policy_is_stuck" not in found_in(flat(20, {"kl/sequence": kl}))
-    waits = [{**x, "policy/grad_norm": None} for x in flat(11, still)] + flat(9, still)
-    assert found_in(waits) == {}  # only the critic has trained
-    assert found_in(flat(20, {**still, "reward/score_std": 0.0})).keys() == {"scores_alike"}
-    for kl, there in ((0.11, True), (0.09, False)):
-        assert ("score_does_not_rise" in found_in(flat(20, {"kl/sequence": kl}))) is there
-    assert found_in(flat(20, {})) == {"score_does_not_rise": ("look", 20)}
-    assert found_in([{"reward/score": 1 + 0.1 * (n % 2) + 0.2 * (n >= 10)} for n in range(20)]) == {}
+def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploited():
+    for steps, exploited in ((run_of(20, {}), True), (flat(20), False)):
+        symptom = findings(evaluated(steps, 0.9, 0.6))["held_out_falls"].symptom
+        assert ("while the score rises: the reward is exploited" in symptom) is exploited
 
 
 # ------------------------------------------------------------------------------------ what a run begins with
@@ -411,7 +325,7 @@ def start_of(**change):
     """The findings of a run with these flags or facts, before it has trained."""
     facts = {**FACTS, **{name: x for name, x in change.items() if name in FACTS}}
     args = {**FLAGS, **{name: x for name, x in change.items() if name not in FACTS}, "facts": facts}
-    return {f.name: f for f in findings([{"step": 0}], args)}
+    return [(f.name, f.level, f.remedy) for f in health_of([{"step": 0}], args).sorted]
 
 
 @pytest.mark.parametrize(
@@ -434,411 +348,188 @@ def start_of(**change):
     ],
 )
 def test_flags_and_facts_that_are_far_from_the_usual_ones(change, name, level, remedy):
-    found = start_of(**change)
-    assert found.keys() == {name}
-    assert found[name].level == level
-    assert remedy in found[name].remedy
+    ((found, found_level, told),) = start_of(**change)
+    assert (found, found_level) == (name, level)
+    assert remedy in told
 
 
-def test_held_out_pairs_that_fall_are_found_offline():
-    """By hand: 2 sqrt(2) 0.5 / sqrt(200) = 0.1 with 200 pairs, where one of the shares is a half."""
-
-    def found(before, best, after):
-        args = {**FLAGS, "offline_data_path": "x", "facts": {**FACTS, "held_out": 200}}
-        values = {0: before, 4: best, 8: after}
-        more = {n: {"eval/chosen_preferred": x} for n, x in values.items()}
-        lines = [{"step": n, "policy/loss": 0.0, **more.get(n, {})} for n in range(9)]
-        return {f.name: f for f in findings(lines, args)}.get("held_out_falls")
-
-    assert found(0.5, 0.6, 0.51) is None
-    seen = found(0.5, 0.6, 0.49)
-    assert (seen.level, seen.step, seen.symptom) == ("look", 8, "eval/chosen_preferred falls")
-    assert found(0.5, 0.5, 0.29).level == "wrong"  # also where it has never been above its start
-
-
-def test_flags_and_facts_that_are_usual():
-    usual = {
-        "dropped_share": 0.19,
-        "prompts": 200,
-        "batch_size": 16,
-        "learning_rate": 0.009,
-    }
-    for name, value in usual.items():
-        assert start_of(**{name: value}) == {}, name
-    assert start_of(kl_coef=0.0, reward_model=[]) == {}  # a reward that cannot be deceived
-    assert start_of(cliprange_value=0.0) == {}  # switched off
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dropped_share": 0.19},
+        {"prompts": 200},
+        {"batch_size": 16},
+        {"learning_rate": 0.009},
+        {"kl_coef": 0.0, "reward_model": []},  # a reward that cannot be deceived
+        {"cliprange_value": 0.0},  # off
+    ],
+)
+def test_flags_and_facts_that_are_usual(change):
+    assert start_of(**change) == []
 
 
-def test_stages_1_and_2_have_no_findings():
-    record = {"train/loss": 9.0, "train/grad_norm": 1e6, "eval/accuracy": 0.1}
-    steps = [{"step": n, **record} for n in range(30)]
-    assert findings(steps, {"script": "train_sft.py", "batch_size": 1, "learning_rate": 1.0}) == []
-    falls = [{"step": n, "eval/accuracy": 0.9 - 0.2 * (n > 20)} for n in range(30)]
-    assert findings(falls, {"script": "train_reward.py"}) == []
-
-
-# ------------------------------------------------------------------------------------------- facts of a start
-
-
-def template_tokenizer(template):
-    tokenizer = word_tokenizer(["user", "assistant", "is", "<think>", "</think>", "Seven.", "a"])
-    tokenizer.chat_template = template
-    return tokenizer
+@pytest.mark.parametrize("script", ["train_sft.py", "train_reward.py"])
+def test_stages_1_and_2_have_no_findings(script):
+    steps = [{"step": n, "train/loss": 9.0, "eval/accuracy": 0.9 - 0.2 * (n > 20)} for n in range(30)]
+    assert health_of(steps, {"script": script, "batch_size": 1, "learning_rate": 1.0}).sorted == []
 
 
 def test_the_template_is_asked_for_the_header_and_the_eos():
     header = "{% if add_generation_prompt %}assistant {% endif %}"
     turns = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
-    assert turns_of(template_tokenizer(turns + header), [0]) == ("", True)
-    assert turns_of(template_tokenizer(turns), [0]) == ("assistant", True)
-    assert turns_of(template_tokenizer(turns + header), [5]) == ("", False)
-    assert turns_of(template_tokenizer(turns.replace("</s>", "") + header), [0]) == ("", False)
-    thought = turns.replace(
-        "m['content']", "('<think> </think> ' if m['role'] == 'assistant' else '') + m['content']"
-    )
-    assert turns_of(template_tokenizer(thought + header), [0]) == ("", True)
-    assert turns_of(template_tokenizer(None), [0]) == ("", True)
+    thought = "('<think> </think> ' if m['role'] == 'assistant' else '') + m['content']"
+    for template, eos, found in (
+        (turns + header, 0, ("", True)),
+        (turns, 0, ("assistant", True)),
+        (turns + header, 5, ("", False)),
+        (turns.replace("</s>", "") + header, 0, ("", False)),
+        (turns.replace("m['content']", thought) + header, 0, ("", True)),
+        (None, 0, ("", True)),
+    ):
+        tokenizer = word_tokenizer(["user", "assistant", "is", "<think>", "</think>", "Seven.", "a"])
+        tokenizer.chat_template = template
+        assert turns_of(tokenizer, [eos]) == found, template
 
 
 def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_path, capsys):
     files = run_files(tmp_path, count=24)
     files["reward_model"] = save_reward_dir(tmp_path / "plain", word_tokenizer(list("abcdefgh")))
-    sizes = {
-        "batch_size": 8,
-        "mini_batch_size": 8,
-        "max_gen_len": 4,
-        "max_seq_len": 5,
-        "critic_warmup_steps": 0,
-    }
-    argv = flags(**files, **sizes, max_steps=3, save_interval=1, device="cpu", out_dir=tmp_path / "out")
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 4, "max_seq_len": 5, "max_steps": 2}
+    argv = flags(**files, **sizes, save_interval=1, device="cpu", out_dir=tmp_path / "out")
     train_ppo.main(argv)
     said = capsys.readouterr().out
     folder = tmp_path / "out" / "run_1"
     facts = json.loads((folder / "config.json").read_text())["facts"]
-    assert facts["dropped_share"] == pytest.approx(1 - facts["prompts"] / 24)
-    assert facts["dropped_share"] > 0
+    assert 0 < facts["dropped_share"] == pytest.approx(1 - facts["prompts"] / 24)
     assert facts["without_template"] == "model"
     assert facts["suited"]["learning_rate"] == 5e-4
     assert facts["dtype"] in ("float32", "bfloat16")  # what the CPU is good at
     plain = "health: look, since step 0: a reward model has no chat template"
     assert said.count(plain) == 1
-    summary = (folder / "summary.md").read_text(encoding="utf-8")
-    assert "**judge_without_template** (look, since step 0)" in summary
-    metrics = folder / "metrics.jsonl"
-    kept = metrics.read_text(encoding="utf-8")
-    for late in ("step_2", "step_3"):
-        for file in sorted((folder / "checkpoints" / late).rglob("*")):
-            file.unlink()
-        (folder / "checkpoints" / late).rmdir() if (folder / "checkpoints" / late).exists() else None
+    assert "**judge_without_template** (look, since step 0)" in (folder / "summary.md").read_text("utf-8")
+    kept = read_jsonl(folder / "metrics.jsonl")
+    shutil.rmtree(folder / "checkpoints" / "step_2")
     train_ppo.main([*argv, "--resume", str(folder)])
     assert plain not in capsys.readouterr().out
-    assert len(metrics.read_text(encoding="utf-8").splitlines()) == len(kept.splitlines())
+    assert len(read_jsonl(folder / "metrics.jsonl")) == len(kept)
 
 
-def test_strict_health_ends_a_broken_run_saved_and_leaves_a_healthy_one_alone(tmp_path):
-    files = run_files(tmp_path, count=640)
-    (tmp_path / "same.py").write_text(
-        "def score(prompts, responses, answers):\n    return [1.0] * len(prompts)\n"
-    )
-    files["reward_fn"] = f"{tmp_path / 'same.py'}:score"
-    del files["reward_model"]
-    sizes = {
-        "batch_size": 128,
-        "mini_batch_size": 128,
-        "max_gen_len": 4,
-        "max_steps": 5,
-        "missing_eos_penalty": 0,
-    }
-    argv = flags(**files | sizes, device="cpu", out_dir=tmp_path / "out", strict_health=1)
-    out, err = finish(launch(argv), code=3)
-    assert err == (
-        "error: --strict_health 1: ended by scores_alike, wrong since step 1; its line above and "
-        "docs/health.md say what to try\n"
-    )
-    assert out.count("health: wrong, since step 1: all responses get the same score") == 1
-    assert (tmp_path / "out/run_1/checkpoints/step_4").is_dir()
-    assert len(read_jsonl(tmp_path / "out/run_1/metrics.jsonl")) == 5
-    said = out[out.index("saved: ") :].splitlines()
-    assert said[1].startswith("to go on: ") and "--resume" in said[1]
-    summary = (tmp_path / "out/run_1/summary.md").read_text(encoding="utf-8")
-    assert "- The run was stopped, after step 4 of 5." in summary
-    assert "- **scores_alike** (wrong, since step 1)" in summary
-    assert " | ev nan | " in out  # all returns are equal
-    assert read_jsonl(tmp_path / "out/run_1/metrics.jsonl")[1]["value/explained_variance"] is None
-    train_ppo.main(
-        [*argv, "--resume", str(tmp_path / "out/run_1")]
-    )  # it has been said: the user wants to go on
-    assert len(read_jsonl(tmp_path / "out/run_1/metrics.jsonl")) == 6
-    assert "stopped" not in (tmp_path / "out/run_1/summary.md").read_text(encoding="utf-8")
+# ------------------------------------------------------------------------------------ how it is said
 
 
-def test_strict_health_ends_a_run_that_cannot_be_right_before_it_learns(tmp_path):
-    files = run_files(tmp_path, count=4)
-    with open(files["data_path"], "a", encoding="utf-8") as file:
-        file.write((json.dumps({"prompt": "how much is " * 9}) + "\n") * 60)
-    argv = flags(**files, batch_size=4, max_gen_len=4, max_seq_len=20, device="cpu", out_dir=tmp_path / "out")
-    out, err = finish(launch([*argv, "--strict_health", "1"]), code=3)
-    assert err.startswith(
-        "error: --strict_health 1: ended by records_dropped, wrong since step 0; its line above"
-    )
-    assert out.count("health: wrong, since step 0: many prompts are longer") == 1
-    assert "Try: --max_seq_len 80" in out
-    assert "nothing was learned" in out
-    assert "step 1/" not in out
-
-
-# ------------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_speaks_of_any_run_folder(tmp_path):
-    def ask(*words):
-        command = [PYTHON, "-m", "trainer.runs.health", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        return done.returncode, done.stdout, done.stderr
-
-    folder = tmp_path / "run_1"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    lines = [json.dumps(line) for line in DEMO]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 47, "kl')  # killed while it wrote
-    code, out, _ = ask(folder)
-    assert (code, out) == (0, f"{folder}: step 46\n\nHealth: nothing unusual was found.\n")
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 47, "policy/ratio": 9.0}\n']))
-    code, out, _ = ask(folder)
-    assert code == 1
-    assert "**ratio_drastic** (wrong, since step 47)" in out
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert ask(folder)[1].startswith(f"{folder}: step 1\n")
-    (folder / "config.json").write_text('{"script": "train_sft.py"}')
-    assert ask(folder)[:2] == (0, f"{folder}: a run of train_sft.py; only runs of train_ppo.py are checked\n")
-    for wrong in ([tmp_path / "nothing"], [ROOT / "docs"], [], ["--help"], [folder, folder]):
-        code, _, err = ask(*wrong)
-        assert code == 2
-        assert len(err.splitlines()) == 1
-
-
-def test_what_cannot_be_read_is_named_in_one_line_and_half_a_line_at_the_end_is_left_out(tmp_path):
-    config, metrics = tmp_path / "config.json", tmp_path / "metrics.jsonl"
-    config.write_text('{"critic_warmup_steps": "auto"}')
-    metrics.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "kl')
-    assert read_run(tmp_path) == ([{"step": 0}, {"step": 1}], {"critic_warmup_steps": "auto"})
-    for broken in (metrics, config):
-        broken.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
-        with pytest.raises(InputError, match=r"cannot be read as a run folder .*; name one"):
-            read_run(tmp_path)
-        broken.write_text("{}\n")
-
-
-def test_the_command_ends_without_a_word_where_its_reader_has_ended(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "policy/ratio": 9.0}\n')
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [PYTHON, "-m", "trainer.runs.health", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=600)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_another_pipe_that_breaks_is_a_fault(capsys):
-    def main():
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        run_script(main)
-
-
-# ------------------------------------------------------------------------------------------- how it is said
-
-
-def test_findings_are_sorted_and_remedies_come_from_the_flags_of_the_run():
+def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wrong():
+    """What was unusual before the first step comes first, then what is wrong, then by step."""
+    args = {**FLAGS, "facts": FACTS, "learning_rate": 0.05}
+    health = Health(args)
     steps = [
-        {"policy/early_stop": 1.0, "kl/k1": 1.5, "policy/ratio": 5.0 if n == 4 else 1.0} for n in range(6)
+        {"kl/k1": 1.5},
+        {"kl/k1": 1.6},
+        {"kl/k1": 1.5, "policy/ratio": 5.0},
+        {"kl/k1": 3.5},
+        {"kl/k1": 4},
     ]
-    found = findings(steps_of(*steps), {**FLAGS, "facts": FACTS, "learning_rate": 3e-3, "target_kl": 0.002})
-    assert [(f.name, f.level) for f in found] == [
-        ("ratio_drastic", "wrong"),
-        ("kl_far", "look"),
-        ("early_stop_starves", "look"),
-    ]
-    assert found[0].remedy == "--learning_rate 0.0005 --ppo_epochs 1"  # what suits it is below a third
-    assert found[1].remedy == "--learning_rate 0.0005 --kl_coef 0.06"
-    text = as_markdown(found)
-    assert text.index("ratio_drastic") < text.index("kl_far")
-    assert one_line(found[0]).startswith("wrong, since step 5: the updates of one batch")
+    said = [[(f.name, f.level) for f in health.add(record)] for record in steps_of(steps)]
+    assert said[0] == [("unusual_flags", "look"), ("kl_far", "look")]
+    assert said[1:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
+    places = [(f.name, f.level, f.step) for f in health.sorted]
+    unusual, far, drastic = (
+        ("unusual_flags", "look", 0),
+        ("kl_far", "wrong", 1),
+        ("ratio_drastic", "wrong", 3),
+    )
+    assert places == [unusual, far, drastic]  # since when, not when it became worse
+    assert health.sorted[1].numbers.startswith("kl/k1 3.50 ")  # of the step that was said
+    assert one_line(health.sorted[2]).startswith("wrong, since step 3: the updates of one batch")
 
 
-BOTH = "--cliprange_value 0.5 --critic_learning_rate 0.000166667"
+def test_a_finding_is_since_the_first_of_the_values_that_show_it():
+    """Also where not every step has the metric, as with a critic that trains alone at first."""
+    steps = [{"value/clip_fraction": x} for x in (0, 0.5, None, None, 0.5, 0.5)]
+    assert found_in(steps) == {"critic_is_held": ("look", 2)}
 
 
-@pytest.mark.parametrize(
-    ("metric", "value", "name", "args", "remedy"),
-    [
-        ("policy/ratio", 3.0, "ratio_drastic", {"ppo_epochs": 1}, "--learning_rate 0.000166667"),
-        (
-            "policy/approx_kl",
-            0.1,
-            "steps_too_large",
-            {"ppo_epochs": 1},
-            "--learning_rate 0.000166667",
-        ),
-        (
-            "policy/approx_kl",
-            0.1,
-            "steps_too_large",
-            {},
-            "--learning_rate 0.000166667 --ppo_epochs 1",
-        ),
-        (
-            "rollout/repetition",
-            0.5,
-            "repetition",
-            {"repetition_penalty": 1.0},
-            "--repetition_penalty 2 --kl_coef 0.06",
-        ),
-        (
-            "rollout/length",
-            1.0,
-            "empty_answers",
-            {"missing_eos_penalty": 0.0},
-            "--kl_coef 0.06, or a reward that gives less to an empty answer",
-        ),
-        ("value/clip_fraction", 0.5, "critic_is_held", {}, "--critic_learning_rate 0.000166667"),
-        ("value/clip_fraction", 0.5, "critic_is_held", {"cliprange_value": 0.1}, BOTH),
-        (
-            "value/explained_variance",
-            -1.0,
-            "critic_useless",
-            {"lam": 1.0},
-            "--critic_learning_rate 0.000166667, or a longer --critic_warmup_steps",
-        ),
-    ],
-)
-def test_a_remedy_is_not_what_the_run_has_already(metric, value, name, args, remedy):
-    steps = steps_of(*[{}] * 2, *[{metric: value}] * 5)
-    found = findings(steps, {**FLAGS, "facts": FACTS, **args})
-    assert [f.remedy for f in found if f.name == name] == [remedy]
+# a metric, its value, the finding, flags of the run, and the remedy
+REMEDIES = """
+policy/ratio 3 ratio_drastic ppo_epochs=1 | --learning_rate 0.000166667
+policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.006 | --learning_rate 0.0005
+policy/ratio 3 ratio_drastic ppo_epochs=1 learning_rate=0.0009 | --learning_rate 0.0003
+policy/ratio 3 ratio_drastic learning_rate=0.003 | --learning_rate 0.0005 --ppo_epochs 1
+policy/approx_kl 0.1 steps_too_large ppo_epochs=1 | --learning_rate 0.000166667
+policy/approx_kl 0.1 steps_too_large | --learning_rate 0.000166667 --ppo_epochs 1
+policy/approx_kl 0.1 steps_too_large update_old_actor_freq=4 ppo_epochs=1 learning_rate=0.003
+    | --learning_rate 0.0005 --update_old_actor_freq 1
+rollout/repetition 0.5 repetition repetition_penalty=1 | --repetition_penalty 2 --kl_coef 0.06
+rollout/length 1 empty_answers missing_eos_penalty=0
+    | --kl_coef 0.06, or a reward that gives less to an empty answer
+value/clip_fraction 0.5 critic_is_held | --critic_learning_rate 0.000166667
+value/clip_fraction 0.5 critic_is_held cliprange_value=0.1
+    | --cliprange_value 0.5 --critic_learning_rate 0.000166667
+value/explained_variance -1 critic_useless lam=1
+    | --critic_learning_rate 0.000166667, or a longer --critic_warmup_steps
+policy/early_stop 1 early_stop_starves target_kl=0.05 | --learning_rate 0.000166667
+policy/early_stop 1 early_stop_starves target_kl=0.02 | --learning_rate 0.000166667
+policy/early_stop 1 early_stop_starves target_kl=0.000001 | --target_kl 0.02 --learning_rate 0.000166667
+kl/k1 2 kl_far kl_coef=1 | --learning_rate 0.000166667 --kl_coef 3
+kl/k1 2 kl_far kl_coef=0 | --learning_rate 0.000166667 --kl_coef 0.02
+"""
 
 
-def test_a_finding_that_becomes_wrong_is_said_again_and_then_never():
-    health = Health({})
-    said = [
-        [f.level for f in health.add(r)] for r in steps_of(*[{"kl/k1": x} for x in (1.5, 1.6, 3.5, 4.0, 1.5)])
-    ]
-    assert said == [["look"], [], ["wrong"], [], []]
-    assert [f.step for f in health.sorted] == [1]  # since when, not when it became worse
-    stays = findings(steps_of({"kl/k1": 1.5}, {"kl/k1": 1.6}), {})
-    assert stays[0].numbers.startswith("kl/k1 1.50 ")  # of the step that was said
-
-
-def test_what_was_unusual_before_the_first_step_comes_first_and_its_value_is_that_of_all_remedies():
-    """A rate of 0.05 is a hundred times what suits the model; a third of it would still break the run."""
-    rate = {**FLAGS, "facts": FACTS, "learning_rate": 0.05}
-    health = Health(rate)
-    said = [health.add(record) for record in steps_of({}, {"policy/ratio": 3.0})]
-    assert [[(f.name, f.level) for f in found] for found in said] == [
-        [("unusual_flags", "look")],
-        [("ratio_drastic", "wrong")],
-    ]
-    unusual, drastic = health.sorted
-    assert unusual.remedy == "--learning_rate 0.0005"
-    assert drastic.remedy == "--learning_rate 0.0005 --ppo_epochs 1"
-
-
-def test_the_limit_of_the_first_ratio_is_that_of_the_type_in_which_the_run_computed():
-    steps = steps_of({"policy/first_ratio": 1.01})
-    for dtype, count in (("float32", 1), ("bfloat16", 0)):
-        found = findings(steps, {**FLAGS, "dtype": "auto", "facts": {**FACTS, "dtype": dtype}})
-        assert [f.name for f in found].count("first_ratio") == count
-
-
-def test_a_run_without_a_step_is_judged_by_its_flags(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"temperature": 9.0}')
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}: step 0\n") and "try: --temperature 1\n" in said
-
-
-def test_a_step_costs_the_same_however_long_the_run_is():
-    """A step of the demo takes half a second; the limit is wide for a slow machine."""
-    health, args = Health({**FLAGS, "facts": FACTS}), []
-    with collected_between_steps():  # else the collector looks through what other tests have left
-        for n in range(1000):
-            start = time.process_time()
-            health.add({"step": n + 1, **USUAL, "reward/score": 1 + 0.1 * (n % 2), "eval/accuracy": 0.5})
-            args.append(time.process_time() - start)
-    assert sum(args[-100:]) / 100 < 2e-2
-    assert sum(args[-100:]) < 3 * sum(args[100:200]) + 0.1
-
-
-def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():
-    import torch
-
-    noise = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 3
-    assert spread_of_steps(noise.tolist()) == pytest.approx(3, rel=0.05)
-    assert spread_of_steps((noise + torch.arange(2000) * 0.1).tolist()) == pytest.approx(3, rel=0.05)
-    assert spread_of_steps([1.0, 2.0]) != spread_of_steps([1.0, 2.0])  # NaN: too few
-
-
-# ----------------------------------------------------------------------------------- causes and remedies
-
-
-def the(name, changes, facts=FACTS, **args):
-    """The finding of this name of a run whose steps are the usual one with these changes."""
-    found = findings(steps_of(*changes), {"facts": facts, **FLAGS, **args})
-    return next(f for f in found if f.name == name)
-
-
-@pytest.mark.parametrize(
-    ("target", "remedy"),
-    [
-        (0.05, "--learning_rate 0.000166667"),
-        (0.02, "--learning_rate 0.000166667"),
-        (1e-6, "--target_kl 0.02 --learning_rate 0.000166667"),
-    ],
-)
-def test_an_early_stop_is_the_rates_fault_where_the_target_is_not_small(target, remedy):
-    assert the("early_stop_starves", [{"policy/early_stop": 1.0}] * 3, target_kl=target).remedy == remedy
+@pytest.mark.parametrize("row", REMEDIES.replace("\n    ", " ").strip().splitlines())
+def test_a_remedy_comes_from_the_flags_of_the_run_and_is_not_what_it_has_already(row):
+    given, remedy = row.split(" | ")
+    metric, value, name, *changed = given.split()
+    args = {flag: float(x) for flag, x in (pair.split("=") for pair in changed)}
+    assert findings([{}, {}, *[{metric: float(value)}] * 5], **args)[name].remedy == remedy
 
 
 def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
-    still = evaluated(run_of(12, {"kl/sequence": 0.01}, {"kl/sequence": 0.01}), 0.6, 0.6)
+    still = evaluated(run_of(12, STUCK, STUCK), 0.6, 0.6)
     for rate, value in ((1e-4, "0.0005"), (5e-4, "0.0015")):
-        remedy = the("policy_is_stuck", still, learning_rate=rate).remedy
+        remedy = findings(still, learning_rate=rate)["policy_is_stuck"].remedy
         assert remedy == f"--learning_rate {value}, or a smaller --kl_coef"
-    drastic = [{"policy/ratio": 5.0}]
     unknown = {**FACTS, "suited": {}}  # of an older version
-    for rate, facts, value in ((6e-3, FACTS, "0.0005"), (9e-4, FACTS, "0.0003"), (6e-3, unknown, "0.002")):
-        found = the("ratio_drastic", drastic, facts, learning_rate=rate, ppo_epochs=1)
-        assert found.remedy == f"--learning_rate {value}"
+    found = findings([{"policy/ratio": 5.0}], unknown, learning_rate=6e-3, ppo_epochs=1)["ratio_drastic"]
+    assert found.remedy == "--learning_rate 0.002"
+    assert findings(flat(20))["score_does_not_rise"].remedy.endswith(", if not, --batch_size 256")
 
 
 def test_what_is_not_known_is_left_out():
     """A run of an older version, without flags and with few metrics."""
-    (found,) = findings([{"step": 1, "policy/approx_kl": 0.6}], {})
+    (found,) = health_of([{"step": 1, "policy/approx_kl": 0.6}]).sorted
     assert found.numbers == "policy/approx_kl 0.600 (usual: below 0.05)"
-    found = [findings([{"step": 1, name: 9.0}], {})[0].remedy for name in ("policy/ratio", "kl/k1")]
-    assert found == ["--ppo_epochs 1", "--kl_coef 0.02"]
+    remedies = [health_of([{"step": 1, name: 9.0}]).sorted[0].remedy for name in ("policy/ratio", "kl/k1")]
+    assert remedies == ["--ppo_epochs 1", "--kl_coef 0.02"]
     held = [{"step": n, "value/clip_fraction": 0.5} for n in range(3)]
-    (found,) = findings(held, {"cliprange_value": 0.5})
-    assert found.remedy == "see docs/health.md"
+    assert health_of(held, {"cliprange_value": 0.5}).sorted[0].remedy == "see docs/health.md"
+
+
+def test_numbers_are_those_of_the_run():
+    found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
+    assert found["few_prompts"].numbers == "10 prompts or logged answers, 589 samples or passes of each"
+    assert found["few_end"].numbers == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
 
 
 def test_what_is_usual_is_what_the_flags_take():
     known = train_ppo.flag_parser().flags
     for name, (least, most, usual) in TABLE["usual"].items():
-        for value in (least, most, usual):
-            if value:
-                assert not known[name].problem(value), name
+        assert not [value for value in (least, most, usual) if value and known[name].problem(value)], name
         assert least <= usual <= most
-    far = [{"kl/k1": 2.0}]
-    assert the("kl_far", far, kl_coef=1.0).remedy == "--learning_rate 0.000166667 --kl_coef 3"
-    assert the("kl_far", far, kl_coef=0.0).remedy == "--learning_rate 0.000166667 --kl_coef 0.02"
-    flat = [{"reward/score": 1 + 0.1 * (n % 2)} for n in range(20)]
-    assert the("score_does_not_rise", flat).remedy.endswith("mend the reward, if not, --batch_size 256")
 
 
-def test_each_row_has_conditions_or_a_function_and_each_function_a_row():
-    for rule in RULES:
-        assert bool(rule.look or rule.wrong) is not hasattr(health, rule.name), rule.name
+def test_a_step_costs_the_same_however_long_the_run_is():
+    """A step of the demo takes half a second; the limit is wide for a slow machine."""
+    health, seconds = Health({**FLAGS, "facts": FACTS}), []
+    with collected_between_steps():  # else the collector looks through what other tests have left
+        for record in steps_of(flat(1000, eval_accuracy=0.5)):
+            start = time.process_time()
+            health.add(record)
+            seconds.append(time.process_time() - start)
+    assert sum(seconds[-100:]) / 100 < 2e-2
+    assert sum(seconds[-100:]) < 3 * sum(seconds[100:200]) + 0.1
+
+
+def test_the_spread_of_steps_is_that_of_their_noise_and_not_of_their_trend():
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 3
+    assert spread_of_steps(noise.tolist()) == pytest.approx(3, rel=0.05)
+    assert spread_of_steps((noise + torch.arange(2000) * 0.1).tolist()) == pytest.approx(3, rel=0.05)
+    assert spread_of_steps([1.0, 2.0]) != spread_of_steps([1.0, 2.0])  # NaN: too few

@@ -16,14 +16,13 @@ from same_runs import (
     sizes,
 )
 from test_processes import ALONE
-from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
+from tiny import WORDS, flags, health_of, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
-from trainer.runs.health import findings
 
 # Many answers to a prompt score the same.
 FEW_SCORES = """def score(prompts, responses, answers):
@@ -149,7 +148,7 @@ def test_equal_scores_leave_advantages_of_0_and_health_says_so(files, tmp_path):
     lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [line["policy/advantage_std"] for line in lines[1:]] == [0, 0, 0]
     config = json.loads((tmp_path / "r" / "config.json").read_text())
-    assert "advantages_gone" in {finding.name for finding in findings(lines, config)}
+    assert "advantages_gone" in {finding.name for finding in health_of(lines, config).sorted}
 
 
 class Coarse:

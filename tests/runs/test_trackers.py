@@ -13,17 +13,7 @@ from types import SimpleNamespace
 
 import matplotlib
 import pytest
-from tiny import (
-    DIE,
-    finish,
-    flags,
-    launch,
-    read_jsonl,
-    run_files,
-    save_policy_dir,
-    word_tokenizer,
-    write_jsonl,
-)
+from tiny import DIE, finish, flags, launch, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
@@ -71,8 +61,8 @@ def in_tensorboard(folder):
 
 
 def in_wandb(folder):
-    """The same from the one offline run of wandb."""
-    (run,) = (folder / "wandb").glob("offline-run-*")
+    """The same from the newest offline run of wandb."""
+    run = max((folder / "wandb").glob("offline-run-*"))
     (path,) = run.glob("*.wandb")
     scalars, texts = {}, {}
     for record in wandb_run(path):
@@ -120,11 +110,11 @@ def blocks(data, header=7):
 
 
 def in_swanlab(folder):
-    """The same from the one run of SwanLab."""
+    """The same from the newest run of SwanLab."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
-    (run,) = (folder / "swanlog").glob("run-*")
+    run = max((folder / "swanlog").glob("run-*"))
     (path,) = run.glob("*.swanlab")
     reader, found = DataStoreReader(), ({}, {})
     reader.open(path)
@@ -145,10 +135,12 @@ def in_swanlab(folder):
 READERS = {"swanlab": in_swanlab, "tensorboard": in_tensorboard, "wandb": in_wandb}
 
 
-def check_all_steps(name, folder):
-    """A tracker has every metric of every step of metrics.jsonl once, and no other step -> its texts."""
+def check_all_steps(name, folder, after=-1):
+    """A tracker has every metric of every step of metrics.jsonl once, and no other step -> its texts. after:
+    the step after which the newest run of SwanLab and wandb begins."""
     scalars, texts = READERS[name](folder)
-    records = read_jsonl(folder / "metrics.jsonl")
+    after = -1 if name == "tensorboard" else after
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["step"] > after]
     metrics = {m for record in records for m in record if m != "step"}
     assert {m for m in scalars if not m.startswith("__swanlab__")} == metrics, name  # those are the machine's
     for metric in metrics:
@@ -188,10 +180,11 @@ def resumed(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_resumed_run_has_every_step_once(resumed, name):
-    texts = check_all_steps(name, resumed.path)
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(resumed, name):
+    texts = check_all_steps(name, resumed.path, after=2)
     samples = read_jsonl(resumed.path / "samples.jsonl")
-    assert [step for step, _ in texts["samples"]] == [4, 5]  # every --log_interval steps, and the last
+    shown = [2, 4, 5] if name == "tensorboard" else [4, 5]  # every --log_interval steps, and the last
+    assert [step for step, _ in texts["samples"]] == shown
     for step, text in texts["samples"]:
         responses = [row["response"] for row in samples if row["step"] == step]
         assert len(responses) >= 2
@@ -201,10 +194,9 @@ def test_a_resumed_run_has_every_step_once(resumed, name):
 
 def test_the_run_keeps_its_id(resumed):
     run_id = json.loads((resumed.path / "config.json").read_text())["run_id"]
-    (swanlab,) = (resumed.path / "swanlog").glob("run-*")
-    (wandb,) = (resumed.path / "wandb").glob("offline-run-*")
-    assert swanlab.name.endswith(run_id)
-    assert wandb.name.endswith(run_id)
+    found = [*(resumed.path / "swanlog").glob("run-*"), *(resumed.path / "wandb").glob("offline-run-*")]
+    assert len(found) == 4
+    assert all(folder.name.endswith(run_id) for folder in found)
 
 
 BREAK = """
@@ -236,21 +228,13 @@ def test_a_tracker_that_cannot_start_ends_the_run_in_one_line(files, tmp_path):
 
 
 @pytest.mark.parametrize("script", [train_sft, train_reward], ids=["sft", "reward"])
-def test_the_stages_before_have_trackers_too(tmp_path, script):
-    tokenizer = word_tokenizer(["a", "b", "user", "assistant"], chat=True)
+def test_the_stages_before_have_trackers_too(files, tmp_path, script):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"conversations": turns, "prompt": "a", "chosen": "a b", "rejected": "b"}] * 8
-    values = {
-        "model": save_policy_dir(tmp_path / "policy", tokenizer),
-        "data_path": write_jsonl(tmp_path / "data.jsonl", records),
-        "out_dir": tmp_path / "out",
-        "max_steps": 2,
-        "batch_size": 4,
-        "eval_size": 2,
-        "run_name": "r",
-        "device": "cpu",
-    }
-    script.main([*flags(**values), "--tracker", "tensorboard"])
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    sizes = {"max_steps": 2, "batch_size": 4, "eval_size": 2, "run_name": "r", "device": "cpu"}
+    argv = flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", **sizes)
+    script.main([*argv, "--tracker", "tensorboard"])
     texts = check_all_steps("tensorboard", tmp_path / "out" / "r")
     assert "held" in texts["summary"][0][1]
 
@@ -258,31 +242,21 @@ def test_the_stages_before_have_trackers_too(tmp_path, script):
 # ------------------------------------------------------------------------------------- texts and flags
 
 
-def logger_of(folder, step, *names):
-    """The logger of a run of two steps that goes on after this step."""
-    args = SimpleNamespace(log_interval=1, use_wandb=False, tracker=list(names), wandb_project="p")
-    run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=step), total_steps=2)
-    folder = RunFolder(folder.parent, folder.name, "auto")
-    folder.config = {"run_id": "0123abcd"}
-    return run_logger.RunLogger(folder, run)
-
-
-def test_html_goes_to_all_and_a_new_tracker_gets_the_steps_before(tmp_path):
+def test_html_goes_to_all_as_text(tmp_path):
     text = "<script>alert(1)</script>\n# **x** \u2028 \x85"  # the last two end lines for str.splitlines
     row = {"prompt": "<b>?", "response": text, "parts": {"score": 1.0}}
-    for step, names in ((0, ["tensorboard"]), (1, ALL), (2, ALL)):  # the last one has nothing left to do
-        logger = logger_of(tmp_path / "r", step, *names)
-        for now in range(step + 1, 3):
-            logger.log(now, {"kl/k1": 5.0 if now == 2 else 0.1}, {"samples.jsonl": [row]})
-        logger.finish()
-        for name in names:
-            texts = check_all_steps(name, tmp_path / "r")
-            if step == 2:  # of the steps before they have the numbers
-                assert texts == {}
-                continue
-            escaped = "&lt;script&gt;alert(1)&lt;/script&gt;" if name == "wandb" else "    <script>alert(1)"
-            shown = [at for at, text in texts["samples"] if escaped in text]
-            assert shown == list(range(step + 1, 3)), name
+    args = SimpleNamespace(log_interval=1, use_wandb=False, tracker=list(ALL), wandb_project="p")
+    run = SimpleNamespace(display=displays.PPO, args=args, progress=SimpleNamespace(step=0), total_steps=2)
+    folder = RunFolder(tmp_path, "r", "auto")
+    folder.config = {"run_id": "0123abcd"}
+    logger = run_logger.RunLogger(folder, run)
+    for step in (1, 2):
+        logger.log(step, {"kl/k1": 0.1 * step}, {"samples.jsonl": [row]})
+    logger.finish()
+    for name in ALL:
+        texts = check_all_steps(name, tmp_path / "r")
+        escaped = "&lt;script&gt;alert(1)&lt;/script&gt;" if name == "wandb" else "    <script>alert(1)"
+        assert [at for at, text in texts["samples"] if escaped in text] == [1, 2], name
 
 
 def test_the_flags_name_each_tracker_once():

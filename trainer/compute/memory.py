@@ -87,7 +87,7 @@ def each_micro_batch(
                     raise out_of_memory_error(lengths[rows[0]])
                 waiting += halves(rows)[::-1]
                 continue
-            bar.done += len(rows)
+            bar.update(len(rows))
 
 
 def out_of_memory_error(length: int) -> InputError:

@@ -105,7 +105,7 @@ class Sampler:
                     engine.admit()
                     engine.advance()
                     engine.compact()
-                    bar.done = len(prompt_ids) - len(engine.waiting) - engine.live
+                    bar.update(len(prompt_ids) - len(engine.waiting) - engine.live - bar.n)
             return engine
 
         engine = None

@@ -26,7 +26,6 @@ from types import ModuleType
 from dataset.formats import keys_found
 from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
-from progress_bar import phase
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
 Steps = list[tuple[int | None, float]]  # (character offset, None for the end; score) of a response
@@ -146,7 +145,7 @@ def call_reward_function(
     asked = copy.deepcopy((prompts, request.responses, answers, arguments(function, request)))
     prompts, responses, answers, more = asked
     try:
-        with phase("reward function"), time_limit(seconds):
+        with time_limit(seconds):
             returned = function(prompts, responses, answers, **more)
             return as_scores(returned, request.responses)
     except TimeUp:

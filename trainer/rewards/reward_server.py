@@ -43,7 +43,7 @@ class RewardServer:
             while len(scores) < count:
                 part = slice(len(scores), len(scores) + BATCH)
                 scores += self._ask(request.prompts[part], request.responses[part])
-                bar.done = len(scores)
+                bar.update(len(scores) - bar.n)
         return scores
 
     def _ask(self, prompts, responses):

@@ -85,10 +85,10 @@ class Learner:
         out counts too."""
         step = number - self.first_step
         warmup = self.warmup_steps
-        if self.schedule == "constant":
-            return self.peak * min(1.0, (step + 1) / (warmup + 1))
         if step < warmup:
             return self.peak * (step + 1) / (warmup + 1)
+        if self.schedule == "constant":
+            return self.peak
         falling = self.total_steps - self.first_step - warmup
         progress = min((step - warmup) / max(falling - 1, 1), 1.0)
         return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
@@ -136,8 +136,8 @@ class Run(ABC):
         """{flag: a hash of what it names}, which ``--resume`` compares."""
 
     def facts(self) -> dict[str, Any]:
-        """{name: value}: what health.py says of a run's start."""
-        return {}
+        """{name: value}: what health.py and the report read of a run's start."""
+        return {"held_out": len(self.held_out_pairs or self.held_out or ())}
 
     def prepare(self) -> None:
         """Make the models ready for training, before a checkpoint is loaded."""

@@ -5,13 +5,14 @@ has all that are named there. run_logger.py prints, plots.py draws, report.py ma
 and the page.
 """
 
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Records = list[dict[str, float]]  # lines of metrics.jsonl
 Row = dict[str, Any]  # a line of another JSONL file of the run folder
 Rows = dict[str, list[Row]]  # {file: what is written to it}
 PARTS = "reward/*"  # stands for every part of the reward
@@ -24,12 +25,12 @@ class Panel(NamedTuple):
     series: dict[str, str]  # {metric, or PARTS: its label, "" for its own name}
     look_for: str
 
-    def curves(self, records: Records) -> dict[str, str]:
-        """{metric: label} of those that these records have."""
+    def curves(self, logged: Mapping[str, Sized]) -> dict[str, str]:
+        """{metric: label} of those that were logged: {metric: its values}."""
         return {
             name: label or name.split("/", 1)[1]
             for pattern, label in self.series.items()
-            for name in metric_names(pattern, records)
+            for name in metric_names(pattern, logged)
         }
 
 
@@ -56,20 +57,26 @@ def as_line(formats: Mapping[str, str], metrics: Mapping[str, float]) -> str:
     return " | ".join(text.format(metrics[name]) for name, text in formats.items() if name in metrics)
 
 
-def logged(records: Records) -> list[str]:
-    """The names of the metrics that these records have, in the order in which they come."""
-    return list(dict.fromkeys(name for record in records for name in record))
-
-
-def metric_names(pattern: str, records: Records) -> list[str]:
-    """A metric, or ``PARTS`` -> the names of the metrics in these records that it stands for.
+def metric_names(pattern: str, logged: Mapping[str, Sized]) -> list[str]:
+    """A metric, or ``PARTS`` -> the names of the metrics that it stands for. logged: {metric: its values}.
 
     ``PARTS`` is without the sum of the parts, the statistics of ``--normalize_reward`` and the share of
     scores at the limit."""
-    if pattern != PARTS:
-        return [pattern] if any(pattern in record for record in records) else []
     no_part = ("/score", "_raw", "_mean", "_std", "/at_limit")
-    return [name for name in logged(records) if name.startswith("reward/") and not name.endswith(no_part)]
+    names = [pattern]
+    if pattern == PARTS:
+        names = [name for name in logged if name.startswith("reward/") and not name.endswith(no_part)]
+    return [name for name in names if logged[name]]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file of the run folder; none if there is no such file. Half a line, of a run that
+    was killed, is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def display_of(row: Row) -> Display:
@@ -78,6 +85,7 @@ def display_of(row: Row) -> Display:
 
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+UNITS = {name: f"({unit})" for name, unit in TABLE["units"].items()}
 PPO = display_of(TABLE["ppo"])
 OFFLINE = replace(PPO, **TABLE["offline"])
 SFT = display_of(TABLE["sft"])

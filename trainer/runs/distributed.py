@@ -94,7 +94,6 @@ class World:
                 text = str(first) if rank == 0 else f"process {rank}: {first}"
                 agreed = InputError(text) if self.is_main else SaidElsewhere(text)
                 agreed.agreed = True
-                agreed.code = first.code
                 raise agreed from mine
 
     def check_identical(self, **modules: nn.Module) -> None:
@@ -119,6 +118,8 @@ class World:
         """Leave the group at the end of a run. After an error this process waits for no other."""
         if self.size > 1 and raised[0] is None:
             dist.destroy_process_group()
+        elif self.size > 1 and self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()  # destroying it would wait for the others
 
 
 def bits_in_order(module: nn.Module) -> int:
@@ -181,8 +182,8 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
     for ever. Raises InputError on several machines, whose agents count attempts differently.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempt == "0":
-        return store  # a new one
+    if attempt == "0":
+        return store
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         raise InputError(
             "torchrun --max_restarts: works on one machine; type the same command again on all machines, "

@@ -5,7 +5,6 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,6 @@ from trainer.runs import checkpoints
 from trainer.runs.base import Run
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
-
-BROKEN = 3  # exit code of a run that --strict_health has ended
 
 Logger = RunLogger | NullLogger
 
@@ -36,7 +33,6 @@ def save(run: Run, logger: Logger) -> None:
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
     if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
         return
-    start = time.perf_counter()
     folder = None
     with run.world.all_or_none():
         if isinstance(logger, RunLogger) and logger.saved_step != run.progress.step:
@@ -49,23 +45,6 @@ def save(run: Run, logger: Logger) -> None:
         if isinstance(logger, RunLogger):
             run.save_result()
             logger.saved_step = run.progress.step
-            logger.saving_seconds += time.perf_counter() - start
-
-
-def end_if_broken(run: Run, logger: Logger) -> None:
-    """With --strict_health 1, end a run in which a finding of level "wrong" has begun (health.py): save it
-    and raise InputError with exit code ``BROKEN`` on all processes. Findings of before a resume do not count.
-    """
-    finding = getattr(run.args, "strict_health", 0) and run.world.from_main(logger.broken)
-    if finding:
-        save(run, logger)
-        error = InputError(
-            f"--strict_health 1: ended by {finding.name}, wrong since step {finding.step}; "
-            "its line above and docs/health.md say what to try"
-        )
-        error.code = BROKEN
-        with run.world.all_or_none():
-            raise error
 
 
 @contextmanager

@@ -16,43 +16,42 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainer.runs.displays import Panel, Records
-from trainer.runs.health import Finding
+from trainer.runs.displays import Panel
+from trainer.runs.health import Finding, Past
 
 HERE = Path(__file__).parent  # of the style sheets
 
 
-def draw_panel(axis: Axes, panel: Panel, records: Records) -> None:
+def draw_panel(axis: Axes, panel: Panel, past: Past) -> None:
     """Draw a panel's curves. Evaluations get markers, and so does a single step."""
-    for name, label in panel.curves(records).items():
-        points = [record for record in records if name in record]
-        steps = [record["step"] for record in points]
-        marker = "o" if name.startswith("eval/") or len(points) == 1 else None
-        axis.plot(steps, [record[name] for record in points], label=label, marker=marker)
+    for name, label in panel.curves(past.values).items():
+        values = past.values[name]
+        marker = "o" if name.startswith("eval/") or len(values) == 1 else None
+        axis.plot(past.steps[name], values, label=label, marker=marker)
 
 
-def draw_png(records: Records, panels: tuple[Panel, ...], path: Path) -> None:
-    """Draw the records of a metrics.jsonl as a PNG at ``path``: the panels, three in a row."""
+def draw_png(past: Past, panels: tuple[Panel, ...], path: Path) -> None:
+    """Draw a run as a PNG at ``path``: the panels, three in a row."""
     rows = math.ceil(len(panels) / 3)
     with matplotlib.rc_context(fname=HERE / "curves.mplstyle"):
         figure = Figure(figsize=(12, 3.1 * rows))
         for axis, panel in zip(figure.subplots(rows, 3).flat, panels, strict=True):
-            draw_panel(axis, panel, records)
+            draw_panel(axis, panel, past)
             axis.set(title=panel.title, xlabel="step")
             if axis.lines:
                 axis.legend()
         figure.savefig(path)
 
 
-def draw_svgs(records: Records, panels: tuple[Panel, ...], findings: list[Finding]) -> dict[str, str]:
-    """The plots of report.html -> {title: SVG} of those panels that these records have numbers for. A dashed
+def draw_svgs(past: Past, panels: tuple[Panel, ...], findings: list[Finding]) -> dict[str, str]:
+    """The plots of report.html -> {title: SVG} of those panels that this run has numbers for. A dashed
     line is the step at which a finding begins."""
     svgs = {}
     with matplotlib.rc_context(fname=HERE / "report.mplstyle"):
         for panel in panels:
             figure = Figure()
             axis = figure.subplots()
-            draw_panel(axis, panel, records)
+            draw_panel(axis, panel, past)
             if not axis.lines:
                 continue
             for finding in findings:

@@ -6,7 +6,6 @@ with the next batch; the log files are cut back to its step (run_logger.py), lat
 flag that would change the result is refused by name; files are compared by what they hold.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -99,18 +98,14 @@ class RunFolder:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
 
     def _lock(self) -> None:
-        """Lock the folder, until this process ends or dies. What is locked is a second file, because Windows
-        lets nobody read a locked one: ``.lock`` names the process."""
-        self._held = FileLock(self.path / ".lock.held", thread_local=False)
-        named = self.path / ".lock"
+        """Lock the folder, until this process ends or dies."""
+        self._held = FileLock(self.path / ".lock", thread_local=False)
         try:
             self._held.acquire(timeout=0)
         except Timeout:
-            holder = named.read_text(encoding="utf-8")
             raise InputError(
-                f"{self.path} is in use by {holder}; stop that process or name another run"
+                f"{self.path} is in use by another process; stop that one or name another run"
             ) from None
-        named.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
 
     def write_config(self) -> None:
         """Write ``config`` to config.json."""
@@ -122,10 +117,10 @@ class RunFolder:
         """Remove the folder of a run that has learned nothing -> whether it is gone, and its number free
         again. It stays if it was there before this run, or holds an evaluation or a file of a tracker or the
         user."""
-        others = {path.name for path in self.path.iterdir() if path.suffix != ".jsonl"}
-        logged = "".join(path.read_text(encoding="utf-8") for path in self.path.glob("*.jsonl"))
-        own = {"config.json", ".lock", ".lock.held"}
-        if not self._found and others <= own and logged in ("", '{"step": 0}\n'):
+        logs = list(self.path.glob("*.jsonl"))
+        others = {path.name for path in self.path.iterdir()} - {path.name for path in logs}
+        logged = "".join(path.read_text(encoding="utf-8") for path in logs)
+        if not self._found and others <= {"config.json", ".lock"} and logged in ("", '{"step": 0}\n'):
             shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
@@ -144,7 +139,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
         return path.parent.parent, [path]
-    elif not ((path / ".lock").exists() or checkpoints.list_checkpoints(path)):
+    elif not ((path / "config.json").exists() or checkpoints.list_checkpoints(path)):
         raise InputError(
             f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
         )
@@ -188,19 +183,12 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     folder.write_config()
 
 
-class Declared(Protocol):
-    """What ``check_same_run`` reads of a ``Flag`` (flags.py)."""
-
-    default: object
-    may_change: bool
-
-
-def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Declared]) -> list[str]:
+def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
     """Compare two configurations -> notes on the differences that are allowed. Raises InputError, naming both
     values, for a difference that changes the result.
 
-    A flag that did not exist when the run began counts as having its default. Batch sizes are per process, so
-    they are compared after multiplying by the number of processes.
+    flags: {name: ``Flag``}. One that did not exist when the run began counts as having its default. Batch
+    sizes are per process, so they are compared after multiplying by the number of processes.
     """
     notes = []
     any_length = new.get("lr_schedule") == "constant"  # then nothing depends on the number of steps
@@ -236,13 +224,12 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str,
 
 def resume_command(argv: list[str], script: str, folder: Path) -> str:
     """The command line that goes on with a run on one machine. argv: the flags that it was started with."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
     launcher = [sys.executable]
     if "WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--nproc_per_node", os.environ["LOCAL_WORLD_SIZE"]]
-    flags = parser.parse_known_args(argv)[1]
-    return quoted([*launcher, Path(__file__).parents[1] / script, *flags, "--resume", folder])
+    resume = ["--resume", str(folder)]
+    flags = argv if argv[-2:] == resume else argv + resume  # the last --resume counts
+    return quoted([*launcher, Path(__file__).parents[1] / script, *flags])
 
 
 def short_hash(content: object) -> str:

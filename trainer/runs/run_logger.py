@@ -24,9 +24,9 @@ from trainer.compute.kernels import kernels_of
 from trainer.compute.memory import peak_memory
 from trainer.runs.base import Run
 from trainer.runs.checkpoints import list_checkpoints
-from trainer.runs.displays import Row, Rows, as_line
-from trainer.runs.health import WRONG, Finding, Health, one_line
-from trainer.runs.report import read_metrics, read_rows, write_report
+from trainer.runs.displays import Row, Rows, as_line, read_rows
+from trainer.runs.health import Health, one_line
+from trainer.runs.report import write_report
 from trainer.runs.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ SHARE = 100  # so writing report.html takes at most 1 % of a run
 
 class NullLogger:
     """The logger of all processes but the main one: it does nothing."""
-
-    broken = None
 
     def log(self, *given: object) -> None:
         """Do nothing."""
@@ -60,21 +58,17 @@ class RunLogger:
         self.folder = folder
         self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
         self.saved_step = first_step
-        self.saving_seconds = 0.0
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             with writing(path):
                 cut_lines(path, first_step)
-        records = read_metrics(folder.path)  # of a resumed run
         self.health = Health(folder.config)
-        self.broken: Finding | None = None  # the first of level "wrong" that has begun in this process
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
         )
-        self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], self.say)
-        for record in records:
+        self._trackers = Trackers(run.args, folder.path, folder.config["run_id"], first_step, self.say)
+        for record in read_rows(self._files[0]):  # of a resumed run
             self.health.add(record)
-            self._trackers.log(int(record.pop("step")), record, fresh=True)
         self._start = time.perf_counter()
         self._report_due = self._start + SHARE  # as if writing it took a second
 
@@ -102,11 +96,8 @@ class RunLogger:
                 values["samples"] = "\n\n".join(samples)
                 if step % (4 * self.log_interval) == 0:
                     self.say(samples[0])
-        begun = self.health.add({"step": step, **metrics})
-        for finding in begun:
+        for finding in self.health.add({"step": step, **metrics}):
             self.say(f"health: {one_line(finding)}")
-            if finding.level == WRONG and not self.broken:
-                self.broken = finding
         if metrics.get("perf/out_of_memory"):
             self.say(f"note: memory ran out in step {step}; updates take fewer tokens at a time from now on")
         held_out = as_line(self.run.display.evaluation, metrics)
@@ -172,8 +163,8 @@ class RunLogger:
         self._conclude("ended")
         memory = torch.cuda.max_memory_allocated() or peak_memory()
         self.say(
-            f"{time.perf_counter() - self._start:.0f} s, of which checkpoints {self.saving_seconds:.1f} s; "
-            f"at most {memory / 2**30:.1f} GiB of memory\n{self.run.results()}"
+            f"{time.perf_counter() - self._start:.0f} s, at most {memory / 2**30:.1f} GiB of memory\n"
+            f"{self.run.results()}"
         )
 
     def _conclude(self, state: str) -> None:
@@ -188,9 +179,7 @@ class RunLogger:
         start = time.perf_counter()
         text = ""
         try:
-            text = write_report(
-                self.run, self.folder.path, self.health.sorted, state=state, saved_step=self.saved_step
-            )
+            text = write_report(self.run, self.folder.path, self.health, state, self.saved_step)
         except InputError:
             raise
         except Exception as error:

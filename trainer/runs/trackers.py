@@ -10,7 +10,6 @@ anything is learned; one that fails later gets nothing more, which one line says
 import html
 import importlib.util
 import os
-import shutil
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -30,7 +29,6 @@ class Tracker:
 
     run: Any  # as the package has it
     text: Callable[[str], Any]  # a text -> the package's form of it
-    fresh: bool = True  # it has nothing of this run yet
 
     def log(self, step: int, values: Values) -> None:
         """Take the values of one step."""
@@ -56,52 +54,46 @@ class TensorBoard(Tracker):
         self.run.close()
 
 
-def start_swanlab(folder: Path, known: dict[str, Any]) -> Tracker:
+def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Tracker:
     """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in. known: what it and
-    Weights & Biases call a run, its flags among it."""
+    Weights & Biases call a run, its flags among it; step: after which the run goes on."""
     import swanlab  # here, because importing it takes a second or more; the same below
 
-    path = str(folder / "swanlog")
-    fresh = not swanlab.Settings().api_key
-    if fresh:
-        shutil.rmtree(path, ignore_errors=True)
-    run = swanlab.init(**known, log_dir=path, mode="offline" if fresh else "online")
-    return Tracker(run, swanlab.Text, fresh)
+    mode = "online" if swanlab.Settings().api_key else "offline"
+    return Tracker(swanlab.init(**known, log_dir=str(folder / "swanlog"), mode=mode), swanlab.Text)
 
 
-def start_tensorboard(folder: Path, known: dict[str, Any]) -> Tracker:
-    """TensorBoard, in ``tensorboard/`` of the run folder."""
+def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Tracker:
+    """TensorBoard, in ``tensorboard/`` of the run folder. It hides what is there of steps done again."""
     from torch.utils.tensorboard import SummaryWriter
 
-    path = str(folder / "tensorboard")
-    shutil.rmtree(path, ignore_errors=True)
-    writer = SummaryWriter(path)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step and step + 1)
     return TensorBoard(writer, lambda text: textwrap.indent(text, "    "))  # as it is, in Markdown
 
 
-def start_wandb(folder: Path, known: dict[str, Any]) -> Tracker:
+def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Tracker:
     """Weights & Biases, in ``wandb/`` of the run folder; online too if the user is logged in and WANDB_MODE
     does not say otherwise."""
     import wandb
 
     known["mode"] = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-    fresh = known["mode"] != "online"
-    if fresh:
-        shutil.rmtree(folder / "wandb", ignore_errors=True)
     settings = wandb.Settings(console="off")  # the output is the run's own
     run = wandb.init(**known, dir=str(folder), settings=settings)
-    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"), fresh)
+    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
 
 
 TRACKERS = {"swanlab": start_swanlab, "tensorboard": start_tensorboard, "wandb": start_wandb}
 
 
 class Trackers:
-    """The trackers of a run, which all get the same. say(line): prints a line.
+    """The trackers of a run, which all get the same. step: after which the run goes on; say(line): prints a
+    line.
 
     Raises InputError if one of them cannot start."""
 
-    def __init__(self, args: Namespace, folder: Path, run_id: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, args: Namespace, folder: Path, run_id: str, step: int, say: Callable[[str], None]
+    ) -> None:
         self._say = say
         self._live: dict[str, Tracker] = {}
         for name in wanted(args):
@@ -113,18 +105,15 @@ class Trackers:
                 "config": vars(args),
             }
             try:
-                self._live[name] = TRACKERS[name](folder, known)
+                self._live[name] = TRACKERS[name](folder, known, step)
             except Exception as error:  # anything that the package raises
                 raise InputError(
                     f"--tracker {name}: cannot start ({first_line(error)[:200]}); mend that, or leave it out"
                 ) from error
 
-    def log(self, step: int, values: Values, fresh: bool = False) -> None:
-        """Give all of them the values of a step; fresh: those only that have nothing of the run yet. One that
-        fails is left out from then on."""
+    def log(self, step: int, values: Values) -> None:
+        """Give all of them the values of a step. One that fails is left out from then on."""
         for name, tracker in list(self._live.items()):
-            if fresh and not tracker.fresh:
-                continue
             try:
                 tracker.log(step, values)
             except Exception as error:  # full disk, no network, a process of its own that has ended
