@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -105,33 +104,14 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
-@dataclass
-class RecordBatches:
-    """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
-    [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
-    each prompt once; ``positions`` are those of its answers."""
-
-    n: int
-    seed: int
-    first_step: int
-    last_step: int
-    batch_size: int
-    mini_batch_size: int
-    rank: int
-    world: int
-    answers: int = 1
-
-    def __post_init__(self) -> None:
-        self.steps = range(self.first_step, self.last_step)
-        self.positions = local_positions(
-            self.batch_size, self.mini_batch_size, self.rank, self.world, self.answers
-        )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size = self.world * self.batch_size // self.answers
-        for step in self.steps:
-            batch = global_batch(self.n, self.seed, step, size)
-            yield [batch[position // self.answers] for position in self.positions[:: self.answers]]
+def record_batches(
+    n: int, seed: int, steps: range, size: int, positions: list[int], answers: int
+) -> Iterator[list[int]]:
+    """For a DataLoader's ``batch_sampler``: this process' dataset indices of each step, each prompt named
+    once. size: prompts of a global batch; positions: ``local_positions`` of their answers."""
+    for step in steps:
+        batch = global_batch(n, seed, step, size)
+        yield [batch[position // answers] for position in positions[::answers]]
 
 
 @contextmanager
