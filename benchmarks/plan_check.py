@@ -113,7 +113,7 @@ def measure(argv):
         run.prepare()
         note("building")
         answers = args.num_generations
-        positions = local_positions(args.batch_size, args.mini_batch_size, world.rank, world.size, answers)
+        positions = local_positions(args.batch_size, world.rank, world.size, answers)
         steps, prompts = range(args.max_steps), world.size * args.batch_size // answers
         order = record_batches(len(run.prompts), 42, steps, prompts, positions, answers)
         with record_loader(run.prompts, order, 0) as batches:

@@ -39,36 +39,27 @@ def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(
-    batch_size: int, mini_batch_size: int, rank: int, world: int, answers: int = 1
-) -> list[int]:
-    """The positions in the global batch that this process holds, in the order of its local rows.
+def local_positions(batch_size: int, rank: int, world: int, answers: int = 1) -> list[int]:
+    """The positions in the global batch that this process holds, in the order of its local rows: every
+    ``world``-th prompt, with all its answers one after the other.
 
-    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size`` and
-    ``mini_batch_size``, in answers, are per process. The prompts form blocks (``prompts_of_block``). Of each
-    block process ``rank`` holds every ``world``-th prompt, with all its answers one after the other.
+    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size``, in answers,
+    is per process.
     """
-    block = prompts_of_block(batch_size, mini_batch_size, answers)
-    prompts: list[int] = []
-    for first in range(0, batch_size // answers, block):
-        last = min(first + block, batch_size // answers)
-        prompts.extend(range(first * world + rank, last * world, world))
+    prompts = range(rank, batch_size // answers * world, world)
     return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
-
-
-def prompts_of_block(batch_size: int, mini_batch_size: int, answers: int) -> int:
-    """The number of a process' prompts that share their minibatches. The answers to a prompt go into as many
-    minibatches as can be: with a critic, four answers in one minibatch ended at 0.80 on the demo, in four
-    minibatches at 0.95 (docs/log.md). With one answer a prompt a block is the prompts of one minibatch.
-    Both ``answers`` and ``mini_batch_size`` must divide ``batch_size``."""
-    return mini_batch_size * math.gcd(batch_size // mini_batch_size, answers) // answers
 
 
 def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int = 1) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
-    positions, whatever their number is."""
+    positions, whatever their number is.
+
+    The answers to a prompt go into as many minibatches as can be: with a critic, four answers in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``answers`` and
+    ``mini_batch_size`` must divide ``batch_size``.
+    """
     spread = math.gcd(batch_size // mini_batch_size, answers)
-    rows = prompts_of_block(batch_size, mini_batch_size, answers) * answers
+    rows = mini_batch_size * spread  # of the prompts that share their minibatches
     return [
         [row for row in range(first, min(first + rows, batch_size)) if row % answers % spread == part]
         for first in range(0, batch_size, rows)

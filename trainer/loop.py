@@ -59,7 +59,7 @@ def train_to_the_end(
     world = run.world
     progress = run.progress
     steps = range(progress.step, run.total_steps)
-    positions = local_positions(args.batch_size, run.mini_batch_size, world.rank, world.size, run.answers)
+    positions = local_positions(args.batch_size, world.rank, world.size, run.answers)
     prompts = world.size * args.batch_size // run.answers
     order = record_batches(len(run.data), args.seed, steps, prompts, positions, run.answers)
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")

@@ -215,7 +215,7 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
     if mini % world or batch // answers % world:
         pytest.skip("these sizes cannot be shared")
     sizes = batch // world, mini // world
-    ranks = [local_positions(*sizes, rank, world, answers) for rank in range(world)]
+    ranks = [local_positions(sizes[0], rank, world, answers) for rank in range(world)]
     assert sorted(chain(*ranks)) == list(range(batch))
     for positions in ranks:
         for first in range(0, len(positions), answers):
@@ -223,7 +223,7 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
             assert group == list(range(group[0], group[0] + answers))
             assert group[0] % answers == 0
     cut, alone = minibatch_rows(*sizes, answers), minibatch_rows(batch, mini, answers)
-    one = local_positions(batch, mini, 0, 1, answers)
+    one = local_positions(batch, 0, 1, answers)
     assert [len(rows) for rows in cut] == [sizes[1]] * (batch // mini)
     for rows, rows_alone in zip(cut, alone, strict=True):
         found = sorted(positions[row] for positions in ranks for row in rows)
@@ -243,9 +243,9 @@ def test_a_prompt_is_read_once_for_all_its_answers(world):
 
 
 def test_local_positions_and_resuming():
-    assert local_positions(4, 2, 0, 1) == [0, 1, 2, 3]
-    assert local_positions(4, 2, 1, 2) == [1, 3, 5, 7]
-    assert local_positions(3, 2, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
+    assert local_positions(4, 0, 1) == [0, 1, 2, 3]
+    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
     whole = RecordBatches(10, 0, 0, 6, 4, 2, 1, 2)
     assert list(RecordBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
     assert len(list(whole)) == 6
