@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids
 from dataset.data_order import (
-    RecordBatches,
     epoch_order,
     global_batch,
     local_positions,
     minibatch_rows,
+    record_batches,
 )
 from dataset.demo.make_tokenizer import build_tokenizer
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
@@ -189,7 +189,8 @@ def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
     whole = [global_batch(n, seed, step, global_size) for step in range(5)]
     for world in (1, 2, 4):
         size, mini = global_size // world, global_mini // world
-        ranks = [list(RecordBatches(n, seed, 0, 5, size, mini, r, world)) for r in range(world)]
+        positions = [local_positions(size, rank, world) for rank in range(world)]
+        ranks = [list(record_batches(n, seed, range(5), global_size, mine, 1)) for mine in positions]
         for step in range(5):
             for k in range(global_size // global_mini):
                 rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
@@ -234,23 +235,27 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_prompt_is_read_once_for_all_its_answers(world):
-    orders = [RecordBatches(10, 0, 0, 6, 16 // world, 8 // world, rank, world, 2) for rank in range(world)]
-    asked = [sorted(chain(*lists)) for lists in zip(*orders, strict=True)]
-    assert asked == [sorted(global_batch(10, 0, step, 8)) for step in range(6)]
-    for order in orders:
-        batch = global_batch(10, 0, 3, 8)
-        assert list(order)[3] == [batch[p // 2] for p in order.positions[::2]]
+    asked = [list(batches(16 // world, rank, world, answers=2)) for rank in range(world)]
+    for step in range(6):
+        batch = global_batch(10, 0, step, 8)
+        assert sorted(chain(*(lists[step] for lists in asked))) == sorted(batch)
+        for rank, lists in enumerate(asked):
+            assert lists[step] == [batch[p // 2] for p in local_positions(16 // world, rank, world, 2)[::2]]
+
+
+def batches(batch_size, rank, world, first=0, answers=1):
+    positions = local_positions(batch_size, rank, world, answers)
+    return record_batches(10, 0, range(first, 6), world * batch_size // answers, positions, answers)
 
 
 def test_local_positions_and_resuming():
     assert local_positions(4, 0, 1) == [0, 1, 2, 3]
     assert local_positions(4, 1, 2) == [1, 3, 5, 7]
     assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
-    whole = RecordBatches(10, 0, 0, 6, 4, 2, 1, 2)
-    assert list(RecordBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
-    assert len(list(whole)) == 6
+    whole = list(batches(4, 1, 2))
+    assert list(batches(4, 1, 2, first=4)) == whole[4:] and len(whole) == 6
     batch = global_batch(10, 0, 4, 8)
-    assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
+    assert whole[4] == [batch[position] for position in local_positions(4, 1, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------

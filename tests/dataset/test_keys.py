@@ -67,7 +67,6 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "beside a pair": ({"q": "hi", "chosen": "5", "rejected": "6"}, Keys("q"), "hi", "5"),
     "of a pair": ({"q": "hi", "chosen": "6", "rejected": "7", "a": "5"}, Keys("q", "a"), "hi", "5"),
     "a field without a name": ({"": "row 7", "prompt": "hi", "gold": "5"}, Keys("", "gold"), "hi", "5"),
-    "verl's truth": ({"prompt": "hi", "reward_model": {"ground_truth": "5"}}, Keys("prompt"), "hi", "5"),
 }
 
 
@@ -146,7 +145,7 @@ def test_reward_functions_get_the_record_as_the_file_has_it(chat, jsonl):  # noq
     logged = LoggedAnswers(jsonl(record), chat, 100, keys=keys, max_response=9, eos=[chat.eos_token_id])
     for data in (prompts, logged):
         assert data[0].record == record and data[0].prompt == [USER]
-        assert list(data.columns) == list(record) and "1 of the records" in data.note
+        assert list(data.columns) == list(record)
     assert prompts[0].answer == logged[0].response == "5"
 
 

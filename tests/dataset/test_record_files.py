@@ -11,7 +11,8 @@ import pytest
 from tiny import PYTHON, ROOT, finish, read_jsonl, run_files, start_script, train, word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import RecordBatches, next_batch, record_loader
+from dataset.data_order import local_positions, next_batch, record_batches, record_loader
+from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -58,17 +59,12 @@ def test_tables(tmp_path):
     fields = {"style": "rule", "ground_truth": "72", "extra": None}  # as verl's files; None stays inside
     verl = {"prompt": [{"role": "user", "content": "hi"}], "reward_model": fields, "data_source": "x"}
     datasets.Dataset.from_list([verl]).to_parquet(tmp_path / "verl.parquet")
-    (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10)
+    keys = Keys(answer="reward_model.ground_truth")
+    (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10, keys=keys)
     assert (prompt.prompt, prompt.answer, prompt.record) == (verl["prompt"], "72", verl)
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):
         open_records(tmp_path / "b.parquet")
-
-
-def test_plain_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes("hi \n\n[über]\r\n".encode())
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("hi\n\n[über]".encode()))
-    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt.gz") == [{"text": "hi"}, {"text": "[über]"}]
 
 
 def test_tables_without_the_library(tmp_path, monkeypatch):
@@ -98,7 +94,7 @@ def test_hub_names(monkeypatch):
         ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
         ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:4: not JSON"),
         ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
-        ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json: record 2: not a JSON object"),
+        ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
         ("a.json", b"[]", "no records"),
         ("a.json", b"[" * 100_000, r"a\.json: not JSON in UTF-8; .*RecursionError"),
@@ -139,7 +135,7 @@ def test_without_pread_and_fork(tmp_path, monkeypatch):
     prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
     path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
     data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    order = list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches) for _ in range(5)]
         assert multiprocessing.active_children() == []
@@ -150,7 +146,7 @@ def test_ctrl_c_ends_no_worker(tmp_path):
     """It goes to the whole group of processes; the main one answers it."""
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)])
     data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    order = list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches)]
         (worker,) = multiprocessing.active_children()
@@ -181,7 +177,7 @@ MILLION = """import os, sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from tiny import word_tokenizer
-from dataset.data_order import RecordBatches
+from dataset.data_order import global_batch
 from dataset.lm_dataset import RLAIFDataset
 
 def resident():
@@ -190,7 +186,7 @@ def resident():
 tokenizer = word_tokenizer("ab")
 before = resident()
 data = RLAIFDataset(sys.argv[3], tokenizer, 10)
-batches = list(RecordBatches(len(data), 0, 0, 10, 64, 64, 0, 1))
+batches = [global_batch(len(data), 0, step, 64) for step in range(10)]
 texts = {data[i].prompt for batch in batches for i in batch}
 print(resident() - before)
 assert len(data) == 1_000_000 and texts == {"a b"}

@@ -1,11 +1,9 @@
 """Turns as other programs write them: parts of content, calls of tools, and what is said of them."""
 
 import pytest
-from test_dataset import chat, jsonl  # noqa: F401  (fixtures)
 from tiny import flags, run_files, save_policy_dir, train, word_tokenizer, write_jsonl
 
-from dataset.formats import as_messages, has_tools, to_demonstration, to_prompt
-from dataset.lm_dataset import RLAIFDataset
+from dataset.formats import as_messages, to_demonstration, to_prompt
 from errors import InputError
 from trainer import train_sft
 
@@ -40,8 +38,6 @@ OLDER = [  # OpenAI before there were tools
 @pytest.mark.parametrize("record", [{"messages": OPENAI}, {"conversations": SHAREGPT}, {"messages": OLDER}])
 def test_turns_of_tools_are_left_out(record):
     assert to_prompt(record) == to_demonstration(record) == ([turn("user", "rain?")], "no")
-    assert has_tools(record)
-    assert not has_tools({"messages": [turn("user", "rain?"), turn("assistant", "no")], "x": ["tool"]})
 
 
 def test_what_is_left_when_tools_are_left_out():
@@ -71,27 +67,13 @@ def test_parts_that_are_no_text_are_named(content, says):
         as_messages([turn("user", content)])
 
 
-def test_a_dataset_says_what_it_ignores(chat, jsonl):  # noqa: F811
-    records = [
-        {"messages": OPENAI},
-        {"conversations": SHAREGPT},
-        {"prompt": "hi", "tools": [{}]},
-        {"prompt": "hi"},
-    ]
-    path = jsonl(*records)
-    note = f"{path}: tools are ignored: 3 of the records read have them; "
-    note += "turns that call one or hold its result are left out"
-    assert RLAIFDataset(path, chat, 100).note == note
-    assert RLAIFDataset(jsonl({"prompt": "hi", "tools": None}), chat, 100).note == ""
-
-
 def test_a_run_says_it_in_one_line(tmp_path, capsys):
     files = run_files(tmp_path)
-    path = write_jsonl(tmp_path / "tools.jsonl", [{"messages": OLDER}] * 8)
+    path = write_jsonl(tmp_path / "tools.jsonl", [{"messages": OLDER, "tools": [{}]}] * 8)
     files |= {"data_path": path, "out_dir": tmp_path / "out"}
     sizes = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
     train(**files, **sizes, mini_batch_size=4, max_gen_len=4, critic_warmup_steps=0)
-    says = f"note     {path}: tools are ignored: 8 of the records read have them; turns"
+    says = f"note     {path}: tools are ignored: turns"
     assert capsys.readouterr().out.count(says) == 1
     model = save_policy_dir(tmp_path / "sft", word_tokenizer(["rain?", "no"], chat=True))
     sizes |= {"data_path": path, "eval_size": 4, "out_dir": tmp_path / "out", "device": "cpu"}

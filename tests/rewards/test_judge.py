@@ -25,9 +25,9 @@ from trainer.run import PpoRun
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "run_name": "r"}
 JUDGE = """import random, torch
-def judge(prompts, responses, answers, records):
+def judge(prompts, responses, answers, prompt):
     torch.rand(3), random.random()  # a judge may draw random numbers
-    assert all(r["prompt"] == p for r, p in zip(records, prompts))
+    assert prompt == prompts
     return [100.0 + r.count("a") for r in responses]
 """
 

@@ -46,8 +46,7 @@ FUNCTIONS = [  # (function, what it is given by name)
     (lambda prompts, completions, ground_truth: 0, {}),
     (lambda prompts, *rest: 0, {}),
     (lambda prompts, answers, references: 0, {}),  # any names that cannot be in the wrong place
-    (lambda prompts, responses, answers, records: 0, {"records": RECORDS}),
-    (lambda prompts, responses, answers, *, records: 0, {"records": RECORDS}),
+    (lambda prompts, responses, answers, *, level: 0, {"level": [3, 4]}),
     (lambda prompts, responses, answers, tests: 0, {"tests": [[1, 2], None]}),
     (lambda prompts, responses, answers, tests, level=0: 0, {"tests": [[1, 2], None], "level": [3, 4]}),
     (lambda prompts, responses, answers, scale=2.0: 0, {}),  # no such field: its default
@@ -57,9 +56,8 @@ FUNCTIONS = [  # (function, what it is given by name)
         {"prompt": ["p", "q"], "tests": [[1, 2], None], "level": [3, 4], "a b": [None, 5]},
     ),
     (
-        lambda prompts, responses, answers, records, level, **columns: 0,
+        lambda prompts, responses, answers, level, **columns: 0,
         {
-            "records": RECORDS,
             "level": [3, 4],
             "prompt": ["p", "q"],
             "tests": [[1, 2], None],
@@ -77,8 +75,7 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
 
 
 def test_a_function_may_change_what_it_gets():
-    def change(prompts, responses, answers, records, tests):
-        records[0]["tests"].append(9)
+    def change(prompts, responses, answers, tests):
         tests[0].clear()
         return [1, 2]
 
@@ -118,7 +115,7 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature
 def test_a_field_that_no_record_has():
     columns = {"prompt": None, "tests": None}
 
-    def function(prompts, responses, answers, records, tests, level=1):
+    def function(prompts, responses, answers, tests, level=1):
         pass
 
     check_columns(function, columns, "a.jsonl")
@@ -183,8 +180,8 @@ def test_a_mistake_inside_the_function_has_its_place(tmp_path):
 
 
 def test_a_reward_without_records():
-    reward = Reward(function=lambda p, r, a, records: [len(x) for x in records], reasoning=False)
-    assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [0, 0]
+    reward = Reward(function=lambda p, r, a, level: [x is None for x in level], reasoning=False)
+    assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -192,11 +189,11 @@ def test_a_reward_without_records():
 
 CHECKED = """
 import json, pathlib
-def score(prompts, responses, answers, records, level, hint=None):
-    rows = zip(prompts, answers, records, level, hint or [None] * len(prompts), strict=True)
+def score(prompts, responses, answers, level, hint=None):
+    rows = zip(prompts, answers, level, hint or [None] * len(prompts), strict=True)
     with open(pathlib.Path(__file__).with_name("seen.jsonl"), "a") as file:
-        for prompt, answer, record, number, more in rows:
-            file.write(json.dumps([prompt, answer, record, number, more]) + "\\n")
+        for row in rows:
+            file.write(json.dumps(row) + "\\n")
     return [float(x) for x in level]
 """
 
@@ -211,7 +208,7 @@ def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
         {"question": "b c", "answer": "so\n#### 1", "level": 1},
         {"instruction": "c", "input": "d", "output": "e", "level": 2, "hint": "f"},
         {"messages": [{"role": "user", "content": "d e"}], "level": 3},
-        {"prompt": [{"role": "user", "content": "e f"}], "reward_model": {"ground_truth": "4"}, "level": 4},
+        {"prompt": [{"role": "user", "content": "e f"}], "answer": "4", "level": 4},
         {"text": "f g", "level": 5},
     ]
     held_out = [{**record, "level": record["level"] + 10} for record in records]
@@ -224,12 +221,12 @@ def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
     answers = [None, "1", "e", None, "4", None]
     lines = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 6 + 2 * 2 * 6  # two steps, two evaluations sampled and greedy
-    for prompt, answer, record, level, hint in lines:
-        assert record == (records + [None] * 4 + held_out)[level]
+    for prompt, answer, level, hint in lines:
+        record = (records + [None] * 4 + held_out)[level]
         assert (prompt if isinstance(prompt, str) else prompt[0]["content"]) == prompts[level % 10]
         assert answer == answers[level % 10]
         assert hint == record.get("hint")
-    assert sorted(line[3] for line in lines[12:18]) == list(range(6))
+    assert sorted(line[2] for line in lines[12:18]) == list(range(6))
 
 
 @pytest.mark.parametrize("file", ["data_path", "eval_data_path"])

@@ -48,7 +48,7 @@ SAME = {
     "policy/approx_kl",
     "policy/early_stop",
 }
-SAME |= {"reward/model", "reward/model_raw", "reward/model_mean", "reward/model_std", "eval/model_raw"}
+SAME |= {"reward/model"}
 SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
 SAME |= {"reward/score_std", "reward/at_limit", "rollout/repetition", "rollout/distinct"}
 SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio", "policy/ptx_loss"}
