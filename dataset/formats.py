@@ -3,7 +3,7 @@
 A record is read by the first of these keys that it has, so a file may mix forms (examples: docs/data.md):
 
     prompt     PROMPTS, or instruction and input beside an output, or text
-    answer     ANSWERS, or the last turn of the prompt
+    answer     ANSWERS, or the last turn of the prompt, or verl's reward_model.ground_truth (to compare with)
     pairs      chosen, rejected; rated answers: score beside an answer
 
 What fits no form raises ``InputError``; ``located`` in record_files.py puts file and line before it.
@@ -80,15 +80,19 @@ def named(record: Record, keys: Keys) -> Record:
 def to_prompt(record: Record) -> tuple[Asked, str | None]:
     """A record of any form -> (prompt, answer or None). Raises InputError.
 
-    Of a solution that ends with "#### 72", as GSM8K's do, the answer is "72". verl's ground truth is named
-    with --answer_key reward_model.ground_truth.
+    The answer of verl's records is the ground truth. Of a solution that ends with "#### 72", as GSM8K's do,
+    the answer is "72".
     """
     prompt, answer = _prompt_and_answer(record)
+    checked = record.get("reward_model")
+    if answer is None and isinstance(checked, dict) and checked.get("ground_truth") is not None:
+        answer = _as_text(checked["ground_truth"])
     return prompt, answer and without_solution(answer)
 
 
 def to_demonstration(record: Record) -> tuple[Asked | None, str]:
-    """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError."""
+    """A record -> (prompt, answer), or (None, text) if the whole text is to be learned. Raises InputError.
+    A ground truth of verl's is no answer to learn."""
     prompt, answer = _prompt_and_answer(record)
     if answer is not None:
         return prompt, answer

@@ -146,6 +146,8 @@ def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned(s
     assert to_demonstration(record) == ("hi", solution)
     assert to_prompt({"prompt": "hi", "answer": solution}) == ("hi", answer)
     assert to_prompt(named({"q": "hi", "a": solution}, Keys(prompt="q", answer="a"))) == ("hi", answer)
+    verl = VERL | {"reward_model": {"ground_truth": solution}}
+    assert to_prompt(verl) == ([user("hi")], answer)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +176,17 @@ def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words(answer, 
         (72, "72"),
         (["7", "ü"], '["7", "ü"]'),
         ({"target": ["a"]}, '{"target": ["a"]}'),
+        (None, None),
     ],
 )
 def test_verls_ground_truth(truth, answer):
-    """It is named with --answer_key, and becomes JSON if it is no text."""
+    """It is the answer to compare with, as JSON if it is no text, and never an answer to learn."""
     record = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
-    assert to_prompt(named(record, Keys(answer="reward_model.ground_truth"))) == ([user("hi")], answer)
+    assert to_prompt(record) == ([user("hi")], answer)
     with pytest.raises(InputError, match=r"no answer to learn from .*; keys found: .*--answer_key"):
         to_demonstration(record)
+    assert to_prompt({**record, "answer": "5"}) == ([user("hi")], "5")
+    assert to_prompt({**record, "reward_model": "a name"}) == ([user("hi")], None)
 
 
 PAIRS = {  # name: (record, prompt, chosen, rejected)

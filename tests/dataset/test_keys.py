@@ -67,6 +67,7 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "beside a pair": ({"q": "hi", "chosen": "5", "rejected": "6"}, Keys("q"), "hi", "5"),
     "of a pair": ({"q": "hi", "chosen": "6", "rejected": "7", "a": "5"}, Keys("q", "a"), "hi", "5"),
     "a field without a name": ({"": "row 7", "prompt": "hi", "gold": "5"}, Keys("", "gold"), "hi", "5"),
+    "verl's truth": ({"prompt": "hi", "reward_model": {"ground_truth": "5"}}, Keys("prompt"), "hi", "5"),
 }
 
 

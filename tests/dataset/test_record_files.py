@@ -12,7 +12,6 @@ from tiny import PYTHON, ROOT, finish, read_jsonl, run_files, start_script, trai
 
 from dataset import lm_dataset
 from dataset.data_order import local_positions, next_batch, record_batches, record_loader
-from dataset.formats import Keys
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -59,8 +58,7 @@ def test_tables(tmp_path):
     fields = {"style": "rule", "ground_truth": "72", "extra": None}  # as verl's files; None stays inside
     verl = {"prompt": [{"role": "user", "content": "hi"}], "reward_model": fields, "data_source": "x"}
     datasets.Dataset.from_list([verl]).to_parquet(tmp_path / "verl.parquet")
-    keys = Keys(answer="reward_model.ground_truth")
-    (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10, keys=keys)
+    (prompt,) = RLAIFDataset(tmp_path / "verl.parquet", word_tokenizer(["hi"]), 10)
     assert (prompt.prompt, prompt.answer, prompt.record) == (verl["prompt"], "72", verl)
     (tmp_path / "b.parquet").write_bytes(b"no table")
     with pytest.raises(InputError, match=r"b\.parquet: the library datasets cannot read it"):

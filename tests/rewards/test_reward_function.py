@@ -208,7 +208,7 @@ def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
         {"question": "b c", "answer": "so\n#### 1", "level": 1},
         {"instruction": "c", "input": "d", "output": "e", "level": 2, "hint": "f"},
         {"messages": [{"role": "user", "content": "d e"}], "level": 3},
-        {"prompt": [{"role": "user", "content": "e f"}], "answer": "4", "level": 4},
+        {"prompt": [{"role": "user", "content": "e f"}], "reward_model": {"ground_truth": "4"}, "level": 4},
         {"text": "f g", "level": 5},
     ]
     held_out = [{**record, "level": record["level"] + 10} for record in records]
