@@ -125,26 +125,30 @@ def test_a_pipe_is_refused():
     os.close(end)
 
 
-def test_without_pread_and_fork(tmp_path, monkeypatch):
-    """As on Windows: no worker is started, and a file is read with seek."""
-    monkeypatch.delattr(os, "pread", raising=False)
-    monkeypatch.delattr(os, "fork", raising=False)
+@pytest.fixture
+def forty(tmp_path):
+    """40 prompts of a packed list, and their batches."""
     path = tmp_path / "a.json.gz"
     prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
     path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
     data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
+    return data, list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
+
+
+def test_without_pread_and_fork(forty, monkeypatch):
+    """As on Windows: no worker is started, and a file is read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    data, order = forty
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches) for _ in range(5)]
         assert multiprocessing.active_children() == []
     assert made == [[data[i] for i in batch] for batch in order]
 
 
-def test_ctrl_c_ends_no_worker(tmp_path):
+def test_ctrl_c_ends_no_worker(forty):
     """It goes to the whole group of processes; the main one answers it."""
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)])
-    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
+    data, order = forty
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches)]
         (worker,) = multiprocessing.active_children()
@@ -193,6 +197,7 @@ assert max(i for batch in batches for i in batch) > 900_000  # shuffled over all
 """
 
 
+@pytest.mark.slow
 def test_a_million_lines(tmp_path):
     """In memory: offsets of lines (8 MB, twice that while collecting), an epoch's order (4 MB), and no text.
     Measured in a process of its own: in this one, other tests have freed memory that is used again."""
@@ -204,27 +209,23 @@ def test_a_million_lines(tmp_path):
     assert 10e6 < int(out) < 30e6 < 1e6 * len(line) / 2
 
 
+def lengths(tmp_path, is_long):
+    """40 prompts of one token, or of four that are too long -> their ``RLAIFDataset``."""
+    records = [{"prompt": "a b a b" if is_long(i) else "a"} for i in range(40)]
+    return RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
+
+
 def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
-    records = [{"prompt": "a" if i % 3 else "a b a b"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
-    assert (
-        len(data) == 40
-        and data.longest == 2
-        and data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
-    )
+    data = lengths(tmp_path, lambda i: i % 3 == 0)
+    assert len(data) == 40 and data.longest == 2
+    assert data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
     assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
     assert [data[i].index for i in (0, 5, 6)] == [1, 5, 7]
-    records = [{"prompt": "a" if i == 39 else "a b a b"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "b.jsonl", records), word_tokenizer("ab"), 2)
-    assert {p.index for p in data} == {39}
+    assert {p.index for p in lengths(tmp_path, lambda i: i < 39)} == {39}
     with pytest.raises(InputError, match="--max_seq_len"):
-        RLAIFDataset(write_jsonl(tmp_path / "c.jsonl", records[:-1]), word_tokenizer("ab"), 2)
-
-
-def test_a_record_too_long_is_never_replaced_across_the_held_out_edge(tmp_path, small_limits):
-    records = [{"prompt": "a b a b" if i in (29, 35, 39) else "a"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
-    data.hold_out(10)
+        lengths(tmp_path, lambda i: True)
+    data = lengths(tmp_path, lambda i: i in (29, 35, 39))
+    data.hold_out(10)  # never replaced across this edge
     assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
 
 
@@ -253,6 +254,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
         data[3]
 
 
+@pytest.mark.slow
 def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, small_limits, capsys):
     """Saved and resumed: the same as if the line had been good from the start."""
     names = run_files(tmp_path)
@@ -260,14 +262,8 @@ def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, sm
     bad = list(good)
     bad[70] = '{"prompt": 18}         '  # the first 64 prompts are looked at before training (about_run.py)
     path = tmp_path / "large.jsonl"
-    common = names | {
-        "data_path": path,
-        "out_dir": tmp_path,
-        "batch_size": 4,
-        "mini_batch_size": 4,
-        "seed": 3,
-    }
-    common |= {"max_gen_len": 4, "max_steps": 18, "max_seq_len": 20, "reasoning": 0}
+    common = names | {"data_path": path, "out_dir": tmp_path, "batch_size": 4, "mini_batch_size": 4}
+    common |= {"max_gen_len": 4, "max_steps": 18, "max_seq_len": 20, "reasoning": 0, "seed": 3}
     path.write_text("\n".join(bad))
     with pytest.raises(InputError, match=r"large\.jsonl:71"):
         train(**common, run_name="stopped", num_workers=1)
