@@ -197,7 +197,6 @@ assert max(i for batch in batches for i in batch) > 900_000  # shuffled over all
 """
 
 
-@pytest.mark.slow
 def test_a_million_lines(tmp_path):
     """In memory: offsets of lines (8 MB, twice that while collecting), an epoch's order (4 MB), and no text.
     Measured in a process of its own: in this one, other tests have freed memory that is used again."""

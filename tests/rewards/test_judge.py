@@ -103,10 +103,10 @@ def test_one_part_alone_has_no_second_name():
     assert one.names == list(one.combine(one.raw_scores(request_of(["p"], ["r"])))) == ["judge"]
     two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, lambda p, r, a: [1.0] * len(r))
     scores = two.combine(two.raw_scores(request_of(["p"], ["r"])))
-    assert {name: x.tolist() for name, x in scores.items()} == {
-        "judge": [1.5],
-        "judge_model": [0.5],
-        "judge_function": [1.0],
+    assert {name: x.item() for name, x in scores.items()} == {
+        "judge": 1.5,
+        "judge_model": 0.5,
+        "judge_function": 1.0,
     }
     assert two.names == list(scores)
     assert Judge().names == []

@@ -11,7 +11,6 @@ from tiny import read_jsonl, request_of, run_files, train
 from errors import InputError
 from trainer.rewards.combine import Reward, RunningStats
 from trainer.runs.distributed import World
-from trainer.train_ppo import parse_args
 
 ALONE = World(0, 1, torch.device("cpu"))
 SCORES = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0, -9.0, 2.0, 6.0])
@@ -155,11 +154,6 @@ def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
         for name in ("r", "f")
     ]
     assert states[0] == states[1]
-    lines = read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]
+    lines = read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
     assert states[0]["raw_scores"]["model"]["count"] == 12
     assert all("reward/score_raw" in line for line in lines)
-
-
-def test_normalize_reward_takes_only_0_and_1():
-    with pytest.raises(InputError, match="--normalize_reward"):
-        parse_args(["--normalize_reward", "2"])
