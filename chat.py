@@ -2,36 +2,29 @@
 
     python chat.py                                         newest out/ppo_actor_*.pth, else the bundled demo
     python chat.py --model out/ppo_actor_128.pth           a .pth, a directory or a hub name
-    python chat.py --weight full_sft --hidden_size 512     out/full_sft_512.pth: MiniMind's way of naming
     python chat.py --prompt "What is twelve plus five minus nine?"     or < prompts.txt: one answer per line
-    python chat.py --compare model/demo/policy             every answer, then the answer of another model
 
 /clear forgets the conversation, Ctrl-C stops an answer and forgets its question, /exit or Ctrl-D ends."""
 
 import contextlib
-import inspect
 import io
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from errors import InputError, run_script
-from trainer.flags import ROOT, FlagParser, Flags, minimind_pth, path
+from trainer.flags import ROOT, FlagParser, Flags, path
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
     p = FlagParser(description=__doc__.split("\n\n")[0])
     add = p.add
     p.group("models")
-    other = {"model": "both name a model"}
     add("--model", path, "a .pth, a directory or a hub name")
-    add("--weight", "", "load OUT_DIR/{weight}_{hidden_size}.pth; default: ppo_actor", not_with=other)
-    add("--hidden_size", 0, "hidden size of --weight; 0: 512", not_with=other)
-    add("--use_moe", 0, "1: load the _moe checkpoint", choices=[0, 1], not_with=other)
-    add("--out_dir", str(ROOT / "out"), "where --weight is looked for", type=path)
-    add("--compare", path, "a second model to answer the same prompts")
-    add("--tokenizer", path, "tokenizer of both models; default: each model's own")
+    add("--out_dir", str(ROOT / "out"), "where ppo_actor_*.pth is looked for without --model", type=path)
+    add("--tokenizer", path, "default: the model's own")
     add("--trust_remote_code", bool, "run code that a model brings along")
     p.group("answers")
     add("--prompt", str, "answer this and exit")
@@ -50,6 +43,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: help
     run_script(parse_args)
 
 import torch
+from transformers import GenerationConfig, TextStreamer
 
 from dataset.chat_template import encode, prompt_text, set_system_prompt, set_template_kwargs
 from dataset.formats import add_system
@@ -66,16 +60,10 @@ from trainer.runs.distributed import init_world
 
 
 def model_path(args: Flags) -> str:
-    """The path or hub name of the model that the flags name; without such flags the newest trained actor in
-    --out_dir, or the demo's."""
-    chosen = args.model
-    if not chosen and (args.weight or args.hidden_size or args.use_moe):
-        chosen = minimind_pth(args, args.weight or "ppo_actor")
-    if not chosen:
-        results = Path(args.out_dir).glob("ppo_actor_*[0-9e].pth")  # not _best and _ema, but _moe
-        demo = ROOT / "model" / "demo" / "policy"
-        chosen = max(results, key=lambda file: file.stat().st_mtime, default=demo)
-    return str(chosen)
+    """--model; without it the newest trained actor in --out_dir, or the demo's."""
+    results = Path(args.out_dir).glob("ppo_actor_*[0-9e].pth")  # not _best and _ema, but _moe
+    demo = ROOT / "model" / "demo" / "policy"
+    return args.model or str(max(results, key=lambda file: file.stat().st_mtime, default=demo))
 
 
 class Speaker:
@@ -95,6 +83,14 @@ class Speaker:
         trained = [trained] if isinstance(trained, str) else trained
         self.stops, ids = read_stops(args.stop or trained, self.tokenizer)
         self.eos = {*eos_ids(self.tokenizer, self.model), *ids}
+        # Not what a checkpoint adds to it, such as top-p or a repetition penalty.
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+        self.model.generation_config = GenerationConfig(
+            **(sampling if args.temperature else {}),
+            eos_token_id=sorted(self.eos),
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_strings=self.stops or None,
+        )
         turns = args.history if self.tokenizer.chat_template else 0
         self.history: deque[dict[str, str]] = deque(maxlen=2 * turns)  # messages: user, assistant, user, …
 
@@ -109,51 +105,29 @@ class Speaker:
             )
         return ids
 
-    @torch.no_grad()
     def answer(self, prompt: str) -> str:
-        """Show the answer to a prompt, piece by piece -> the answer.
-
-        A character of several tokens decodes to U+FFFD until it is complete, and the last characters may
-        begin a stop string: both are held back. (transformers' TextStreamer holds back whole words.)
-        """
+        """Show the answer to a prompt word by word, with the stop string that ended it -> the answer without
+        that. Both become part of the conversation once the answer is complete. Raises InputError if they are
+        too long."""
         asked = self.encode(prompt)
         limit = min(self.args.max_gen_len, self.positions - len(asked))
-        held = max(map(len, self.stops), default=1) - 1
-        last = {}
-        if (
-            "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        ):  # not in all code from outside
-            last["logits_to_keep"] = 1  # not those of a whole long prompt
-        cache = None
-        ids: list[int] = []
-        text = ""
-        shown = 0  # characters
-        finished = False
-        while not finished and len(ids) < limit:
-            tokens = torch.tensor([ids[-1:] or asked], device=self.model.device)
-            output = self.model(tokens, past_key_values=cache, use_cache=True, **last)
-            cache = output.past_key_values
-            logits = output.logits[0, -1].float()
-            choice = logits.argmax()
-            if self.args.temperature > 0:
-                choice = torch.softmax(logits / self.args.temperature, -1).multinomial(1)
-            finished = choice.item() in self.eos
-            if not finished:
-                ids.append(int(choice))
-            # Without clean-up of spaces, which would change what has been shown.
-            text = str(
-                self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            )
-            ends = [text.index(stop) for stop in self.stops if stop in text]
-            if ends:
-                text = text[: min(ends)]
-                finished = True
-            final = len(text[: -held or None].rstrip("\ufffd"))
-            show(text[shown:final])
-            shown = max(shown, final)
-        show(text[shown:] + "\n")
-        if not finished:
-            say(f"({self.name}: cut after {len(ids)} tokens)")
+        tokens = torch.tensor([asked], device=self.model.device)
+        # Spaces are not cleaned up, which would change what has been shown.
+        decoding = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        sequence = self.model.generate(  # type: ignore[operator]  # PreTrainedModel does not declare it
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=limit,
+            tokenizer=self.tokenizer,
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, **decoding),
+        )
+        ids = sequence[0, len(asked) :].tolist()
+        text = str(self.tokenizer.decode(ids, **decoding))
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        if len(ids) == limit and ids[-1] not in self.eos and not ends:
+            say(f"(cut after {limit} tokens)")
+        text = text[: min(ends, default=None)]
+        self.history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
         return text
 
 
@@ -162,45 +136,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def show(text: str) -> None:
-    """Print a piece of an answer."""
-    print(text, end="", flush=True)
-
-
-def typed(interactive: bool) -> Iterator[str]:
-    """The lines of stdin, up to /exit. Those of a file or pipe are shown. Ctrl-C forgets a line."""
-    with contextlib.suppress(EOFError):
-        while True:
-            try:
-                line = input("> " if interactive else "").strip()
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                show("\n")
-                continue
-            if line == "/exit":
+def talk(speaker: Speaker, seed: int, interactive: bool) -> None:
+    """Answer the lines of stdin, up to its end or /exit. Those of a file or pipe are shown. In a terminal an
+    error or Ctrl-C ends only an answer."""
+    for number in count():
+        try:
+            prompt = input("> " if interactive else "").strip()
+            if prompt == "/exit":
                 return
             if not interactive:
-                show(f"> {line}\n")
-            yield line
-
-
-def talk(speakers: list[Speaker], args: Flags, prompts: Iterable[str], interactive: bool) -> None:
-    """Answer each prompt with every model."""
-    for number, prompt in enumerate(prompts):
-        answers = []
-        try:
-            for speaker in speakers:
-                torch.manual_seed(args.seed + number)  # the same random numbers for both models
-                if prompt == "/clear":
-                    speaker.history.clear()
-                elif prompt:
-                    if len(speakers) > 1:
-                        show(f"[{speaker.name}]\n")
-                    answers.append(speaker.answer(prompt))
-            for speaker, text in zip(speakers, answers, strict=False):  # only once all have answered
-                said = {"role": "assistant", "content": text}
-                speaker.history += [{"role": "user", "content": prompt}, said]
+                print(f"> {prompt}", flush=True)
+            torch.manual_seed(seed + number)
+            if prompt == "/clear":
+                speaker.history.clear()
+            elif prompt:
+                speaker.answer(prompt)
+        except EOFError:
+            return
         except (InputError, KeyboardInterrupt) as error:
             if not interactive:
                 raise
@@ -210,13 +162,16 @@ def talk(speakers: list[Speaker], args: Flags, prompts: Iterable[str], interacti
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     device = init_world(args.device).device
-    speakers = [Speaker(path, args, device) for path in (model_path(args), args.compare) if path]
-    for speaker in speakers:
-        say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}")
-    interactive = args.prompt is None and sys.stdin.isatty()
+    speaker = Speaker(model_path(args), args, device)
+    say(f"{speaker.name}: {speaker.model.num_parameters():,} parameters on {device}")
+    if args.prompt is not None:
+        torch.manual_seed(args.seed)
+        speaker.answer(args.prompt)
+        return
+    interactive = sys.stdin.isatty()
     if interactive:
         say("/clear forgets the conversation (--history), Ctrl-C stops an answer, /exit leaves")
-    talk(speakers, args, typed(interactive) if args.prompt is None else [args.prompt], interactive)
+    talk(speaker, args.seed, interactive)
 
 
 if __name__ == "__main__":

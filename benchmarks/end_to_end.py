@@ -105,7 +105,7 @@ class Ours:
         size = self.args.batch_size
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        positions = local_positions(size, size, 0, 1)
+        positions = local_positions(size, 0, 1)
         collected = train_ppo.collect(self.run, self.number, iter([batch]), positions)
         metrics, _ = train_ppo.learn(self.run, self.number, collected)
         self.number += 1

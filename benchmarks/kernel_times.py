@@ -43,7 +43,7 @@ def measure(size, batch, new_tokens, device):
     for _ in range(2):
         ours.step()
     prompts = [ours.prompts[i] for i in range(batch)]
-    positions = local_positions(batch, batch, 0, 1)
+    positions = local_positions(batch, 0, 1)
     collected, collect = profiled(lambda: train_ppo.collect(ours.run, 2, iter([prompts]), positions))
     _, learn = profiled(lambda: train_ppo.learn(ours.run, 2, collected))
     return {"model": size, "batch": batch, "response": new_tokens, "collect": collect, "learn": learn}

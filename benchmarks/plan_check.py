@@ -88,7 +88,7 @@ def forget_peak():
 def measure(argv):
     """A run of these flags in this process: print what it planned and took, as JSON. With several processes
     the main one prints a line for each."""
-    from dataset.data_order import RecordBatches, record_loader
+    from dataset.data_order import local_positions, record_batches, record_loader
     from trainer import run as building
     from trainer import train_ppo as T
     from trainer.compute.memory import free_unused_memory
@@ -113,11 +113,13 @@ def measure(argv):
         run = building.PpoRun(args, world)
         run.prepare()
         note("building")
-        sizes = args.batch_size, args.mini_batch_size, world.rank, world.size, args.num_generations
-        order = RecordBatches(len(run.prompts), 42, 0, args.max_steps, *sizes)
+        answers = args.num_generations
+        positions = local_positions(args.batch_size, world.rank, world.size, answers)
+        steps, prompts = range(args.max_steps), world.size * args.batch_size // answers
+        order = record_batches(len(run.prompts), 42, steps, prompts, positions, answers)
         with record_loader(run.prompts, order, 0) as batches:
-            for step in order.steps:
-                batch = T.collect(run, step, batches, order.positions)
+            for step in steps:
+                batch = T.collect(run, step, batches, positions)
                 note("rollout")
                 T.learn(run, step, batch)
                 note("update")

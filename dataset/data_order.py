@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -40,36 +39,27 @@ def global_batch(n: int, seed: int, step: int, size: int) -> list[int]:
     return [int(epoch_order(n, seed, epoch)[i]) for epoch, i in places]
 
 
-def local_positions(
-    batch_size: int, mini_batch_size: int, rank: int, world: int, answers: int = 1
-) -> list[int]:
-    """The positions in the global batch that this process holds, in the order of its local rows.
+def local_positions(batch_size: int, rank: int, world: int, answers: int = 1) -> list[int]:
+    """The positions in the global batch that this process holds, in the order of its local rows: every
+    ``world``-th prompt, with all its answers one after the other.
 
-    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size`` and
-    ``mini_batch_size``, in answers, are per process. The prompts form blocks (``prompts_of_block``). Of each
-    block process ``rank`` holds every ``world``-th prompt, with all its answers one after the other.
+    A position is answer p % answers to prompt p // answers of the global batch. ``batch_size``, in answers,
+    is per process.
     """
-    block = prompts_of_block(batch_size, mini_batch_size, answers)
-    prompts: list[int] = []
-    for first in range(0, batch_size // answers, block):
-        last = min(first + block, batch_size // answers)
-        prompts.extend(range(first * world + rank, last * world, world))
+    prompts = range(rank, batch_size // answers * world, world)
     return [prompt * answers + sample for prompt in prompts for sample in range(answers)]
-
-
-def prompts_of_block(batch_size: int, mini_batch_size: int, answers: int) -> int:
-    """The number of a process' prompts that share their minibatches. The answers to a prompt go into as many
-    minibatches as can be: with a critic, four answers in one minibatch ended at 0.80 on the demo, in four
-    minibatches at 0.95 (docs/log.md). With one answer a prompt a block is the prompts of one minibatch.
-    Both ``answers`` and ``mini_batch_size`` must divide ``batch_size``."""
-    return mini_batch_size * math.gcd(batch_size // mini_batch_size, answers) // answers
 
 
 def minibatch_rows(batch_size: int, mini_batch_size: int, answers: int = 1) -> list[list[int]]:
     """[the local rows of each minibatch of a batch]. Over all processes a minibatch is the same set of
-    positions, whatever their number is."""
+    positions, whatever their number is.
+
+    The answers to a prompt go into as many minibatches as can be: with a critic, four answers in one
+    minibatch ended at 0.80 on the demo, in four minibatches at 0.95 (docs/log.md). Both ``answers`` and
+    ``mini_batch_size`` must divide ``batch_size``.
+    """
     spread = math.gcd(batch_size // mini_batch_size, answers)
-    rows = prompts_of_block(batch_size, mini_batch_size, answers) * answers
+    rows = mini_batch_size * spread  # of the prompts that share their minibatches
     return [
         [row for row in range(first, min(first + rows, batch_size)) if row % answers % spread == part]
         for first in range(0, batch_size, rows)
@@ -105,33 +95,14 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     return [minibatch for _, minibatch in sorted(places)]  # the batches take turns
 
 
-@dataclass
-class RecordBatches:
-    """For a DataLoader's ``batch_sampler``: this process' dataset indices, one list for each step in
-    [first_step, last_step). ``batch_size`` and ``mini_batch_size``, in answers, are per process. A list names
-    each prompt once; ``positions`` are those of its answers."""
-
-    n: int
-    seed: int
-    first_step: int
-    last_step: int
-    batch_size: int
-    mini_batch_size: int
-    rank: int
-    world: int
-    answers: int = 1
-
-    def __post_init__(self) -> None:
-        self.steps = range(self.first_step, self.last_step)
-        self.positions = local_positions(
-            self.batch_size, self.mini_batch_size, self.rank, self.world, self.answers
-        )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size = self.world * self.batch_size // self.answers
-        for step in self.steps:
-            batch = global_batch(self.n, self.seed, step, size)
-            yield [batch[position // self.answers] for position in self.positions[:: self.answers]]
+def record_batches(
+    n: int, seed: int, steps: range, size: int, positions: list[int], answers: int
+) -> Iterator[list[int]]:
+    """For a DataLoader's ``batch_sampler``: this process' dataset indices of each step, each prompt named
+    once. size: prompts of a global batch; positions: ``local_positions`` of their answers."""
+    for step in steps:
+        batch = global_batch(n, seed, step, size)
+        yield [batch[position // answers] for position in positions[::answers]]
 
 
 @contextmanager

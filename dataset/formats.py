@@ -129,13 +129,6 @@ def is_rated(record: Record) -> bool:
     return "score" in record and not _is_pair(record)
 
 
-def has_tools(record: Record) -> bool:
-    """Has the record tools, or turns that are left out because they call one or hold its result?"""
-    lists = [value for value in record.values() if isinstance(value, list)]
-    turns = [turn for turns in lists for turn in turns if isinstance(turn, dict)]
-    return bool(record.get("tools")) or any(map(is_of_tools, turns))
-
-
 def keys_found(record: Record) -> str:
     """The keys of a record, for an error message."""
     names = json.dumps([name for name in record if name != NAMED_PROMPT], ensure_ascii=False).strip("[]")

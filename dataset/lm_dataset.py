@@ -36,7 +36,6 @@ from dataset.formats import (
     Keys,
     Record,
     add_system,
-    has_tools,
     is_rated,
     named,
     to_demonstration,
@@ -76,7 +75,6 @@ class RecordDataset(Dataset[Item], ABC):
     def __post_init__(self) -> None:
         self.records = open_records(self.path)
         self.columns: dict[str, None] = {}
-        self.with_tools: set[int] = set()  # numbers of records
         n = len(self.records) * self.per_record()
         whole = n <= READ_WHOLE
         places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
@@ -96,15 +94,8 @@ class RecordDataset(Dataset[Item], ABC):
         self.edge = len(self._kept)
         self.read = len(lengths)
         self.dropped = self.read - len(fitting)
-        self.long_answers = lengths.count(TOO_LONG)
         self.longest = max(fitting.values()) if whole else self.max_length
         self.fingerprint = digest.hexdigest()[:12]
-        self.note = ""  # what was ignored
-        if self.with_tools:
-            self.note = (
-                f"{self.path}: tools are ignored: {len(self.with_tools)} of the records read have them; "
-                "turns that call one or hold its result are left out"
-            )
 
     @abstractmethod
     def item(self, i: int, record: Record) -> Item:
@@ -134,8 +125,6 @@ class RecordDataset(Dataset[Item], ABC):
         with located(self.records, number):
             record = self.records[number]
             self.columns |= dict.fromkeys(record)
-            if has_tools(record):
-                self.with_tools.add(number)
             return self.item(i, record)
 
     def ids(self, text: str, opening: bool = True) -> Ids:

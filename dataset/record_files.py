@@ -2,7 +2,6 @@
 
 .jsonl             one JSON object per line
 .json              a list of objects, or lines as above
-.txt               one text per line: {"text": the line}
 each of them .gz
 .parquet, a folder of data files, a hub name (user/name or user/name:split)
                    read with the library ``datasets``, which is only needed for these
@@ -24,7 +23,7 @@ from model.loading import as_input_error, quiet
 
 TABLE = ".parquet"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?")
-SUFFIXES = (".jsonl", ".json", ".txt", ".gz", TABLE)
+SUFFIXES = (".jsonl", ".json", ".gz", TABLE)
 BLANK = b"\xef\xbb\xbf \t\r\n"  # before the first record: Windows begins files with three bytes
 
 
@@ -35,8 +34,6 @@ class LineRecords:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.what = ":"  # a line of the file; else ": record "
-        self.is_text = path.removesuffix(".gz").endswith(".txt")
         with as_input_error(f"{path}: cannot be read"):
             file: IO[bytes] = open(path, "rb")  # noqa: SIM115
             file.seek(0)  # a pipe cannot do that
@@ -44,8 +41,7 @@ class LineRecords:
             file = _temporary(path, gzip.GzipFile(fileobj=file))
         start = file.read(100).lstrip(BLANK)
         file.seek(0)
-        if start.startswith(b"[") and not self.is_text:
-            self.what = ": record "
+        if start.startswith(b"["):
             with as_input_error(path):
                 elements = parse_json(file.read())
             file = _temporary(path, (json.dumps(element).encode() + b"\n" for element in elements))
@@ -70,9 +66,6 @@ class LineRecords:
         else:
             self._file.seek(start)
             line = self._file.read(size)
-        if self.is_text:
-            with as_input_error("save the file as UTF-8"):
-                return {"text": line.decode("utf-8-sig").strip()}
         record = parse_json(line)
         if not isinstance(record, dict):
             raise InputError("not a JSON object; write {...} on every line")
@@ -88,7 +81,6 @@ class TableRecords:
         except ImportError:
             raise InputError(f"{path}: reading it needs a library: pip install 'datasets>=4'") from None
         self.path = path
-        self.what = ": record "
         files = path if path.endswith(TABLE) else None
         name, _, split = path.partition(":")
         if os.path.lexists(path):  # its name may have a colon, as on Windows
@@ -124,12 +116,12 @@ def open_records(path: str | Path) -> Records:
 
 @contextlib.contextmanager
 def located(records: Records, i: int) -> Iterator[None]:
-    """Puts file and line of record ``i`` before the message of an InputError in this block. Blank lines do
-    not count."""
+    """Puts file and line (of a list or a table, the number) of record ``i`` before the message of an
+    InputError in this block. Blank lines do not count."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{records.path}{records.what}{i + 1}: {error}") from error
+        raise InputError(f"{records.path}:{i + 1}: {error}") from error
 
 
 def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:

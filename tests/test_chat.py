@@ -1,4 +1,4 @@
-"""chat.py: prompts from flags, pipes and terminals, history, sampling, streaming, two models side by side."""
+"""chat.py: prompts from flags, pipes and terminals, history, sampling, stop strings."""
 
 import argparse
 import os
@@ -83,43 +83,23 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def converse(speakers, lines, monkeypatch, interactive=True):
-    """Run chat.talk as if these lines were typed."""
-    lines = iter(lines)
+def converse(one, lines, monkeypatch, interactive=True, seed=42):
+    """Run chat.talk as if these lines were typed; one that is an exception is raised."""
+    lines = iter([*lines, EOFError()])
 
     def typed(question):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
 
     monkeypatch.setattr("builtins.input", typed)
-    chat.talk(speakers, arguments(), chat.typed(interactive), interactive)
+    chat.talk(one, seed, interactive)
 
 
-@pytest.fixture
-def pieces(monkeypatch):
-    """What has been shown, piece by piece."""
-    pieces = []
-    monkeypatch.setattr(chat, "show", pieces.append)
-    return pieces
-
-
-def says(tokenizer, tokens, **flags):
-    """A speaker whose model has these tokens for likeliest ones, whatever it is asked."""
-    one = object.__new__(chat.Speaker)
-    one.name, one.args, one.tokenizer, one.positions = "x", arguments(**flags), tokenizer, 10**6
-    one.stops, one.eos, one.system_prompt, one.history = one.args.stop, {0}, "", []
-    rest = iter(tokens)
-
-    def model(tokens, past_key_values, use_cache, logits_to_keep):
-        logits = torch.zeros(1, tokens.shape[1], len(tokenizer))
-        logits[0, -1, next(rest)] = 1
-        return argparse.Namespace(logits=logits, past_key_values=None)
-
-    model.device, model.forward = CPU, model
-    one.model = model
-    return one
+def asked_of(one):
+    """What the user said, as far as it is remembered."""
+    return [turn["content"] for turn in one.history][::2]
 
 
 # ---------------------------------------------------------------- the command line
@@ -134,40 +114,27 @@ def start(*flags, cwd=ROOT, kind=Forked if LINUX else subprocess.Popen, **more):
 
 
 def test_one_prompt_from_any_folder(out, tmp_path):
-    flags = ["--weight", "ppo_actor", "--hidden_size", 32, "--out_dir", out, "--max_gen_len", 12]
-    flags += ["--prompt", "w1 w2", "--device", "cpu"]
+    flags = ["--out_dir", out, "--max_gen_len", 12, "--prompt", "w1 w2", "--device", "cpu"]
     process = start(*flags, cwd=tmp_path, kind=subprocess.Popen)  # warnings of imports too
     answer, noise = process.communicate(timeout=600)
     assert process.returncode == 0
     expected = trainers_answer(out / "ppo_actor_32.pth", [user("w1 w2")])
-    assert answer == expected + "\n"
-    assert len(set(expected.split())) > 3
+    assert answer == expected + "\n" and len(set(expected.split())) > 3
     assert "Warning" not in noise
     about, *cut = noise.splitlines()
     assert about.startswith(f"{out / 'ppo_actor_32.pth'}: ") and about.endswith("parameters on cpu")
     assert all("cut after 12 tokens" in line for line in cut)
 
 
-def test_prompts_from_a_pipe_and_two_models(out):
-    a, b = out / "ppo_actor_32.pth", out / "other.pth"
-    process = start("--model", a, "--compare", b, "--max_gen_len", 4)
-    typed = f"w1 w2\n\nw4\n{'w3 ' * 300}\nw5\n"
-    answers, noise = process.communicate(typed, timeout=600)
+def test_prompts_from_a_pipe_are_answered_each_on_its_own(out):
+    path = out / "ppo_actor_32.pth"
+    process = start("--model", path, "--max_gen_len", 4)
+    long = ("w3 " * 300).strip()
+    answers, noise = process.communicate(f"w1 w2\n\nw4\n{long}\nw5\n", timeout=600)
     assert process.returncode == 2  # one prompt was too long, and the last one
-    *about, error = [line for line in noise.splitlines() if "cut after" not in line]
-    assert [line.partition(": ")[0] for line in about] == [str(a), str(b)]
-    assert error.startswith("error: prompt and conversation have ")
-    lines = answers.splitlines()
-    assert [line for line in lines if line.startswith("> ")] == [
-        "> w1 w2",
-        "> ",
-        "> w4",
-        "> " + ("w3 " * 300).strip(),
-    ]
-    for prompt in ("w1 w2", "w4"):  # each on its own
-        place = lines.index(f"> {prompt}") + 1
-        one, two = (trainers_answer(path, [user(prompt)], 4) for path in (a, b))
-        assert lines[place : place + 4] == [f"[{a}]", one, f"[{b}]", two]
+    assert noise.splitlines()[-1].startswith("error: prompt and conversation have ")
+    one, two = (trainers_answer(path, [user(prompt)], 4) for prompt in ("w1 w2", "w4"))
+    assert answers.splitlines() == ["> w1 w2", one, "> ", "> w4", two, f"> {long}"]
 
 
 def test_no_traceback_for_bad_input_nor_for_a_closed_output(out, tmp_path):
@@ -239,11 +206,9 @@ def test_a_conversation_in_a_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ("--model a.pth --weight full_sft", "--weight full_sft: not with --model a.pth"),
-        ("--model a.pth --hidden_size 64", "--hidden_size 64: not with --model a.pth"),
+        ("--weight full_sft", "--weight: it is called --model here"),
         ("--model missing.pth", "missing.pth: no such file"),
         ("--model broken.pth", "not a readable torch file"),
-        ("--weight none --hidden_size 64 --use_moe 1", "none_64_moe.pth"),
         ("--temperature -1", "--temperature -1.0"),
         ("--temperature nan", "--temperature nan"),
         ("--temperature inf", "--temperature inf"),
@@ -251,7 +216,7 @@ def test_a_conversation_in_a_terminal(tmp_path):
         ("--seed -1", "--seed -1"),
         ("--history -1", "--history -1"),
         ("--device nonsense", "--device"),
-        ("--compare missing.pth", "missing.pth"),
+        ("--stop=", "--stop ''"),
     ],
 )
 def test_bad_flags(flags, complaint, out, tmp_path, monkeypatch):
@@ -270,7 +235,7 @@ def test_a_tokenizer_too_large_for_the_model(out, tmp_path):
         speaker(out / "ppo_actor_32.pth", tokenizer=str(tmp_path))
 
 
-def test_which_model_is_loaded(tmp_path):
+def test_the_newest_actor_is_loaded(tmp_path):
     def path(*flags):
         return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
 
@@ -281,9 +246,6 @@ def test_which_model_is_loaded(tmp_path):
         os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
     assert path("--model", "x") == "x"
-    assert path("--weight", "full_sft") == str(tmp_path / "full_sft_512.pth")
-    assert path("--hidden_size", "64") == str(tmp_path / "ppo_actor_64.pth")
-    assert path("--use_moe", "1") == str(tmp_path / "ppo_actor_512_moe.pth")
 
 
 # ---------------------------------------------------------------- the conversation
@@ -292,7 +254,7 @@ def test_which_model_is_loaded(tmp_path):
 def test_history_reaches_the_model(out, monkeypatch, capsys):
     path = out / "ppo_actor_32.pth"
     one = speaker(path)
-    converse([one], ["w1", "", "w2 w3", "/clear", "w2 w3"], monkeypatch)
+    converse(one, ["w1", "", "w2 w3", "/clear", "w2 w3", "/exit", "w4"], monkeypatch)
     first = trainers_answer(path, [user("w1")])
     turns = [user("w1"), {"role": "assistant", "content": first}, user("w2 w3")]
     second, alone = trainers_answer(path, turns), trainers_answer(path, [user("w2 w3")])
@@ -301,13 +263,12 @@ def test_history_reaches_the_model(out, monkeypatch, capsys):
     assert list(one.history) == [user("w2 w3"), {"role": "assistant", "content": alone}]
 
 
-@pytest.mark.parametrize(
-    ("turns", "kept"), [(0, []), (1, ["w3"]), (2, ["w2", "w3"]), (9, ["w1", "w2", "w3"])]
-)
+@pytest.mark.parametrize(("turns", "kept"), [(0, []), (1, ["w3"]), (2, ["w2", "w3"])])
 def test_how_many_turns_are_remembered(turns, kept, out, monkeypatch, capsys):
+    assert chat.parse_args([]).history == 0
     one = speaker(out / "ppo_actor_32.pth", history=turns)
-    converse([one], ["w1", "w2", "w3"], monkeypatch)
-    assert [turn["content"] for turn in one.history][::2] == kept
+    converse(one, ["w1", "w2", "w3"], monkeypatch)
+    assert asked_of(one) == kept
 
 
 def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
@@ -322,96 +283,45 @@ def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
     }
     assert len(set(expected.values())) == 3
     for given, used in ((None, "w5 w6"), ("w7", "w7"), ("", "")):
-        converse([speaker(path, system_prompt=given)], ["w1 w2"], monkeypatch)
+        converse(speaker(path, system_prompt=given), ["w1 w2"], monkeypatch)
         assert capsys.readouterr().out.strip() == expected[used]
 
 
-def test_a_system_message_needs_a_template(tmp_path):
-    tokenizer = word_tokenizer(WORDS)
-    save_policy(talker(tokenizer, seed=1), tokenizer, tmp_path / "x.pth")
+def test_without_a_template_there_is_neither_history_nor_a_system_message(tmp_path, monkeypatch, capsys):
+    path = save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS), spread=3.0)
+    one = speaker(path)
+    assert one.encode("w0 w1") == [4, 5]
+    converse(one, ["w1 \udcff", "w1", "w2"], monkeypatch)  # a stray byte, as a shell passes it on
+    assert not one.history and "\nthe tokenizer " in capsys.readouterr().err
     with pytest.raises(InputError, match="--system_prompt: the tokenizer has no chat template"):
-        speaker(tmp_path / "x.pth", system_prompt="w1")
-
-
-def test_lines_from_a_pipe_have_no_history_by_default(out, monkeypatch, capsys):
-    path = out / "ppo_actor_32.pth"
-    assert chat.parse_args([]).history == 0
-    converse([speaker(path, history=0)], ["w1", "w2 w3"], monkeypatch, interactive=False)
-    first, second = (trainers_answer(path, [user(text)]) for text in ("w1", "w2 w3"))
-    assert capsys.readouterr().out == f"> w1\n{first}\n> w2 w3\n{second}\n"
+        speaker(path, system_prompt="w1")
 
 
 def test_ctrl_c_forgets_the_question_and_goes_on(out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")
-    forward = one.model.forward
+    generate = one.model.generate
 
     def interrupted(*inputs, **more):
-        monkeypatch.setattr(one.model, "forward", forward)
+        monkeypatch.setattr(one.model, "generate", generate)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(one.model, "forward", interrupted)
-    converse([one], ["w1", "w2"], monkeypatch)
-    assert [turn["content"] for turn in one.history][::2] == ["w2"]
-    assert "\nstopped\n" in capsys.readouterr().err
-
-
-def test_ctrl_c_at_the_prompt_forgets_the_line(monkeypatch, capsys):
-    lines = iter([KeyboardInterrupt(), "w1", EOFError()])
-
-    def typed(question):
-        line = next(lines)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", typed)
-    assert list(chat.typed(True)) == ["w1"]
-    lines = iter([KeyboardInterrupt()])
+    monkeypatch.setattr(one.model, "generate", interrupted)
+    converse(one, ["w1", KeyboardInterrupt(), "w2"], monkeypatch)
+    assert asked_of(one) == ["w2"]
+    assert capsys.readouterr().err.count("\nstopped\n") == 2
     with pytest.raises(KeyboardInterrupt):
-        list(chat.typed(False))
-
-
-def test_a_model_that_fails_leaves_no_turn_in_the_others_history(out, monkeypatch, capsys):
-    one, other = (speaker(out / name) for name in ("ppo_actor_32.pth", "other.pth"))
-    other.positions = 1
-    converse([one, other], ["w1"], monkeypatch)
-    assert not one.history and not other.history
-
-
-def test_code_from_outside_may_give_all_logits(out, monkeypatch, capsys):
-    one = speaker(out / "ppo_actor_32.pth")
-    whole, forward = one.answer("w1"), one.model.forward
-
-    def narrow(input_ids, past_key_values, use_cache):
-        return forward(input_ids, past_key_values=past_key_values, use_cache=use_cache)
-
-    monkeypatch.setattr(one.model, "forward", narrow)
-    assert one.answer("w1") == whole
-
-
-def test_a_stop_string_may_be_one_text(tmp_path):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    model = talker(tokenizer)
-    model.generation_config.stop_strings = "w1 w2"
-    save_policy(model, tokenizer, tmp_path / "a.pth")
-    assert speaker(tmp_path / "a.pth").stops == ["w1 w2"]
+        converse(one, [KeyboardInterrupt()], monkeypatch, interactive=False)
 
 
 def test_a_conversation_that_is_too_long_is_one_line(out, monkeypatch, capsys):
     one = speaker(out / "ppo_actor_32.pth")  # 256 positions
     question = "w1 " * 100
-    converse([one], [question, question, question], monkeypatch)
+    converse(one, [question, question, question], monkeypatch)
     assert len(one.history) == 4
     line = r"\nprompt and conversation have \d+ tokens, .* takes 1 to 255; /clear"
     assert re.search(line, capsys.readouterr().err)
-    converse([one], ["/clear", question], monkeypatch)
+    converse(one, ["/clear", question], monkeypatch)
     assert len(one.history) == 2 and "takes" not in capsys.readouterr().err
-
-
-def test_broken_characters_in_a_prompt_are_one_line(tmp_path, monkeypatch, capsys):
-    one = speaker(save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS)))
-    converse([one], ["w1 \udcff", "w1"], monkeypatch)  # as a shell passes on a stray byte
-    assert "\nthe tokenizer " in capsys.readouterr().err
 
 
 def test_an_answer_never_exceeds_the_positions(out, capsys):
@@ -421,19 +331,11 @@ def test_an_answer_never_exceeds_the_positions(out, capsys):
     assert 0 < len(one.answer(asked).split()) <= room
 
 
-def test_no_template_no_history(tmp_path, monkeypatch, capsys):
-    path = save_policy_dir(tmp_path / "plain", word_tokenizer(WORDS), spread=3.0)
-    one = speaker(path)
-    assert one.encode("w0 w1") == [4, 5]
-    converse([one], ["w1", "w2"], monkeypatch)
-    assert not one.history
-
-
 # ---------------------------------------------------------------- stop strings
 
 
-def test_an_answer_ends_before_the_stop_strings_of_training(tmp_path, capsys):
-    """They are saved beside the weights. The trainer's sampler ends its answers at the same token."""
+def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
+    """The stop strings are saved beside the weights. What ends the answer is shown, but no part of it."""
     tokenizer = word_tokenizer(WORDS, chat=True)
     model = talker(tokenizer)
     model.lm_head.weight.data[0] = 0  # no EOS
@@ -450,23 +352,18 @@ def test_an_answer_ends_before_the_stop_strings_of_training(tmp_path, capsys):
     rollout = Sampler(model, model.dtype, 2).sample([ids], noise_keys(0, 0, [0]), [0], 12, 0.0, 0, stops)
     answer = one.answer("w1")
     said = capsys.readouterr()
-    assert said.out == f"{answer}\n" and "cut after" not in said.err
-    assert answer == response_texts(rollout, tokenizer, stops)[0] == whole.split(stop)[0]
-    assert 0 < len(answer) < len(whole)
+    shown = said.out.removesuffix("\n")
+    assert shown.startswith(answer + stop) and whole.startswith(shown) and "cut after" not in said.err
+    assert answer == response_texts(rollout, tokenizer, stops)[0] == whole.split(stop)[0] != ""
+    assert one.history[-1]["content"] == answer
 
 
-def test_transformers_ends_there_too_if_it_has_the_tokenizer(tmp_path):
-    tokenizer, asked = byte_tokenizer(), torch.tensor([[40, 41]])
+def test_a_stop_string_of_a_checkpoint_may_be_one_text(tmp_path):
+    tokenizer = word_tokenizer(WORDS, chat=True)
     model = talker(tokenizer)
-    whole = model.generate(asked, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
-    ascii_ids = [i for i in whole if tokenizer.decode([i]).isalnum()]
-    keep_endings(Endings([0], StopStrings([tokenizer.decode(ascii_ids[2:3])], tokenizer), None), model)
+    model.generation_config.stop_strings = "w1 w2"
     save_policy(model, tokenizer, tmp_path / "a.pth")
-    model = load_policy(tmp_path / "a.pth")
-    ended = model.generate(asked, tokenizer=tokenizer, max_new_tokens=40, do_sample=False)[0, 2:].tolist()
-    assert ended == whole[: whole.index(ascii_ids[2]) + 1] and len(ended) < 40
-    answer = speaker(tmp_path / "a.pth", max_gen_len=40).answer(tokenizer.decode([40, 41]))
-    assert answer == tokenizer.decode(ended[:-1])
+    assert speaker(tmp_path / "a.pth").stops == ["w1 w2"]
 
 
 def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
@@ -478,21 +375,6 @@ def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
         assert one.answer("w1") == whole[: min(whole.find(text) for text in given)]
     assert "cut after" not in capsys.readouterr().err
     assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == {0}
-    with pytest.raises(InputError, match="--stop ''"):
-        speaker(path, stop=[""])
-
-
-def test_what_may_begin_a_stop_string_is_shown_late(pieces):
-    tokenizer = byte_tokenizer()
-    tokens = tokenizer("a\nYo E EN\nYou: and more")["input_ids"]
-    one = says(tokenizer, tokens, stop=["\nYou:", "END"], max_gen_len=99)
-    assert one.answer("x") == "a\nYo E EN"
-    assert "".join(pieces) == "a\nYo E EN\n"
-    assert "\nY" not in pieces and " E" not in pieces  # they came with what follows
-    assert len([piece for piece in pieces if piece]) > 4
-    pieces.clear()
-    one = says(tokenizer, tokenizer("\nYou: and more")["input_ids"], stop=["\nYou:"], max_gen_len=99)
-    assert one.answer("x") == "" and "".join(pieces) == "\n"
 
 
 # ---------------------------------------------------------------- sampling and streaming
@@ -502,7 +384,9 @@ def test_sampling_is_from_the_whole_distribution(tmp_path):
     """Whatever the model's generation config says, and without the top-k of 50 that transformers adds."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(98)])
     model = tiny_llama(100, spread=3.0)
-    model.generation_config.update(do_sample=True, top_k=1, suppress_tokens=list(range(50)))
+    model.generation_config.update(
+        do_sample=True, top_k=1, repetition_penalty=9.0, suppress_tokens=list(range(50))
+    )
     save_policy(model, tokenizer, tmp_path / "a.pth")
     one = speaker(tmp_path / "a.pth", temperature=0.7, max_gen_len=1)
     torch.manual_seed(0)
@@ -517,51 +401,20 @@ def test_sampling_is_from_the_whole_distribution(tmp_path):
         assert abs(torch.isin(drawn, group).float().mean() - probs[group].sum()) < 0.07  # 3 standard errors
 
 
-def test_the_seed_decides(out, capsys):
+def test_the_seed_decides(out, monkeypatch, capsys):
+    one = speaker(out / "ppo_actor_32.pth", temperature=2.0, history=0)
+
     def answers(seed):
-        one = speaker(out / "ppo_actor_32.pth", temperature=2.0)
-        chat.talk([one], arguments(seed=seed), ["w1"], False)
+        converse(one, ["w1"], monkeypatch, seed=seed)
         return capsys.readouterr().out
 
     assert answers(1) == answers(1) != answers(2)
 
 
-@pytest.mark.parametrize("text", ["naïve 你好，世界\n  🙂 e\u0301 <think>\n", "한국어 � \t \n\n x", ""])
-def test_streaming_whole_characters(text, pieces):
-    tokenizer = byte_tokenizer()
-    one = says(tokenizer, [*tokenizer(text)["input_ids"], 0], max_gen_len=99)
-    assert one.answer("x") == text
-    shown = ""
-    for piece in pieces:
-        shown += piece
-        assert f"{text}\n".startswith(shown)
-    assert shown == f"{text}\n"
-    assert len([piece for piece in pieces if piece]) >= len(text) - text.count("�")  # one by one
-
-
-def test_streaming_an_answer_that_is_cut_inside_a_character(pieces, capsys):
-    tokenizer = byte_tokenizer()
-    tokens = tokenizer("a界")["input_ids"][:-1]
-    assert says(tokenizer, tokens, max_gen_len=len(tokens)).answer("x") == "a�"
-    assert "".join(pieces[:-1]) == "a" and pieces[-1] == "�\n"
-    assert capsys.readouterr().err == "(x: cut after 3 tokens)\n"
-
-
-def test_streaming_a_model_that_talks_nonsense(tmp_path, pieces):
-    """Random bytes, most of them no UTF-8: what was shown is the text of the answer."""
+def test_what_is_shown_is_the_text_of_the_answer(tmp_path, capsys):
+    """Random bytes, most of them no UTF-8."""
     one = speaker(save_policy_dir(tmp_path / "bytes", byte_tokenizer()), temperature=1.0, max_gen_len=100)
     torch.manual_seed(0)
     for _ in range(3):
-        pieces.clear()
         answer = one.answer("ab")
-        assert "".join(pieces) == answer + "\n" and answer.count("\ufffd") > 5
-
-
-# ---------------------------------------------------------------- two models
-
-
-def test_two_models_answer_one_after_the_other(out, capsys):
-    a, b = out / "ppo_actor_32.pth", out / "other.pth"
-    chat.talk([speaker(a), speaker(b)], arguments(), ["w1"], False)
-    texts = [trainers_answer(path, [user("w1")]) for path in (a, b)]
-    assert capsys.readouterr().out == f"[{a}]\n{texts[0]}\n[{b}]\n{texts[1]}\n"
+        assert capsys.readouterr().out == answer + "\n" and answer.count("\ufffd") > 5

@@ -1,7 +1,5 @@
 """The bundled demo: a policy that is often wrong, a reward model that ranks right answers over wrong ones."""
 
-import json
-
 import pytest
 import torch
 from tiny import ROOT, read_jsonl
@@ -50,25 +48,7 @@ def test_the_policy_is_often_wrong_and_often_misformatted():
     assert 0.6 < sum(form) / len(form) < 0.9
 
 
-def test_held_out_problems_occur_in_no_training_file():
-    def numbers(prompt):
-        """A problem without its phrasing: ("twelve", "plus", "five", "minus", "nine")."""
-        words = prompt.lower().strip("?.").split()
-        first = next(i for i, word in enumerate(words) if word in ("plus", "minus"))
-        return tuple(words[first - 1 : first + 4])
-
-    held_out = {numbers(r["prompt"]) for r in read_jsonl(DATA / "eval.jsonl")}
-    assert len(held_out) == 500
-    for name in ("sft", "ppo", "preferences", "references"):
-        seen = {numbers(r["prompt"]) for r in read_jsonl(DATA / f"{name}.jsonl")}
-        assert len(seen) > 1000
-        assert not seen & held_out, name
-
-
 def test_what_is_bundled_is_small():
     sizes = {p: p.stat().st_size for p in DEMO.rglob("*") if p.is_file()}
     assert sum(sizes.values()) < 6e6
     assert sum(p.stat().st_size for p in DATA.rglob("*") if p.is_file()) < 8e6
-    assert json.loads((DEMO / "reward" / "config.json").read_text())["architectures"][0].endswith(
-        "SequenceClassification"
-    )

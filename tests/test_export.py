@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from test_families import FAMILIES, build
-from tiny import PYTHON, ROOT, WORDS, launch, start_script, word_tokenizer
+from tiny import PYTHON, ROOT, WORDS, start_script, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import chat
@@ -47,9 +47,10 @@ def demo(tmp_path):
 # ---------------------------------------------------------------- both ways
 
 
-@pytest.mark.parametrize(
-    "family", ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2", "Gemma 3", "OPT"]
-)
+THERE_AND_BACK = ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2", "Gemma 3", "OPT"]
+
+
+@pytest.mark.parametrize("family", THERE_AND_BACK)
 def test_there_and_back_in_fp32(family, tmp_path):
     model, tokenizer = build(FAMILIES[family]()), word_tokenizer(WORDS, chat=True)
     with quiet():
@@ -79,11 +80,7 @@ def test_narrower_types(dtype, demo, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("minimind2_dense", transformers.LlamaForCausalLM),
-        ("minimind3_dense", transformers.Qwen3ForCausalLM),
-        ("minimind3_moe", transformers.Qwen3MoeForCausalLM),
-    ],
+    [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3"), ("minimind3_moe", "Qwen3Moe")],
 )
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     """A class of transformers gives MiniMind's own logits; exported back, a dense one has MiniMind's keys."""
@@ -91,16 +88,16 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     words = ("--tokenizer", tmp_path / "words")
     run(GOLDEN / f"{name}.pth", tmp_path / "plain", *words, "--dtype", "float32")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
-    assert config["architectures"] == [kind.__name__]
+    assert config["architectures"] == [f"{kind}ForCausalLM"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     expected = torch.load(GOLDEN / f"{name}.expected.pt", weights_only=True)
-    assert type(model) is kind
+    assert type(model) is getattr(transformers, f"{kind}ForCausalLM")
     with torch.no_grad():
         assert (model(expected["input_ids"]).logits - expected["logits"]).abs().max() <= 1e-5
 
     run(tmp_path / "plain", tmp_path / "back.pth")
-    assert type(load_policy(tmp_path / "back.pth")) is kind
+    assert type(load_policy(tmp_path / "back.pth")) is type(model)
     if "moe" in name:  # its experts are joined, which MiniMind's class cannot load
         return
     state, own = (
@@ -110,90 +107,60 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     assert all(torch.equal(state[key], own[key]) for key in own)
 
 
-ALONE = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-assert not any(path.startswith(sys.argv[3]) for path in sys.path if "site-packages" not in path), sys.path
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-asked = [{"role": "user", "content": sys.argv[2]}]
-inputs = tokenizer.apply_chat_template(
-    asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)
-answer = model.generate(**inputs, do_sample=False, max_new_tokens=64)
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-"""
-
-
-def in_a_fresh_process(code, folder, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [PYTHON, "-I", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_plain_transformers_gives_the_answers_of_chat(demo, tmp_path, capsys):
-    prompt = "What is twelve plus five minus nine?"
-    run(demo, tmp_path / "exported")
-    capsys.readouterr()
-    chat.main(["--model", str(demo), "--prompt", prompt, "--max_gen_len", "64", "--device", "cpu"])
-    answer = capsys.readouterr().out
-    assert "<answer>" in answer
-    assert in_a_fresh_process(ALONE, tmp_path, tmp_path / "exported", prompt, ROOT) == answer
-
-
-def test_the_code_of_the_model_card_works(demo, tmp_path):
-    run(demo, tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
-    assert "<answer>" in in_a_fresh_process(code.replace("Your question", "What is 2 plus 3?"), tmp_path)
-
-
-def test_with_stop_strings_it_works_too(tmp_path):
-    """The demo's policy as a run with --stop 'answer' leaves it."""
-    model, tokenizer = load_policy(ROOT / "model/demo/policy"), load_tokenizer(ROOT / "model/demo/policy")
-    model.generation_config.stop_strings = ["answer"]
-    save_policy(model, tokenizer, tmp_path / "stops.pth")
-    run(tmp_path / "stops.pth", tmp_path / "exported")
-    (code,) = re.findall(r"```python\n(.*?)```", (tmp_path / "exported" / "README.md").read_text(), re.S)
-    said = in_a_fresh_process(code.replace("Your question", "What is 2 plus 3?"), tmp_path)
-    assert said.count("answer") == 1 and "</answer>" not in said
-
-
 # ---------------------------------------------------------------- what is in the directory
 
 
-def test_model_card(demo, tmp_path):
-    run(demo, tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
-    for line in (
-        "| architecture | `LlamaForCausalLM` |",
-        "| parameters | 804,608 |",
-        "| weights | float16 |",
-    ):
-        assert line in card
-    assert sorted(path.name for path in (tmp_path / "exported").iterdir()) == [
-        "README.md",
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The demo's policy, exported to the folder ``exported``."""
+    folder = tmp_path_factory.mktemp("demo")
+    save_policy(load_policy(DEMO), load_tokenizer(DEMO), folder / "ppo_actor_128.pth")
+    run(folder / "ppo_actor_128.pth", folder / "exported")
+    return folder / "exported"
 
 
-def test_settings_that_older_transformers_need_are_written(demo, tmp_path):
-    run(demo, tmp_path / "exported")
-    settings = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+def code_of(folder, question):
+    """The code of the model card that asks this."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    return code.replace("Your question", question)
+
+
+def test_the_code_of_the_model_card_gives_the_answers_of_chat_without_this_repository(exported, capsys):
+    prompt = "What is twelve plus five minus nine?"
+    chat.main(["--model", str(DEMO), "--prompt", prompt, "--max_gen_len", "128", "--device", "cpu"])
+    answer = capsys.readouterr().out
+    assert "<answer>" in answer
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [PYTHON, "-I", "-c", code_of(exported, prompt)]
+    more = {"env": environment, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, cwd=exported.parent, **more)
+    assert (done.returncode, done.stdout) == (0, answer), done.stderr
+
+
+def test_it_ends_at_stop_strings_too(tmp_path, monkeypatch, capsys):
+    """The demo's policy as a run with --stop 'answer' leaves it."""
+    model = load_policy(DEMO)
+    model.generation_config.stop_strings = ["answer"]
+    save_policy(model, load_tokenizer(DEMO), tmp_path / "stops.pth")
+    run(tmp_path / "stops.pth", tmp_path / "exported")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(code_of(tmp_path / "exported", "What is 2 plus 3?"), {})
+    said = capsys.readouterr().out
+    assert said.count("answer") == 1 and "</answer>" not in said
+
+
+def test_the_files(exported):
+    card = (exported / "README.md").read_text()
+    for line in ("architecture | `LlamaForCausalLM`", "parameters | 804,608", "weights | float16"):
+        assert f"| {line} |\n" in card
+    names = "README.md chat_template.jinja config.json generation_config.json model.safetensors"
+    names += " tokenizer.json tokenizer_config.json"
+    assert sorted(path.name for path in exported.iterdir()) == names.split()
+    settings = json.loads((exported / "tokenizer_config.json").read_text())  # what older transformers need
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["rope_theta"] == 1e6
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "exported").get_vocab() == load_tokenizer(DEMO).get_vocab()
-    )
+    assert json.loads((exported / "config.json").read_text())["rope_theta"] == 1e6
+    assert AutoTokenizer.from_pretrained(exported).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
 def test_generation_ends_where_training_ended_it(tmp_path):
@@ -224,46 +191,28 @@ def test_minimind_2_with_experts_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["words"]
 
 
-def bad_input(tmp_path, demo, kind):
-    """-> arguments of a call that has to fail."""
+BAD = {  # what is said: the arguments
+    "full: is there": ("PTH", "full"),
+    "full.pth: is there": (DEMO, "full.pth"),
+    "one has to end in .pth": ("PTH", "new.pth"),
+    "the other is a directory": (DEMO, "new"),
+    "no such file": ("missing.pth", "new"),
+    "no such directory": ("missing", "new.pth"),
+    "not a readable torch file": ("text.pth", "new"),
+    "cannot be written": ("PTH", "text.pth/new"),
+    "not this model's tokenizer": (GOLDEN / "minimind2_dense.pth", "new", "--tokenizer", DEMO),
+    "invalid choice": ("PTH", "new", "--dtype", "int8"),
+    "required: target": ("PTH",),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input(kind, tmp_path, demo, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("mine")
-    (tmp_path / "full.pth").write_text("mine")
-    (tmp_path / "text.pth").write_text("hello")
-    new = tmp_path / "new"
-    return {
-        "full: is there": (demo, tmp_path / "full"),
-        "full.pth: is there": (DEMO, tmp_path / "full.pth"),
-        "one has to end in .pth": (demo, tmp_path / "new.pth"),
-        "the other is a directory": (DEMO, new),
-        "no such file": (tmp_path / "missing.pth", new),
-        "no such directory": (tmp_path / "missing", tmp_path / "new.pth"),
-        "not a readable torch file": (tmp_path / "text.pth", new),
-        "cannot be written": (demo, tmp_path / "text.pth" / "new"),
-        "not this model's tokenizer": (GOLDEN / "minimind2_dense.pth", new, "--tokenizer", DEMO),
-        "invalid choice": (demo, new, "--dtype", "int8"),
-        "required: target": (demo,),
-    }[kind]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "full: is there",
-        "full.pth: is there",
-        "one has to end in .pth",
-        "the other is a directory",
-        "no such file",
-        "no such directory",
-        "not a readable torch file",
-        "cannot be written",
-        "not this model's tokenizer",
-        "invalid choice",
-        "required: target",
-    ],
-)
-def test_bad_input(kind, tmp_path, demo):
-    arguments = bad_input(tmp_path, demo, kind)
+    for name in ("full/file", "full.pth", "text.pth"):
+        (tmp_path / name).write_text("mine")
+    arguments = [demo if argument == "PTH" else argument for argument in BAD[kind]]
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError) as caught:
         run(*arguments)
@@ -297,13 +246,11 @@ def test_what_a_type_cannot_hold_is_not_written(direction, tmp_path):
     run(source, target, "--dtype", "bfloat16")
 
 
-def test_the_real_command_line(demo, tmp_path):
-    """From any folder: success is one line and exit code 0, bad input one line and exit code 2."""
-    script = ROOT / "export.py"
-    good = launch([str(demo), str(tmp_path / "new")], script=script)
-    out, err = good.communicate(timeout=600)
-    assert (good.returncode, out.count("\n"), err) == (0, 1, ""), err
-    bad = start_script([PYTHON, str(script), str(demo), str(tmp_path / "new")], {})
+def test_the_real_command_line(demo, tmp_path, capsys):
+    """Success is one line, bad input one line and exit code 2."""
+    run(demo, tmp_path / "new")
+    assert capsys.readouterr().out.count("\n") == 1
+    bad = start_script([PYTHON, str(ROOT / "export.py"), str(demo), str(tmp_path / "new")], {})
     out, err = bad.communicate(timeout=600)
     assert (bad.returncode, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {tmp_path / 'new'}: is there")

@@ -631,7 +631,7 @@ RETURNS = [
 PYTHON_LINES = [
     "def f(p, r, a):", "    return [1.0, 2.0]", "    return r[9]", "import nothing_like_this", "f = 3",
     "raise ValueError('x\\ny')", "class f: pass", "f = print", "def f(): pass", "1/0", "x = (",
-    "f = lambda *a: [0, 0]", "def f(p, r, a, records, **x):", "def f(prompts, answers, responses):",
+    "f = lambda *a: [0, 0]", "def f(p, r, a, **x):", "def f(prompts, answers, responses):",
 ]  # fmt: skip
 
 

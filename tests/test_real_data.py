@@ -3,11 +3,23 @@
 import pytest
 import torch
 from test_rewards import remote  # noqa: F401  (a fixture)
-from tiny import PYTHON, ROOT, SHARED, finish, read_jsonl, save_reward_dir, start_script, train, write_jsonl
+from tiny import (
+    PYTHON,
+    ROOT,
+    SHARED,
+    finish,
+    flags,
+    read_jsonl,
+    save_reward_dir,
+    start_script,
+    train,
+    write_jsonl,
+)
 
 from model.loading import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from model.saving import save_policy
+from trainer import train_ppo
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs ../shared/data")
 
@@ -23,7 +35,7 @@ def score(prompts, responses, answers):
 @pytest.mark.slow
 def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
     (tmp_path / "water.py").write_text(WATER)
-    starts = [
+    starts = (
         "I was",
         "I dreamed that",
         "We were",
@@ -32,7 +44,7 @@ def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
         "I am",
         "A woman",
         "I had",
-    ]
+    )
     train(
         model=SHARED / "dreams-260k",
         reward_fn=f"{tmp_path / 'water.py'}:score",
@@ -64,36 +76,16 @@ def test_minimind_512x8_on_minimind_prompts(kind, remote, tmp_path):  # noqa: F8
         reward = save_reward_dir(tmp_path / "reward", tokenizer, hidden=64, layers=2)
     else:
         reward = remote
-    argv = [
-        "--hidden_size",
-        "512",
-        "--reasoning",
-        "0",
-        "--tokenizer",
-        tokenizer_path,
-        "--reward_model",
-        reward,
-    ]
-    argv += ["--data_path", str(SHARED / "rlaif-mini.jsonl"), "--out_dir", str(tmp_path), "--max_steps", "3"]
-    argv += [
-        "--batch_size",
-        "4",
-        "--mini_batch_size",
-        "2",
-        "--max_gen_len",
-        "12",
-        "--critic_warmup_steps",
-        "1",
-    ]
+    sizes = {"hidden_size": 512, "batch_size": 4, "mini_batch_size": 2, "max_gen_len": 12, "max_steps": 3}
+    files = {"data_path": SHARED / "rlaif-mini.jsonl", "tokenizer": tokenizer_path, "reward_model": reward}
+    argv = flags(**sizes, **files, out_dir=tmp_path, reasoning=0, critic_warmup_steps=1)
     argv += ["--learning_rate", "1e-6", "--critic_init", "actor", "--ppo_epochs", "1", "--device", "cpu"]
     argv += ["--trust_remote_code"] if kind == "remote code" else []
-    from trainer import train_ppo
-
     train_ppo.main(argv)
     assert [m["step"] for m in read_jsonl(tmp_path / "run_1" / "metrics.jsonl")] == [0, 1, 2, 3]
     if kind == "remote code":  # once is enough: the file is the same
         return
-    command = [PYTHON, str(ROOT / "chat.py"), "--out_dir", str(tmp_path), "--weight", "ppo_actor"]
-    command += ["--hidden_size", "512", "--prompt", "你好", "--max_gen_len", "5"]
+    command = [PYTHON, str(ROOT / "chat.py"), "--out_dir", str(tmp_path), "--prompt", "你好"]
+    command += ["--max_gen_len", "5"]
     out, _ = finish(start_script(command, {}))
     assert out.strip()

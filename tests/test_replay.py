@@ -65,7 +65,7 @@ def test_without_replay_nothing_is_kept():
 
 def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():
     """Also after resuming with one process."""
-    whole, mine = rollout_of(1), [local_positions(4, 2, rank, 2) for rank in (0, 1)]
+    whole, mine = rollout_of(1), [local_positions(4, rank, 2) for rank in (0, 1)]
     parts = [(p, {name: getattr(whole.rows(p), name) for name in FIELDS}) for p in mine]
 
     class Two(World):

@@ -77,17 +77,17 @@ def files_of(folder, name="Qwen3", count=40):
 # --------------------------------------------------------------------------------------- what is rendered
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "end"),
-    [
-        ("Qwen3", {}, "assistant "),
-        ("Qwen3", {"enable_thinking": True}, "assistant "),
-        ("Qwen3", {"enable_thinking": False}, CLOSED),
-        ("MiniMind-3", {}, CLOSED),
-        ("MiniMind-3", {"open_thinking": False}, CLOSED),
-        ("MiniMind-3", {"open_thinking": True}, OPENED),
-    ],
-)
+RENDERED = [  # template, its arguments, the end of the prompt
+    ("Qwen3", {}, "assistant "),
+    ("Qwen3", {"enable_thinking": True}, "assistant "),
+    ("Qwen3", {"enable_thinking": False}, CLOSED),
+    ("MiniMind-3", {}, CLOSED),
+    ("MiniMind-3", {"open_thinking": False}, CLOSED),
+    ("MiniMind-3", {"open_thinking": True}, OPENED),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "end"), RENDERED)
 def test_every_stage_renders_the_prompt_with_the_arguments(tmp_path, name, kwargs, end):
     tokenizer = tokenizer_of(name, **kwargs)
     (prompt,) = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a b"}]), tokenizer, 64)
@@ -123,54 +123,37 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
     assert all(a == thinks for a, b in zip(most, ends(0.5), strict=True) if b == thinks)
 
 
-@pytest.mark.parametrize(
-    ("name", "flags_", "message"),
-    [
-        (
-            "Qwen3",
-            {"chat_template_kwargs": "{enable"},
-            r"--chat_template_kwargs \{enable: must be",
-        ),
-        ("Qwen3", {"chat_template_kwargs": "[1]"}, r"--chat_template_kwargs \[1\]: must be a JSON object"),
-        (
-            "Qwen3",
-            {"chat_template_kwargs": '{"open_thinking": true}'},
-            "--chat_template_kwargs: open_thinking is not read by the chat template",
-        ),
-        (
-            "Qwen3",
-            {"chat_template_kwargs": '{"add_generation_prompt": true}'},
-            "add_generation_prompt",
-        ),
-        (
-            None,
-            {"chat_template_kwargs": '{"x": 1}'},
-            "--chat_template_kwargs: x is not read by the chat template, if the tokenizer has one",
-        ),
-        (
-            None,
-            {"thinking_ratio": 0.9},
-            "--thinking_ratio 0.9: the chat template reads neither enable_thinking",
-        ),
-        (
-            "Qwen3",
-            {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'},
-            "--thinking_ratio 0.9: --chat_template_kwargs sets enable_thinking; leave one of them out",
-        ),
-        ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
-    ],
-)
-def test_what_cannot_be_rendered_is_one_line(tmp_path, name, flags_, message):
+KWARGS = "--chat_template_kwargs"
+BOTH = {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'}
+WRONG = [  # template, flags, what is said
+    ("Qwen3", {"chat_template_kwargs": "{enable"}, rf"{KWARGS} \{{enable: must be"),
+    ("Qwen3", {"chat_template_kwargs": "[1]"}, rf"{KWARGS} \[1\]: must be a JSON object"),
+    ("Qwen3", {"chat_template_kwargs": '{"open_thinking": true}'}, f"{KWARGS}: open_thinking is not read by"),
+    ("Qwen3", {"chat_template_kwargs": '{"add_generation_prompt": true}'}, "add_generation_prompt"),
+    (None, {"chat_template_kwargs": '{"x": 1}'}, f"{KWARGS}: x is not read by .*, if the tokenizer has one"),
+    (None, {"thinking_ratio": 0.9}, "--thinking_ratio 0.9: the chat template reads neither enable_thinking"),
+    ("Qwen3", BOTH, f"--thinking_ratio 0.9: {KWARGS} sets enable_thinking; leave one of them out"),
+    ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def thinkers(tmp_path_factory):
+    """{template: flags of a policy with it}"""
+    return {name: files_of(tmp_path_factory.mktemp("thinker"), name, count=4) for name in ("Qwen3", None)}
+
+
+@pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
+def test_what_cannot_be_rendered_is_one_line(thinkers, tmp_path, name, flags_, message):
     with pytest.raises(InputError, match=message):
-        train_ppo.main(flags(**files_of(tmp_path, name, count=4), **flags_, out_dir=tmp_path / "out"))
+        train_ppo.main(flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("option", [{"thinking_ratio": 0}, {"thinking_ratio": 0.5}, {"thinking_reward": 1}])
 def test_logged_answers_thought_or_did_not(option):
-    with pytest.raises(
-        InputError, match=f"--{next(iter(option))} .*: not with --offline_data_path pairs.jsonl"
-    ):
+    (name,) = option
+    with pytest.raises(InputError, match=f"--{name} .*: not with --offline_data_path pairs.jsonl"):
         train_ppo.parse_args(flags(offline_data_path="pairs.jsonl", **option))
 
 
@@ -289,12 +272,7 @@ def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     records = [{"prompt": "a", "answer": answer} for answer in answers]
     found, said = chosen(tmp_path, [*records, *[{"prompt": "a"}] * 16], None)
     assert found == on
-    if on:
-        assert (
-            said == f"format   --reasoning 1, as 4 of 16 first answers of {tmp_path}/data.jsonl have <answer>"
-        )
-    else:
-        assert " first answers of the policy have" in said
+    assert (f"4 of 16 first answers of {tmp_path}/data.jsonl" if on else "answers of the policy have") in said
 
 
 def test_a_given_flag_stays(tmp_path):

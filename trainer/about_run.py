@@ -57,7 +57,12 @@ def describe_run(run: "PpoRun") -> str:
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
     """Lines on how the texts of these datasets, or None, were read, for runs of all stages."""
-    lines = [f"note     {x.note}" for x in datasets if isinstance(x, RecordDataset) and x.note]
+    ignored = "tools are ignored: turns that call one or hold its result are left out"
+    lines = [
+        f"note     {data.path}: {ignored}"
+        for data in datasets
+        if isinstance(data, RecordDataset) and "tools" in data.columns
+    ]
     if args.system_prompt:
         lines.append(f"system   {args.system_prompt}")
     if args.chat_template_kwargs:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dataset.data_order import RecordBatches, record_loader
+from dataset.data_order import local_positions, record_batches, record_loader
 from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
@@ -57,17 +57,10 @@ def train_to_the_end(
     args = run.args
     world = run.world
     progress = run.progress
-    order = RecordBatches(
-        len(run.data),
-        args.seed,
-        progress.step,
-        run.total_steps,
-        args.batch_size,
-        run.mini_batch_size,
-        world.rank,
-        world.size,
-        run.answers,
-    )
+    steps = range(progress.step, run.total_steps)
+    positions = local_positions(args.batch_size, world.rank, world.size, run.answers)
+    prompts = world.size * args.batch_size // run.answers
+    order = record_batches(len(run.data), args.seed, steps, prompts, positions, run.answers)
     stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
     with record_loader(run.data, order, args.num_workers) as batches, stopping as stop:
         if progress.step == run.total_steps:  # a run that was killed before its last result was there
@@ -77,9 +70,9 @@ def train_to_the_end(
             metrics, rows = evaluate(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
             run.keep_best(logger, metrics)
-        for step in order.steps:
+        for step in steps:
             try:
-                batch = collect(run, step, batches, order.positions)
+                batch = collect(run, step, batches, positions)
             except InputError:
                 save(run, logger)
                 raise

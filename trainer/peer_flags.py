@@ -11,6 +11,7 @@ _CALLED = """
 # MiniMind
 save_dir                            out_dir
 from_weight                         model                   the path of the .pth
+weight                              model                   the path of the .pth
 from_resume                         resume                  auto
 ppo_update_iters                    ppo_epochs
 early_stop_kl                       target_kl

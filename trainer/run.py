@@ -224,9 +224,8 @@ class PpoRun(Run):
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
         self.ema = Ema(learner, args.ema_beta)
-        positions = local_positions(
-            args.batch_size, args.mini_batch_size, self.world.rank, self.world.size, args.num_generations
-        )
+        world = self.world
+        positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
         self.replay = Replay(args.replay_batches, positions, self.world)
         self.states = {
             "raw_scores": self.reward,  # its name in checkpoints

@@ -68,7 +68,6 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float
     metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
     means = metrics.means(run.world)
     means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
-    means |= run.reward.metrics()
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
     return means
 

@@ -1,160 +1,126 @@
-"""Datasets: prompts, chat templates, the order of records, shares of processes; on tiny and real files."""
+"""Datasets: what is read from a file, the order of its records, shares of processes, templates, flags."""
 
-import json
 from collections import Counter
 from itertools import chain
 
 import pytest
-from tiny import ROOT, word_tokenizer
+from tiny import (
+    ROOT,
+    WORDS,
+    flags,
+    read_jsonl,
+    run_files,
+    save_policy_dir,
+    tiny_llama,
+    train,
+    word_tokenizer,
+    write_jsonl,
+)
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from dataset.chat_template import conversation_ids
+from dataset.chat_template import conversation_ids, prompt_text, set_system_prompt, set_template
 from dataset.data_order import (
-    RecordBatches,
     epoch_order,
     global_batch,
     local_positions,
     minibatch_rows,
+    record_batches,
 )
-from dataset.demo.make_tokenizer import build_tokenizer
-from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
+from dataset.formats import Keys
+from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
 from dataset.record_files import open_records
 from errors import InputError
-
-SHARED = ROOT.parent / "shared/data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
-
-
-@pytest.fixture(scope="module")
-def chat():
-    """A tokenizer like the demo's: a chat template, one token per digit."""
-    return build_tokenizer(["user assistant system", "What is two plus three?", "2 + 3 = 5"])
+from trainer import train_reward, train_sft
+from trainer.generation.engine import sample
+from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import response_texts
 
 
-@pytest.fixture(scope="module")
-def plain(chat, tmp_path_factory):
-    """The same without a chat template."""
-    folder = tmp_path_factory.mktemp("plain")
-    chat.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    return tokenizer
+def user(text):
+    return {"role": "user", "content": text}
 
 
-@pytest.fixture
-def jsonl(tmp_path):
-    def write(*lines):
-        path = tmp_path / "data.jsonl"
-        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), "utf-8")
-        return path
+def assistant(text):
+    return {"role": "assistant", "content": text}
 
-    return write
 
+SYSTEM = {"role": "system", "content": "S"}
 
 # ---------------------------------------------------------------------------------------------------------
 # Prompts
 
 
-def test_minimind_conversations(chat, jsonl):
-    user, placeholder = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "7"}
-    path = jsonl(
-        {"conversations": [user, placeholder]},
-        {"conversations": [{"content": "hi"}, {"content": "7"}]},  # no roles: user, assistant, ...
-        {"conversations": [user]},  # ends with the question: nothing to drop, no answer
-        {"conversations": [{"role": "system", "content": "S"}, user, placeholder, user, placeholder]},
-    )
-    data = RLAIFDataset(path, chat, 100)
-    assert [p.index for p in data] == [0, 1, 2, 3]
-    assert [p.answer for p in data] == ["7", "7", None, "7"]
-    assert data[0].prompt == data[1].prompt == data[2].prompt == [user]
-    assert [m["role"] for m in data[3].prompt] == ["system", "user", "assistant", "user"]
-    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert data[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
-    assert chat.decode(data[0].prompt_ids) == text
-
-
-def test_prompt_records(chat, plain, jsonl):
-    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
-    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages})
+def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
+    messages = [user("one"), user("two")]
+    path = jsonl({"prompt": "hi", "answer": "5"}, "", {"prompt": messages}, {"prompt": [SYSTEM, user("hi")]})
     with_template = RLAIFDataset(path, chat, 100)
-    assert [p.prompt for p in with_template] == ["hi", messages]  # as the file has them
-    one_message = chat.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert chat.decode(with_template[0].prompt_ids).startswith(one_message)
-    assert (with_template[0].answer, with_template[1].answer) == ("5", None)
     without = RLAIFDataset(path, plain, 100)
-    assert [p.prompt for p in without] == ["hi", messages]
-    assert [p.prompt_ids for p in without] == [plain(text)["input_ids"] for text in ("hi", "one\ntwo")]
+    assert [p.index for p in with_template] == [0, 1, 2]  # the number of its record
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert with_template[0].prompt_ids == chat(text, add_special_tokens=False)["input_ids"]
+    for data in (with_template, without):
+        assert [p.prompt for p in data] == ["hi", messages, [SYSTEM, user("hi")]]  # as the file has them
+        assert [p.answer for p in data] == ["5", None, None]
+    assert [p.prompt_ids for p in without] == [plain(t)["input_ids"] for t in ("hi", "one\ntwo", "S\nhi")]
 
 
 def test_long_prompts_are_dropped_not_cut(chat, jsonl):
     path = jsonl({"prompt": "2 " * 50}, {"prompt": "hi"}, {"prompt": "3 " * 50})
     data = RLAIFDataset(path, chat, 30)
-    assert len(data) == 1 and data.dropped == 2 and data[0].index == 1  # the number of its record
+    assert len(data) == 1 and data.dropped == 2 and data[0].index == 1
     assert data[0].prompt == "hi"
     with pytest.raises(InputError, match="--max_seq_len"):
         RLAIFDataset(path, chat, 3)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"prompt": "a"', "not JSON"),
-        ("[1]", "not a JSON object"),
-        ('{"instruction": "a"}', 'no prompt .an "instruction" needs an "output" beside it'),
-        ('{"prompt": ""}', "prompt is empty"),
-        ('{"prompt": 3}', "must be text or a list"),
-        ('{"prompt": "a", "answer": [{}]}', "turn 1 of the conversation has no text"),
-        ('{"conversations": []}', "not empty"),
-        ('{"conversations": [{"role": "user"}]}', "turn 1"),
-        ('{"conversations": [{"role": "assistant", "content": "x"}]}', "prompt is empty"),
-    ],
-)
-def test_bad_lines_are_named(chat, jsonl, line, says):
-    path = jsonl({"prompt": "fine"}, line)
-    with pytest.raises(InputError, match=says) as caught:
-        RLAIFDataset(path, chat, 100)
-    assert f"{path}:2" in str(caught.value)
+def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
+    refusing = AutoTokenizer.from_pretrained(ROOT / "dataset/demo/tokenizer")
+    refusing.chat_template = "{% if messages[0].content == 'a' %}{{ raise_exception('no a') }}{% endif %}b"
+    fine = {"prompt": "b", "answer": "b"}
+    sides = {"prompt": "b", "chosen": "b", "rejected": "c"}
+    cases = [
+        (RLAIFDataset, [fine, {"prompt": ""}], 2, "the prompt is empty", chat),
+        (RLAIFDataset, [fine, fine, {"prompt": "a"}], 3, "no a", refusing),
+        (SFTDataset, [fine, {"prompt": "b"}], 2, "no answer", chat),
+        (PreferenceDataset, [{"prompt": "b", "chosen": "5"}], 1, 'no "rejected"', chat),
+        (logged, [sides, {"prompt": "b", "chosen": "c"}], 2, 'no "rejected"', chat),
+        (logged, [{**fine, "score": 1}, sides], 2, "no rated answer", chat),
+        (logged, [fine], 1, 'no "chosen"', chat),
+        (logged, [{**fine, "prompt": "", "score": 1}], 1, "the prompt is empty", chat),
+    ]
+    for kind, records, line, says, tokenizer in cases:
+        with pytest.raises(InputError, match=rf"data\.jsonl:{line}: .*{says}"):
+            kind(jsonl(*records), tokenizer, 100)
 
 
-def test_bad_files(chat, plain, tmp_path, jsonl):
+def test_files_without_records(tmp_path, jsonl):
     with pytest.raises(InputError, match=r"nowhere\.jsonl"):
         open_records(tmp_path / "nowhere.jsonl")
     with pytest.raises(InputError, match="the library datasets cannot read it"):
         open_records(tmp_path)
     with pytest.raises(InputError, match="no records"):
         open_records(jsonl("", "  "))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
-    with pytest.raises(InputError, match=r"latin\.jsonl:2: not JSON in UTF-8"):
-        RLAIFDataset(tmp_path / "latin.jsonl", chat, 100)
-    refusing = "{{ raise_exception('user turns only') }}"
-    chat_template, chat.chat_template = chat.chat_template, refusing
-    try:
-        with pytest.raises(InputError, match=r"data\.jsonl:1: .*user turns only"):
-            RLAIFDataset(jsonl({"prompt": "a"}), chat, 100)
-    finally:
-        chat.chat_template = chat_template
 
 
-@needs_shared
-def test_real_minimind_prompts():
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "minimind2-tokenizer")
-    data = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 512)
-    assert len(data) + data.dropped == 10000
-    one = data[17]
-    assert one.prompt_ids == tokenizer.apply_chat_template(
-        one.prompt, add_generation_prompt=True, return_dict=False
-    )
-    few = RLAIFDataset(SHARED / "rlaif-mini.jsonl", tokenizer, 40)
-    assert few.dropped > 0 and max(len(p.prompt_ids) for p in few) == 40
-
-
-@needs_shared
-def test_real_tokenizer_without_template(jsonl):
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "dreams-260k")
-    data = RLAIFDataset(jsonl({"prompt": "I dreamt of a tree"}), tokenizer, 64)
-    assert data[0].prompt == "I dreamt of a tree"
-    assert data[0].prompt_ids[0] == tokenizer.bos_token_id
+def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jsonl):
+    path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [user("hi")], "a": 5, "prompt": "another"})
+    prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
+    assert prompts[0].prompt_ids == prompts[1].prompt_ids and [p.answer for p in prompts] == ["5", "5"]
+    assert list(prompts.columns) == ["q", "a", "x", "prompt"]  # of all records
+    one, two = SFTDataset(path, chat, 100, keys=Keys("q", "a"))
+    assert one == two
+    with pytest.raises(InputError, match=r'data\.jsonl:2: no "b" \(--prompt_key\); keys found: "q"'):
+        RLAIFDataset(jsonl({"b": "hi"}, {"q": "hi"}), chat, 100, keys=Keys("b"))
+    turns = [user("hi"), {"role": "tool", "content": "7"}]
+    record = {"q": turns, "answer": ["a", "b"], "score": 1, "reward_model": {"ground_truth": "5"}}
+    keys = Keys("q", "reward_model.ground_truth")
+    prompts = RLAIFDataset(jsonl(record), chat, 100, keys=keys)
+    answers = logged(jsonl(record), chat, 100, keys=keys)
+    for data in (prompts, answers):
+        assert data[0].record == record and data[0].prompt == [user("hi")]
+        assert list(data.columns) == list(record)
+    assert prompts[0].answer == answers[0].response == "5"
 
 
 def test_the_fingerprints_of_files_are_those_of_older_runs():
@@ -189,7 +155,8 @@ def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
     whole = [global_batch(n, seed, step, global_size) for step in range(5)]
     for world in (1, 2, 4):
         size, mini = global_size // world, global_mini // world
-        ranks = [list(RecordBatches(n, seed, 0, 5, size, mini, r, world)) for r in range(world)]
+        positions = [local_positions(size, rank, world) for rank in range(world)]
+        ranks = [list(record_batches(n, seed, range(5), global_size, mine, 1)) for mine in positions]
         for step in range(5):
             for k in range(global_size // global_mini):
                 rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
@@ -215,7 +182,7 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
     if mini % world or batch // answers % world:
         pytest.skip("these sizes cannot be shared")
     sizes = batch // world, mini // world
-    ranks = [local_positions(*sizes, rank, world, answers) for rank in range(world)]
+    ranks = [local_positions(sizes[0], rank, world, answers) for rank in range(world)]
     assert sorted(chain(*ranks)) == list(range(batch))
     for positions in ranks:
         for first in range(0, len(positions), answers):
@@ -223,7 +190,7 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
             assert group == list(range(group[0], group[0] + answers))
             assert group[0] % answers == 0
     cut, alone = minibatch_rows(*sizes, answers), minibatch_rows(batch, mini, answers)
-    one = local_positions(batch, mini, 0, 1, answers)
+    one = local_positions(batch, 0, 1, answers)
     assert [len(rows) for rows in cut] == [sizes[1]] * (batch // mini)
     for rows, rows_alone in zip(cut, alone, strict=True):
         found = sorted(positions[row] for positions in ranks for row in rows)
@@ -234,84 +201,274 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_prompt_is_read_once_for_all_its_answers(world):
-    orders = [RecordBatches(10, 0, 0, 6, 16 // world, 8 // world, rank, world, 2) for rank in range(world)]
-    asked = [sorted(chain(*lists)) for lists in zip(*orders, strict=True)]
-    assert asked == [sorted(global_batch(10, 0, step, 8)) for step in range(6)]
-    for order in orders:
-        batch = global_batch(10, 0, 3, 8)
-        assert list(order)[3] == [batch[p // 2] for p in order.positions[::2]]
+    asked = [list(batches(16 // world, rank, world, answers=2)) for rank in range(world)]
+    for step in range(6):
+        batch = global_batch(10, 0, step, 8)
+        assert sorted(chain(*(lists[step] for lists in asked))) == sorted(batch)
+        for rank, lists in enumerate(asked):
+            assert lists[step] == [batch[p // 2] for p in local_positions(16 // world, rank, world, 2)[::2]]
+
+
+def batches(batch_size, rank, world, first=0, answers=1):
+    positions = local_positions(batch_size, rank, world, answers)
+    return record_batches(10, 0, range(first, 6), world * batch_size // answers, positions, answers)
 
 
 def test_local_positions_and_resuming():
-    assert local_positions(4, 2, 0, 1) == [0, 1, 2, 3]
-    assert local_positions(4, 2, 1, 2) == [1, 3, 5, 7]
-    assert local_positions(3, 2, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
-    whole = RecordBatches(10, 0, 0, 6, 4, 2, 1, 2)
-    assert list(RecordBatches(10, 0, 4, 6, 4, 2, 1, 2)) == list(whole)[4:]
-    assert len(list(whole)) == 6
+    assert local_positions(4, 0, 1) == [0, 1, 2, 3]
+    assert local_positions(4, 1, 2) == [1, 3, 5, 7]
+    assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
+    whole = list(batches(4, 1, 2))
+    assert list(batches(4, 1, 2, first=4)) == whole[4:] and len(whole) == 6
     batch = global_batch(10, 0, 4, 8)
-    assert list(whole)[4] == [batch[position] for position in local_positions(4, 2, 1, 2)]
+    assert whole[4] == [batch[position] for position in local_positions(4, 1, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Demonstrations and preferences
+# Demonstrations, preferences, the flags of templates
 
 
-def trained_text(tokenizer, sample):
+def learned(tokenizer, sample):
     ids, mask = sample
-    assert len(ids) == len(mask)
     return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
 
 
-def test_sft_mask_covers_what_the_assistant_says(chat, plain, jsonl):
-    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
-    path = jsonl({"prompt": "2 + 3", "answer": "5"}, {"conversations": [user, assistant, user, assistant]})
+def test_what_the_assistant_says_is_learned(chat, plain, jsonl):
+    turns = [user("hi"), assistant("yes")]
+    path = jsonl({"prompt": "2 + 3", "answer": "5"}, {"conversations": turns * 2})
     one, two = SFTDataset(path, chat, 100)
     assert chat.decode(one[0]) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
     assert one[1] == [0] * (len(one[0]) - 3) + [1, 1, 0]  # "5", <|im_end|>, not the newline
-    assert trained_text(chat, two) == "yes<|im_end|>yes<|im_end|>"
+    assert learned(chat, two) == "yes<|im_end|>yes<|im_end|>"
     prompt = RLAIFDataset(path, chat, 100)[0].prompt_ids
     assert one[0][: len(prompt)] == prompt  # what PPO will generate from
-
     text = SFTDataset(jsonl({"prompt": "2 + 3 =", "answer": " 5"}), plain, 100)[0]
     assert plain.decode(text[0]) == "2 + 3 = 5<|im_end|>"
-    assert trained_text(plain, text) == " 5<|im_end|>"
-
-
-def test_a_text_is_learned_to_its_end_where_it_begins_with_the_eos(jsonl):
-    """OPT's tokenizer puts its EOS before every text."""
-    tokenizer = word_tokenizer("ab")
-    eos = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", eos)]
-    )
-    ((ids, mask),) = SFTDataset(jsonl({"text": "a b"}), tokenizer, 100)
-    assert ids == [eos, *tokenizer.convert_tokens_to_ids(["a", "b"]), eos] and mask == [0, 1, 1, 1]
-
-
-def test_sft_limits_and_errors(chat, jsonl):
-    path = jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50})
-    data = SFTDataset(path, chat, 30)
+    assert learned(plain, text) == " 5<|im_end|>"
+    data = SFTDataset(jsonl({"prompt": "hi", "answer": "5"}, {"prompt": "hi", "answer": "5 " * 50}), chat, 30)
     assert (len(data), data.dropped) == (1, 1)
-    with pytest.raises(InputError, match=r"data\.jsonl:1: no answer"):
-        SFTDataset(jsonl({"prompt": "hi"}), chat, 30)
+
+
+def test_a_text_is_learned_whole(chat, plain, jsonl):
+    for tokenizer in (chat, plain):
+        ((ids, mask),) = SFTDataset(jsonl({"text": "2 + 3 = 5"}), tokenizer, 100)
+        assert tokenizer.decode(ids) == "2 + 3 = 5<|im_end|>"
+        assert mask == [0] + [1] * (len(ids) - 1)  # the first token cannot be predicted
+    tokenizer = adding("</s>")  # OPT's tokenizer puts its EOS before every text
+    ((ids, mask),) = SFTDataset(jsonl({"text": "a b"}), tokenizer, 100)
+    assert ids == [0, *tokenizer.convert_tokens_to_ids(["a", "b"]), 0] and mask == [0, 1, 1, 1]
+
+
+def adding(token):
+    """A tokenizer that puts this token before any text."""
+    tokenizer = word_tokenizer(WORDS)
+    special = [(token, tokenizer.convert_tokens_to_ids(token))]
+    processor = TemplateProcessing(single=f"{token} $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    return tokenizer
 
 
 def test_preferences_are_what_ppo_will_have_scored(chat, plain, jsonl):
-    user = {"role": "user", "content": "hi"}
     as_text = {"prompt": "hi", "chosen": "5", "rejected": "6"}
-    as_messages = {
-        side: [user, {"role": "assistant", "content": as_text[side]}] for side in ("chosen", "rejected")
-    }
-    path = jsonl(as_text, {**as_text, "prompt": [user]}, as_messages)
+    as_messages = {side: [user("hi"), assistant(as_text[side])] for side in ("chosen", "rejected")}
+    path = jsonl(as_text, {**as_text, "prompt": [user("hi")]}, as_messages)
     pairs = [pair[:2] for pair in PreferenceDataset(path, chat, 100)]
     assert pairs[0] == pairs[1] == pairs[2]
     for ids, response in zip(pairs[0], "56", strict=True):
-        text = chat.apply_chat_template([user, {"role": "assistant", "content": response}], tokenize=False)
+        text = chat.apply_chat_template([user("hi"), assistant(response)], tokenize=False)
         assert ids == chat(text, add_special_tokens=False)["input_ids"]
-        assert [ids, ids] == conversation_ids(chat, [([user], response), ("hi", response)])
+        assert [ids, ids] == conversation_ids(chat, [([user("hi")], response), ("hi", response)])
     assert plain.decode(PreferenceDataset(path, plain, 100)[2][1]) == "hi\n6"
     with pytest.raises(InputError, match="--max_seq_len"):
         PreferenceDataset(path, chat, 4)
-    with pytest.raises(InputError, match=r'data\.jsonl:1: no "rejected"; keys found: "prompt", "chosen"'):
-        PreferenceDataset(jsonl({"prompt": "hi", "chosen": "5"}), chat, 100)
+
+
+def test_the_system_message_comes_first_unless_there_is_one(chat, plain, jsonl):
+    path = jsonl({"prompt": "hi"}, {"prompt": [{"role": "system", "content": "own"}, user("hi")]})
+    one, two = RLAIFDataset(path, chat, 100, "S")
+    assert one.prompt == [SYSTEM, user("hi")]  # what the reward model reads as well
+    text = chat.apply_chat_template(one.prompt, tokenize=False, add_generation_prompt=True)
+    assert chat.decode(one.prompt_ids) == text
+    assert two.prompt[0]["content"] == "own"
+    path = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
+    read_by_ppo = conversation_ids(chat, [([SYSTEM, user("hi")], "5")])[0]
+    assert PreferenceDataset(path, chat, 100, "S")[0][0] == read_by_ppo
+    assert SFTDataset(path, chat, 100, "S")[0][0][: len(one.prompt_ids)] == one.prompt_ids
+    with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
+        set_system_prompt(plain, "S")
+
+
+def test_a_text_as_template(plain, jsonl, tmp_path):
+    template = "\\n\\nHuman: {prompt}\\n\\nAssistant:"
+    (tmp_path / "template.txt").write_text(template.replace("\\n", "\n") + "\n", "utf-8")
+    talk = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 2 + 3\n\nAssistant:"
+    eos = plain.eos_token
+    for given in (template, str(tmp_path / "template.txt")):
+        plain.chat_template = None
+        set_template(plain, given)
+        data = list(RLAIFDataset(jsonl({"prompt": "2 + 3"}, {"prompt": talk}), plain, 100))
+        assert plain.decode(data[0].prompt_ids) == "\n\nHuman: 2 + 3\n\nAssistant:"
+        assert plain.decode(data[1].prompt_ids) == talk.replace(" yes?", f"yes?{eos}")
+        one = SFTDataset(jsonl({"prompt": "2 + 3", "answer": "5"}), plain, 100)[0]
+        assert plain.decode(one[0]) == f"\n\nHuman: 2 + 3\n\nAssistant:5{eos}"
+        assert learned(plain, one) == f"5{eos}"
+        plain.save_pretrained(tmp_path / "saved")
+        assert type(plain).from_pretrained(tmp_path / "saved").chat_template == plain.chat_template
+    for given, shown in (
+        (
+            '{"q": "{prompt}", "ü\'": 1}',
+            '{"q": "hi", "ü\'": 1}',
+        ),  # characters with a meaning in Jinja strings
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<hi>"),
+    ):
+        set_template(plain, given)
+        assert prompt_text(plain, "hi") == shown
+
+
+def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):
+    for tokenizer, begins in ((word_tokenizer(WORDS), []), (adding("</s>"), [0])):
+        tokenizer.bos_token = tokenizer.eos_token
+        set_template(tokenizer, "a {prompt} b")
+        ids = RLAIFDataset(jsonl({"prompt": "c"}), tokenizer, 100)[0].prompt_ids
+        assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
+
+
+TYPO = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
+
+
+def test_bad_templates_are_named(plain):
+    for template in ("no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", TYPO):
+        with pytest.raises(InputError, match="--prompt_template"):
+            set_template(plain, template)
+    plain.eos_token = None
+    with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
+        set_template(plain, "a {prompt} b")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Logged answers
+
+PAIRS = [
+    {"prompt": "a b", "chosen": "c d", "rejected": "e"},
+    {"prompt": [user("b")], "chosen": [assistant("f f f")], "rejected": [assistant("g")]},
+    {"chosen": "\n\nHuman: a c\n\nAssistant: b", "rejected": "\n\nHuman: a c\n\nAssistant: d d"},
+]
+RATED = [{"prompt": "a b", "answer": "c", "score": 2.5}, {"user_input": "d", "completion": "", "score": "-1"}]
+C, D, H = (WORDS.index(word) + 2 for word in "cdh")
+
+
+def logged(path, tokenizer, limit=20, kind=LoggedAnswers, max_response=20, eos=None, **more):
+    eos = eos or [tokenizer.eos_token_id]
+    return kind(path, tokenizer, limit, max_response=max_response, eos=eos, **more)
+
+
+def words(chat=True):
+    return word_tokenizer(WORDS, chat)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_pair_is_two_answers_of_which_each_is_tokenised_as_in_the_other_stages(jsonl, chat):
+    path = jsonl(*PAIRS)
+    data = logged(path, words(chat))
+    assert len(data) == 6 and data.pairs
+    items = [data[i] for i in range(6)]
+    assert [item.score for item in items] == [1, -1] * 3
+    prompts = RLAIFDataset(path, words(chat), 20)
+    demonstrations = SFTDataset(path, words(chat), 20)
+    for n in range(3):
+        chosen, rejected = items[2 * n], items[2 * n + 1]
+        assert chosen.prompt_ids == rejected.prompt_ids == prompts[n].prompt_ids
+        assert chosen.prompt == rejected.prompt == prompts[n].prompt and chosen.answer is None
+        ids, mask = demonstrations[n]
+        assert chosen.prompt_ids + chosen.response_ids == ids[: len(mask) - mask[::-1].index(1)]
+        assert chosen.response_ids != rejected.response_ids
+    assert items[0].response == "c d" and items[1].response == "e"
+    assert items[0].response_ids == [C, D, 0]
+
+
+def test_only_the_prompt_begins_with_the_bos_that_the_tokenizer_adds(jsonl):
+    item = logged(jsonl(PAIRS[0]), adding("<unk>"))[0]
+    assert item.prompt_ids[0] == 1 and item.response_ids == [C, D, 0]
+
+
+def test_rated_answers_have_their_own_score(jsonl):
+    data = logged(jsonl(*RATED), words())
+    assert [item.score for item in data] == [2.5, -1.0]
+    assert [item.response_ids for item in data] == [[C, 0], [0]]
+    assert data[0].record == RATED[0]
+    others = ([{**RATED[0], "score": 2.6}, RATED[1]], [{**RATED[0], "answer": "d"}, RATED[1]], RATED)
+    prints = [logged(jsonl(*records), words()).fingerprint for records in others]
+    assert len(set(prints)) == 3 and prints[2] == data.fingerprint
+
+
+def test_an_answer_of_the_policy_has_the_tokens_that_it_sampled(tmp_path, jsonl):
+    tokenizer, model = words(), tiny_llama(10, seed=3)
+    asked = [{"prompt": WORDS[n % 8]} for n in range(40)]
+    prompts = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", asked), tokenizer, 20)
+    ids = [prompt.prompt_ids for prompt in prompts]
+    rollout = sample(model, ids, noise_keys(0, 0, range(40)), [0], 12, 1.0)
+    ended = [i for i in range(40) if rollout.finished[i] and 1 not in rollout.responses()[i]]
+    assert len(ended) > 10
+    texts = response_texts(rollout, tokenizer)
+    data = logged(jsonl(*({**asked[i], "answer": texts[i], "score": 0} for i in ended)), tokenizer)
+    found = [item.prompt_ids + item.response_ids for item in data]
+    assert found == [ids[i] + rollout.responses()[i] for i in ended]
+
+
+def test_answers_that_are_too_long_are_dropped_and_counted(jsonl):
+    path = jsonl(
+        {"prompt": "a", "chosen": "b b", "rejected": "c c c"},
+        {"prompt": "a a a a a a", "chosen": "b", "rejected": "c"},
+        {"prompt": "d", "chosen": "b", "rejected": "c"},
+    )
+    data = logged(path, words(), 6, max_response=3)
+    assert [(item.prompt, item.response) for item in data] == [("a", "b b"), ("d", "b"), ("d", "c")]
+    assert data.describe() == "3 (3 of 6 read dropped, longer than --max_seq_len or --max_gen_len)"
+    assert data.longest == len(data[0].prompt_ids)
+    ((chosen, rejected),) = logged(path, words(), 6, kind=LoggedPairs, max_response=3)
+    assert (chosen.prompt, chosen.response, rejected.response, rejected.score) == ("d", "b", "c", -1)
+    for limit, most in ((1, 3), (6, 1)):
+        with pytest.raises(InputError, match="every record is longer than --max_seq_len or --max_gen_len"):
+            logged(path, words(), limit, max_response=most)
+
+
+def test_an_answer_has_to_end_where_the_policy_ends(jsonl):
+    tokenizer = words()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' h ' }}{% endfor %}"
+    with pytest.raises(InputError, match=r"data.jsonl:1: the answer does not end with an EOS"):
+        logged(jsonl(*RATED), tokenizer)
+    assert logged(jsonl(*RATED), tokenizer, eos=[0, H])[0].response_ids == [C, H]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Runs
+
+SIZES = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
+
+
+def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys):
+    files = run_files(tmp_path)
+    records = [{"prompt": "a", "x": {"q": "b c d"}, "gold": "a", "tools": [{}]}] * 4
+    path = write_jsonl(tmp_path / "named.jsonl", records)
+    files |= {"data_path": path, "eval_data_path": path, "out_dir": tmp_path / "out", "run_name": "r"}
+    files |= SIZES | {"mini_batch_size": 4, "max_gen_len": 4, "critic_warmup_steps": 0}
+    train(**files, prompt_key="x.q", answer_key="gold")
+    assert capsys.readouterr().out.count(f"note     {path}: tools are ignored: turns") == 2  # and held out
+    assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] == "b c d"
+    assert "eval/accuracy" in read_jsonl(tmp_path / "out/r/metrics.jsonl")[0]
+    with pytest.raises(InputError, match=r"--prompt_key was 'x\.q' and is now ''; set it back"):
+        train(**files, answer_key="gold", resume="auto")
+
+
+def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
+    model = save_policy_dir(tmp_path / "policy", word_tokenizer(WORDS, chat=True))
+    records = [{"q": {"x": "a b"}, "good": "c", "bad": "d e", "tools": [{}]}] * 8
+    path = write_jsonl(tmp_path / "named.jsonl", records)
+    common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
+    common |= {"eval_size": 4, "out_dir": tmp_path, "prompt_key": "q.x"}
+    train_sft.main(flags(**common, answer_key="good"))
+    assert capsys.readouterr().out.count("tools are ignored") == 1
+    train_reward.main(flags(**common, chosen_key="good", rejected_key="bad", max_gen_len=4))
+    assert (tmp_path / "full_sft_32.pth").is_file() and (tmp_path / "reward_32").is_dir()
+    with pytest.raises(InputError, match=r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'):
+        train_reward.main(flags(**common, chosen_key="good", max_gen_len=4))

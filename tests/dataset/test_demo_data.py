@@ -36,7 +36,7 @@ def test_held_out_problems_occur_in_no_training_file():
     held_out = problems("eval.jsonl")
     terms = {make_data.terms(problem) for problem in held_out}
     assert len(held_out) == 500 and problems("preferences_eval.jsonl") == held_out
-    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl"):
+    for name in ("sft.jsonl", "preferences.jsonl", "ppo.jsonl", "references.jsonl"):
         assert not {make_data.terms(problem) for problem in problems(name)} & terms, name
 
 

@@ -1,30 +1,27 @@
 """Every form of record that docs/data.md names, as a prompt, a demonstration, a pair or a rated answer."""
 
-import gzip
 import json
 import shlex
 
 import pytest
-from test_dataset import chat, jsonl, needs_shared, plain  # noqa: F401  (fixtures)
-from tiny import ROOT, SHARED, flags, read_jsonl, word_tokenizer
-from tokenizers.processors import TemplateProcessing
+from tiny import ROOT, flags, read_jsonl
 from transformers import AutoTokenizer
 
 from dataset.answers import comparable
-from dataset.chat_template import (
-    conversation_ids,
-    conversation_text,
-    prompt_text,
-    set_system_prompt,
-    set_template,
-    unmark,
+from dataset.chat_template import conversation_ids, conversation_text, prompt_text, unmark
+from dataset.formats import (
+    Keys,
+    as_messages,
+    is_rated,
+    keys_found,
+    named,
+    to_demonstration,
+    to_messages,
+    to_pair,
+    to_prompt,
+    to_rated,
 )
-from dataset.formats import Keys, named, to_demonstration, to_messages, to_pair, to_prompt, to_rated
-from dataset.lm_dataset import (
-    PreferenceDataset,
-    RLAIFDataset,
-    SFTDataset,
-)
+from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
 from trainer import train_ppo
 
@@ -33,88 +30,91 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def assistant(text):
-    return {"role": "assistant", "content": text}
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
 
 
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+U = user("hi")
+A = assistant("5")
+MORE = [assistant("1"), user("and?"), A]
+SYSTEM = {"role": "system", "content": "S"}
+DEVELOPER = {"role": "developer", "content": "S"}
+HUMAN = {"from": "human", "value": "hi"}
+GPT = {"from": "gpt", "value": "5"}
+BOT = {"from": "bot", "value": "5"}
 TALK = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 2 + 3"
 ASKED = f"{TALK}\n\nAssistant:"
+SAID = f"{ASKED} 5"
+INSTRUCTION = "Below is an instruction … 5"
+NESTED = {"extra_info": {"question": "hi", "answer": "5"}, "prompt": "another", "answer": "another"}
+VERL = {"data_source": "openai/gsm8k", "prompt": [U], "extra_info": {"answer": "so\n#### 72"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+CALLS = [
+    U,
+    assistant(None, tool_calls=[CALL]),
+    {"role": "tool", "content": "22", "tool_call_id": "1"},
+    assistant("Let me see.", tool_calls=[CALL]),
+    {"role": "tool", "content": parts("23")},
+    assistant("5", tool_calls=None),  # as tables have it, where another record has a call
+]
+OBSERVED = [HUMAN, {"from": "function_call", "value": "{}"}, {"from": "observation", "value": "22"}, GPT]
+FUNCTION = [U, assistant(None, function_call={"name": "f"}), {"role": "function", "content": "2"}, A]
 
 FORMS = {  # name: (record, prompt, answer)
-    "minimind": ({"conversations": [user("hi"), assistant("5")]}, [user("hi")], "5"),
-    "minimind placeholder": ({"conversations": [user("hi"), assistant("无")]}, [user("hi")], None),
-    "sharegpt": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "5"}]},
-        [user("hi")],
-        "5",
-    ),
-    "a bot": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "5"}]},
-        [user("hi")],
-        "5",
-    ),
-    "openai": ({"messages": [user("hi"), assistant("5")]}, [user("hi")], "5"),
+    "minimind": ({"conversations": [U, A]}, [U], "5"),
+    "minimind without roles": ({"conversations": [{"content": "hi"}, {"content": "5"}]}, [U], "5"),
+    "minimind placeholder": ({"conversations": [U, assistant("无")]}, [U], None),
+    "sharegpt": ({"conversations": [HUMAN, GPT]}, [U], "5"),
+    "a bot": ({"conversations": [HUMAN, BOT]}, [U], "5"),
+    "openai": ({"messages": [U, A]}, [U], "5"),
+    "openai's parts": ({"messages": [{"role": "user", "content": parts("h", "i")}, A]}, [U], "5"),
+    "openai's tools": ({"messages": CALLS}, [U], "5"),
+    "openai's tools, before there were such": ({"messages": FUNCTION}, [U], "5"),
+    "sharegpt's tools": ({"conversations": OBSERVED}, [U], "5"),
+    "a system turn": ({"messages": [SYSTEM, U, A]}, [SYSTEM, U], "5"),
+    "openai's developer": ({"messages": [DEVELOPER, U, A]}, [SYSTEM, U], "5"),
+    "turns with an answer beside them": ({"messages": [U], "answer": "5"}, [U], "5"),
+    "turns with accepted answers beside them": ({"messages": [U, A], "answer": ["5", "five"]}, [U], "5"),
+    "conversations with such": ({"conversations": [U, A], "answer": ["5", "five"]}, [U], "5"),
+    "turns of a question, with such": ({"messages": [U], "answer": ["5", "five"]}, [U], None),
     "trl prompt-only": ({"prompt": "hi"}, "hi", None),
-    "trl prompt-only, turns": ({"prompt": [user("hi")]}, [user("hi")], None),
+    "trl prompt-only, turns": ({"prompt": [U]}, [U], None),
+    "trl completion": ({"prompt": "hi", "completion": "5"}, "hi", "5"),
+    "trl completion, turns": ({"prompt": [U], "completion": [A]}, [U], "5"),
+    "trl completion of several turns": ({"prompt": [U], "completion": MORE}, [U, *MORE[:2]], "5"),
+    "a completion of turns is added": (
+        {"prompt": "hi", "answer": None, "completion": MORE},
+        [U, *MORE[:2]],
+        "5",
+    ),
     "ours": ({"prompt": "hi", "answer": "5"}, "hi", "5"),
     "an answer is what it is": ({"prompt": "is there any?", "answer": "无"}, "is there any?", "无"),
-    "trl completion": ({"prompt": "hi", "completion": "5"}, "hi", "5"),
-    "trl completion, turns": ({"prompt": [user("hi")], "completion": [assistant("5")]}, [user("hi")], "5"),
-    "trl completion of several turns": (
-        {"prompt": [user("hi")], "completion": [assistant("5"), user("and?"), assistant("6")]},
-        [user("hi"), assistant("5"), user("and?")],
-        "6",
-    ),
+    "an answer that is a list": ({"prompt": "hi", "answer": ["5", "ü"]}, "hi", '["5", "ü"]'),
+    "an answer that is an object": ({"prompt": [U], "answer": {"x": 5}}, [U], '{"x": 5}'),
     "a pair": ({"prompt": "hi", "chosen": "5", "rejected": "6"}, "hi", "5"),
     "chatllama": ({"user_input": "hi", "completion": "5", "score": 4.5}, "hi", "5"),
-    "hh as text": ({"text": f"{TALK}\n\nAssistant: 5"}, ASKED, "5"),
+    "hh as text": ({"text": SAID}, ASKED, "5"),
     "hh without an answer": ({"text": ASKED}, ASKED, None),
     "hh ending with a question": ({"text": TALK}, ASKED, None),
     "hh as a prompt": ({"prompt": ASKED, "answer": "5"}, ASKED, "5"),
+    "hh with the beginning of the answer": ({"prompt": f"{ASKED} So", "answer": " 5"}, f"{ASKED} So", " 5"),
     "plain text": ({"text": "once upon a time"}, "once upon a time", None),
+    "a text with an answer": ({"prompt": None, "text": "hi", "answer": "5"}, "hi", "5"),
     "alpaca": ({"instruction": "Add.", "input": "2 and 3", "output": "5"}, "Add.\n\n2 and 3", "5"),
     "alpaca without an input": ({"instruction": "hi", "input": "", "output": "5"}, "hi", "5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
-    "a question alone": ({"question": "hi"}, "hi", None),
-    "a question with a number": ({"question": "hi", "answer": 5}, "hi", "5"),
-    "turns with an answer beside them": ({"messages": [user("hi")], "answer": "5"}, [user("hi")], "5"),
-    "a completion of turns is added": (
-        {"prompt": "hi", "answer": None, "completion": [assistant("1"), user("and?"), assistant("5")]},
-        [user("hi"), assistant("1"), user("and?")],
-        "5",
-    ),
     "alpaca with a text of both": (
-        {"instruction": "hi", "input": " ", "output": "5", "text": "Below is an instruction … 5"},
+        {"instruction": "hi", "input": " ", "output": "5", "text": INSTRUCTION},
         "hi",
         "5",
     ),
-    "a system turn": (
-        {"messages": [{"role": "system", "content": "S"}, user("hi"), assistant("5")]},
-        [{"role": "system", "content": "S"}, user("hi")],
-        "5",
-    ),
-    "openai's developer": (
-        {"messages": [{"role": "developer", "content": "S"}, user("hi"), assistant("5")]},
-        [{"role": "system", "content": "S"}, user("hi")],
-        "5",
-    ),
-    "openai's parts": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": t} for t in "hi"]},
-                assistant("5"),
-            ]
-        },
-        [user("hi")],
-        "5",
-    ),
-}
-VERL = {  # as verl's script for GSM8K writes it
-    "data_source": "openai/gsm8k",
-    "prompt": [user("hi")],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "72"},
-    "extra_info": {"split": "train", "index": 0, "answer": "so\n#### 72", "question": "hi"},
+    "alpaca with a dialogue": ({"instruction": "Write one", "output": SAID}, "Write one", SAID),
+    "a question alone": ({"question": "hi"}, "hi", None),
+    "a question with a number": ({"question": "hi", "answer": 5}, "hi", "5"),
 }
 
 
@@ -126,118 +126,106 @@ def test_prompts(name):
         assert to_demonstration(record) == (prompt, answer)
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("6*12 = <<6*12=72>>72\n#### 72", "72"),
-        ("so\n#### 1,240", "1240"),
-        ("so\n#### $-2.50\n", "-2.50"),
-        ("####72", "72"),
-        ("#### 1. Data\n#### 2. Tools", "#### 1. Data\n#### 2. Tools"),  # headings
-        ("#### 72 eggs", "#### 72 eggs"),
-        ("72", "72"),
-        ("so", "so"),
-        ("", ""),
-    ],
-)
-def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned(solution, answer):
+NAMED = {  # name: (record, keys, prompt, answer)
+    "both": ({"problem": "hi", "solution": "5"}, Keys("problem", "solution"), "hi", "5"),
+    "paths": (NESTED, Keys("extra_info.question", "extra_info.answer"), "hi", "5"),
+    "a path to a number": ({"a": {"b": "hi"}, "c": {"d": 0}}, Keys("a.b", "c.d"), "hi", "0"),
+    "the prompt alone": ({"problem": "hi", "answer": "5"}, Keys("problem"), "hi", "5"),
+    "the answer alone": ({"prompt": "hi", "answer": "6", "gold": "5"}, Keys("", "gold"), "hi", "5"),
+    "beside a completion": ({"prompt": "hi", "completion": "6", "gold": "5"}, Keys("", "gold"), "hi", "5"),
+    "beside a completion of turns": (
+        {"prompt": "hi", "completion": MORE, "gold": "5"},
+        Keys("", "gold"),
+        "hi",
+        "5",
+    ),
+    "before turns": ({"messages": [user("no")], "q": "hi"}, Keys("q"), "hi", None),
+    "before a text": ({"text": "once", "q": "hi"}, Keys("q"), "hi", None),
+    "before a question": ({"question": "no", "answer": "5", "q": "hi"}, Keys("q"), "hi", "5"),
+    "turns": ({"dialog": [U]}, Keys("dialog"), [U], None),
+    "turns that end with the answer": ({"dialog": [U, A]}, Keys("dialog"), [U], "5"),
+    "an answer beside turns": ({"messages": [U, assistant("6")], "gold": "5"}, Keys("", "gold"), [U], "5"),
+    "a number": ({"prompt": "hi", "gold": 5}, Keys("", "gold"), "hi", "5"),
+    "a turn": ({"prompt": "hi", "gold": [A]}, Keys("", "gold"), [U], "5"),
+    "no text": ({"prompt": "hi", "gold": ["5"]}, Keys("", "gold"), "hi", '["5"]'),
+    "no text, beside turns": ({"messages": [U, A], "gold": ["6"]}, Keys("", "gold"), [U], '["6"]'),
+    "the prompt beside no text": ({"q": [U], "answer": ["5"]}, Keys("q"), [U], '["5"]'),
+    "beside no text": ({"prompt": "hi", "answer": 6, "a": "5"}, Keys("", "a"), "hi", "5"),
+    "a name with a dot": ({"a.b": "hi", "a": {"b": "no"}}, Keys("a.b"), "hi", None),
+    "beside a pair": ({"q": "hi", "chosen": "5", "rejected": "6"}, Keys("q"), "hi", "5"),
+    "of a pair": ({"q": "hi", "chosen": "6", "rejected": "7", "a": "5"}, Keys("q", "a"), "hi", "5"),
+    "a field without a name": ({"": "row 7", "prompt": "hi", "gold": "5"}, Keys("", "gold"), "hi", "5"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_keys_decide(name):
+    record, keys, prompt, answer = NAMED[name]
+    before = json.dumps(record)
+    found = named(record, keys)
+    assert to_prompt(found) == (prompt, answer)
+    if answer is not None:
+        assert to_demonstration(found) == (prompt, answer)
+    assert json.dumps(record) == before
+
+
+SOLUTIONS = {
+    "6*12 = <<6*12=72>>72\n#### 72": "72",
+    "so\n#### 1,240": "1240",
+    "so\n#### $-2.50\n": "-2.50",
+    "####72": "72",
+    "#### 1. Data\n#### 2. Tools": "#### 1. Data\n#### 2. Tools",  # headings
+    "#### 72 eggs": "#### 72 eggs",
+    "so": "so",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("solution", SOLUTIONS)
+def test_of_a_solution_the_final_number_is_the_answer_and_all_of_it_is_learned(solution):
+    answer = SOLUTIONS[solution]
     record = {"question": "hi", "answer": solution}
     assert to_prompt(record) == ("hi", answer)
     assert to_demonstration(record) == ("hi", solution)
-    assert to_prompt({"prompt": "hi", "answer": solution}) == ("hi", answer)
     assert to_prompt(named({"q": "hi", "a": solution}, Keys(prompt="q", answer="a"))) == ("hi", answer)
-    verl = VERL | {"reward_model": {"ground_truth": solution}}
-    assert to_prompt(verl) == ([user("hi")], answer)
+    assert to_prompt(VERL | {"reward_model": {"ground_truth": solution}}) == ([U], answer)
 
 
-@pytest.mark.parametrize(
-    ("answer", "there"),
-    [
-        ("72", True),
-        (" -1,240.5 ", True),
-        ("C", True),
-        ("Ada Lovelace", True),
-        (r"\frac{1}{2}", True),
-        ("苹果", True),
-        ("1" * 60, True),  # a number of any length
-        ("one\ntwo", False),
-        ("It is late, and so I go home.", False),
-        ("苹果是一种水果，" * 6, False),
-    ],
-)
-def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words(answer, there):
-    assert comparable(answer) is there
+TRUTHS = [("72", "72"), (72, "72"), (["7", "ü"], '["7", "ü"]'), ({"a": ["b"]}, '{"a": ["b"]}'), (None, None)]
 
 
-@pytest.mark.parametrize(
-    ("truth", "answer"),
-    [
-        ("72", "72"),
-        (72, "72"),
-        (["7", "ü"], '["7", "ü"]'),
-        ({"target": ["a"]}, '{"target": ["a"]}'),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("truth", "answer"), TRUTHS)
 def test_verls_ground_truth(truth, answer):
     """It is the answer to compare with, as JSON if it is no text, and never an answer to learn."""
     record = VERL | {"reward_model": {"style": "rule", "ground_truth": truth}}
-    assert to_prompt(record) == ([user("hi")], answer)
+    assert to_prompt(record) == ([U], answer)
     with pytest.raises(InputError, match=r"no answer to learn from .*; keys found: .*--answer_key"):
         to_demonstration(record)
-    assert to_prompt({**record, "answer": "5"}) == ([user("hi")], "5")
-    assert to_prompt({**record, "reward_model": "a name"}) == ([user("hi")], None)
+    assert to_prompt({**record, "answer": "5"}) == ([U], "5")
+    assert to_prompt({**record, "reward_model": "a name"}) == ([U], None)
+
+
+SHORT = ("72", " -1,240.5 ", "C", "Ada Lovelace", r"\frac{1}{2}", "苹果", "1" * 60)  # a number of any length
+LONG = ("one\ntwo", "It is late, and so I go home.", "苹果是一种水果，" * 6)
+
+
+def test_an_answer_that_a_response_can_equal_is_a_number_or_a_few_words():
+    assert [comparable(text) for text in SHORT + LONG] == [True] * len(SHORT) + [False] * len(LONG)
 
 
 PAIRS = {  # name: (record, prompt, chosen, rejected)
     "explicit": ({"prompt": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
-    "explicit, turns": (
-        {"prompt": [user("hi")], "chosen": [assistant("5")], "rejected": [assistant("6")]},
-        [user("hi")],
-        "5",
-        "6",
-    ),
-    "implicit, turns": (
-        {"chosen": [user("hi"), assistant("5")], "rejected": [user("hi"), assistant("6")]},
-        [user("hi")],
-        "5",
-        "6",
-    ),
-    "a prompt repeated in both sides": (
-        {
-            "prompt": "hi",
-            "chosen": [user("hi"), assistant("5")],
-            "rejected": [user("hi"), assistant("6")],
-        },
-        [user("hi")],
-        "5",
-        "6",
-    ),
+    "explicit, turns": ({"prompt": [U], "chosen": [A], "rejected": [assistant("6")]}, [U], "5", "6"),
+    "implicit, turns": ({"chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
+    "a prompt repeated": ({"prompt": "hi", "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
     "a question": ({"question": "hi", "chosen": "5", "rejected": "6"}, "hi", "5", "6"),
-    "turns beside both": (
-        {
-            "messages": [user("hi"), assistant("5")],
-            "chosen": [user("hi"), assistant("5")],
-            "rejected": [user("hi"), assistant("6")],
-        },
-        [user("hi")],
-        "5",
-        "6",
-    ),
-    "hh": (
-        {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": f"{TALK}\n\nAssistant: 6"},
-        ASKED,
-        "5",
-        "6",
-    ),
+    "turns": ({"messages": [U, A], "chosen": [U, A], "rejected": [U, assistant("6")]}, [U], "5", "6"),
+    "hh": ({"chosen": SAID, "rejected": f"{ASKED} 6"}, ASKED, "5", "6"),
     "hh with the prompt apart": ({"prompt": ASKED, "chosen": " 5", "rejected": " 6"}, ASKED, " 5", " 6"),
-    "an empty answer": (
-        {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": f"{TALK}\n\nAssistant: "},
-        ASKED,
-        "5",
-        "",
-    ),
+    "an empty answer": ({"chosen": SAID, "rejected": f"{ASKED} "}, ASKED, "5", ""),
+    "no text": ({"prompt": "hi", "chosen": ["5"], "rejected": 6}, "hi", '["5"]', "6"),
 }
+KEYS = Keys("q.text", chosen="good", rejected="bad")
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -246,264 +234,137 @@ def test_pairs(name):
     assert to_pair(record) == ([(prompt, chosen), (prompt, rejected)], 0.0)
     assert to_pair({**record, "margin": 2})[1] == 2.0
     assert to_prompt(record) == to_demonstration(record) == (prompt, chosen)
+    sides = {"good": record["chosen"], "bad": record["rejected"]}
+    others = {key: value for key, value in record.items() if key not in ("chosen", "rejected")}
+    found = named(others | sides, Keys(chosen="good", rejected="bad"))
+    assert to_pair(found) == to_pair(record)
 
 
 def test_sides_may_have_prompts_of_their_own():
     """In a few pairs of HH-RLHF the two sides differ before the last question."""
-    sides = [f"\n\nHuman: {question}\n\nAssistant: 5" for question in ("one", "two")]
-    (chosen, rejected), _ = to_pair(dict(zip(("chosen", "rejected"), sides, strict=True)))
-    assert (chosen, rejected) == (
-        ("\n\nHuman: one\n\nAssistant:", "5"),
-        ("\n\nHuman: two\n\nAssistant:", "5"),
-    )
+    asked = [f"\n\nHuman: {question}\n\nAssistant:" for question in ("one", "two")]
+    record = {"chosen": f"{asked[0]} 5", "rejected": f"{asked[1]} 5"}
+    assert to_pair(record)[0] == [(asked[0], "5"), (asked[1], "5")]
 
 
 def test_rated_answers():
     record = {"user_input": "hi", "completion": "5", "score": "4.5"}  # ChatLLaMA's own files quote it
     assert to_rated(record) == ([("hi", "5")], 4.5)
-    assert to_rated({"prompt": [user("hi")], "answer": "5", "score": -1}) == ([([user("hi")], "5")], -1.0)
+    assert to_rated({"prompt": [U], "answer": "5", "score": -1}) == ([([U], "5")], -1.0)
     assert to_rated({"prompt": "hi", "answer": "5", "score": True}) == ([("hi", "5")], 1.0)
+    assert to_rated(named({"q": "hi", "a": "5", "score": 2}, Keys("q", "a"))) == ([("hi", "5")], 2.0)
+    both = {"score": 2, "q": {"text": "hi"}, "good": "a", "bad": "b"}
+    assert is_rated(both) and not is_rated(named(both, KEYS))
 
 
-def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):  # noqa: F811
-    turns = [user("hi"), assistant("yes?"), user("2 + 3")]
+def test_a_transcript_is_turns_for_who_has_a_template_and_text_for_who_has_not(chat, plain):
+    turns = [U, assistant("yes?"), user("2 + 3")]
     assert to_messages(ASKED) == turns
-    assert prompt_text(chat, ASKED) == chat.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=True
-    )
+    asked = chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert prompt_text(chat, ASKED) == asked
     assert prompt_text(plain, ASKED) == ASKED
-    whole = chat.apply_chat_template([*turns, assistant("5")], tokenize=False)
+    whole = chat.apply_chat_template([*turns, A], tokenize=False)
     assert unmark(conversation_text(chat, ASKED, "5")) == whole
-    assert conversation_text(plain, ASKED, "5") == f"{TALK}\n\nAssistant: 5"  # as HH has it
+    assert conversation_text(plain, ASKED, "5") == SAID  # as HH has it
     twice = "\n\nHuman: hi\n\nHuman: there\n\nAssistant: 5\n\nAssistant: 6\n\nHuman: so"
     assert to_messages(twice) == [user("hi\n\nthere"), assistant("5\n\n6"), user("so")]
     for text in ("Human: a word in a text", "he said\n\nHuman: hi\n\nAssistant:"):  # no transcripts
         assert to_messages(text) == [user(text)]
 
 
-def test_what_is_no_answer_beside_a_conversation_is_left_alone():
-    """A list of accepted answers, which a reward function reads from the record."""
-    record = {"messages": [user("hi")], "answer": ["5", "five"]}
-    assert to_prompt(record) == ([user("hi")], None)
-    for name in ("messages", "conversations"):
-        record = {name: [user("hi"), assistant("a")], "answer": ["x", "y"]}
-        assert to_prompt(record) == to_demonstration(record) == ([user("hi")], "a")
+NO_TEXT = 'turn 1 of the conversation has no text "content"'
+SIDE = "must be an answer to a prompt"
+BAD = [  # (reader, record, what is said[, keys])
+    (to_prompt, {"instruction": "hi", "response": "5"}, 'no prompt .an "instruction" needs .*--prompt_key'),
+    (to_prompt, {"instruction": "hi", "response": "5"}, 'keys found: "instruction", "response"'),
+    (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
+    (to_prompt, {"text": 3}, "must be text or a list of"),
+    (to_prompt, {"text": ""}, "prompt is empty"),
+    (to_prompt, {"user_input": ["hi"]}, NO_TEXT),
+    (to_prompt, {"messages": ["hi"]}, NO_TEXT),
+    (to_prompt, {"conversations": []}, "not empty"),
+    (to_prompt, {"conversations": [A]}, "prompt is empty"),
+    (to_prompt, {"prompt": "a", "answer": [{}]}, NO_TEXT),
+    (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, 'turn 1 .* "role" that is no text'),
+    (to_prompt, {"messages": CALLS[1:3]}, "not only of tools"),
+    (to_prompt, {"messages": [assistant(None, tool_calls=[])]}, NO_TEXT),
+    (to_demonstration, {"messages": CALLS[:2]}, r"no answer to learn from \(a call of a tool is none\)"),
+    (to_demonstration, {"prompt": "hi", "completion": [user("5")]}, "no answer to learn from"),
+    (to_demonstration, {"text": ""}, "prompt is empty"),
+    (to_demonstration, {"text": ASKED}, "no answer"),
+    (to_demonstration, {"prompt": "hi"}, 'no answer to learn from .*; keys found: "prompt": .*--answer_key'),
+    (to_pair, {"question": "hi", "good": "5"}, 'no "chosen"; keys found: "question", "good".*--chosen_key'),
+    (to_pair, {"prompt": "hi", "chosen": "5"}, 'no "rejected"; keys found: "prompt", "chosen".*--rejected_k'),
+    (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, f'"chosen" {SIDE}'),
+    (to_pair, {"chosen": "It is 5", "rejected": "It is 6"}, f'"chosen" {SIDE}.*--prompt_key'),
+    (to_pair, {"chosen": SAID, "rejected": "6"}, f'"rejected" {SIDE}'),
+    (to_pair, {"chosen": [U], "rejected": [U]}, f'"chosen" {SIDE}'),
+    (to_pair, {"chosen": [A], "rejected": [A]}, f'"chosen" {SIDE}'),
+    *(
+        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": margin}, '"margin" must be')
+        for margin in (10**400, "much", None)
+    ),
+    (to_rated, {"user_input": "hi", "completion": "5"}, 'no rated answer; keys found: "user_input"'),
+    (to_rated, {"user_input": "hi", "score": 3}, "no rated answer"),
+    (to_rated, {"user_input": "hi", "completion": "5", "score": "nan"}, '"score" must be'),
+    (to_prompt, {"problem": "hi", "x": 1}, r'no "q" \(--prompt_key\); keys found: "problem", "x"', Keys("q")),
+    (to_prompt, {"q": "hi"}, r'no "a" \(--answer_key\); keys found: "q"', Keys("q", "a")),
+    (to_prompt, {"q": None}, r'no "q" \(--prompt_key\)', Keys("q")),
+    (to_prompt, {"q": {"x": "hi"}}, r'no "q\.y" \(--prompt_key\); keys found: "q"$', Keys("q.y")),
+    (to_prompt, {"q": "hi"}, r'no "q\.y" \(--prompt_key\); keys found: "q"$', Keys("q.y")),
+    (to_prompt, {"q": 5}, "must be text or a list of", Keys("q")),
+    (to_prompt, {"q": []}, "not empty", Keys("q")),
+    (to_prompt, {"q": ""}, "prompt is empty", Keys("q")),
+    (to_demonstration, {"q": "hi", "a": [U]}, "no answer to learn from", Keys("q", "a")),
+    (to_pair, {"q": {"text": "hi"}, "bad": "5"}, r"\(--chosen_key\)", KEYS),
+    (to_pair, {"q": {"text": "hi"}, "good": "5"}, r"\(--rejected_key\)", KEYS),
+    *(
+        (as_messages, [{"role": "user", "content": content}], f"{NO_TEXT}.*; only text can be read")
+        for content in (
+            [{"type": "image_url"}],
+            [*parts("a"), {"type": "input_audio"}],
+            [{"type": "text"}],
+            ["a"],
+        )
+    ),
+]
 
 
-def test_a_prompt_may_end_with_the_beginning_of_its_answer():
-    text = "\n\nHuman: hi\n\nAssistant: Sure,"
-    assert to_prompt({"prompt": text, "completion": " five"}) == (text, " five")
+@pytest.mark.parametrize("case", BAD, ids=range(len(BAD)))
+def test_bad_records_are_said_in_one_line(case):
+    form, record, says, *keys = case
+    with pytest.raises(InputError, match=says) as caught:
+        form(named(record, *keys) if keys else record)
+    assert "\n" not in str(caught.value)
 
 
-def test_an_answer_that_looks_like_a_transcript_is_an_answer():
-    for said in ("Human: hi\n\nAssistant: hello", f"{TALK}\n\nAssistant: 5"):
-        record = {"instruction": "Write a dialogue", "output": said}
-        assert to_prompt(record) == to_demonstration(record) == ("Write a dialogue", said)
+def test_a_list_of_many_keys_is_cut():
+    line = keys_found({f"key\n{i}": 1 for i in range(1000)})
+    assert len(line) < 250 and "\n" not in line
 
 
-@pytest.mark.parametrize("answer", [["5", "five"], {"x": 5}, 5])
-def test_an_answer_that_is_no_text_becomes_json(answer):
-    for prompt in ("hi", [user("hi")]):
-        assert to_prompt({"prompt": prompt, "answer": answer}) == (prompt, json.dumps(answer))
-        pair = {"prompt": prompt, "chosen": answer, "rejected": "6"}
-        assert to_pair(pair) == ([(prompt, json.dumps(answer)), (prompt, "6")], 0.0)
-
-
-@pytest.mark.parametrize(
-    ("form", "record", "says"),
-    [
-        (
-            to_prompt,
-            {"instruction": "hi", "response": "5"},
-            'no prompt .an "instruction" needs .*keys found: "instruction", "response": .*--prompt_key',
-        ),
-        (to_prompt, {"instruction": " ", "input": "", "output": "5"}, "prompt is empty"),
-        (to_prompt, {"text": 3}, "must be text or a list of"),
-        (to_prompt, {"text": ""}, "prompt is empty"),
-        (to_prompt, {"user_input": ["hi"]}, "turn 1 of the conversation has no text"),
-        (to_demonstration, {"prompt": "hi", "completion": [user("5")]}, "no answer to learn from"),
-        (to_prompt, {"messages": [{"role": 3, "content": "hi"}]}, 'turn 1 .* "role" that is no text'),
-        (to_prompt, {"messages": ["hi"]}, "turn 1"),
-        (to_demonstration, {"text": ""}, "prompt is empty"),
-        (to_demonstration, {"text": ASKED}, "no answer"),
-        (
-            to_demonstration,
-            {"prompt": "hi"},
-            'no answer to learn from .*; keys found: "prompt": .*--answer_key',
-        ),
-        (
-            to_pair,
-            {"question": "hi", "good": "5"},
-            'no "chosen"; keys found: "question", "good".*--chosen_key',
-        ),
-        (
-            to_pair,
-            {"prompt": "hi", "chosen": "5"},
-            'no "rejected"; keys found: "prompt", "chosen".*--rejected_k',
-        ),
-        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": 10**400}, '"margin" must be'),
-        (to_pair, {"prompt": "", "chosen": "5", "rejected": "6"}, '"chosen" must be an answer to'),
-        (to_pair, {"chosen": "It is 5", "rejected": "It is 6"}, '"chosen" must be an .*--prompt_key'),
-        (to_pair, {"chosen": f"{TALK}\n\nAssistant: 5", "rejected": "6"}, '"rejected" must be an answer to'),
-        (to_pair, {"chosen": [user("hi")], "rejected": [user("hi")]}, '"chosen" must be an answer to'),
-        (
-            to_pair,
-            {"chosen": [assistant("5")], "rejected": [assistant("6")]},
-            '"chosen" must be an answer to',
-        ),
-        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": "much"}, '"margin" must be'),
-        (to_pair, {"prompt": "hi", "chosen": "5", "rejected": "6", "margin": None}, '"margin" must be'),
-        (to_rated, {"user_input": "hi", "completion": "5"}, 'no rated answer; keys found: "user_input"'),
-        (to_rated, {"user_input": "hi", "score": 3}, "no rated answer"),
-        (to_rated, {"user_input": "hi", "completion": "5", "score": "nan"}, '"score" must be'),
-    ],
-)
-def test_bad_records(form, record, says):
-    with pytest.raises(InputError, match=says):
-        form(record)
-
-
-def test_all_forms_through_the_datasets(chat, jsonl):  # noqa: F811
+def test_all_forms_through_the_datasets(chat, jsonl):
     """Files with one record of each form: every dataset finds the same question and answers in each."""
-    asked = chat.apply_chat_template([user("hi")], tokenize=False, add_generation_prompt=True)
-    path = jsonl(*[record for record, prompt, _ in FORMS.values() if prompt in ("hi", [user("hi")])])
-    data = RLAIFDataset(path, chat, 100)
-    assert len(data) > 8 and {chat.decode(p.prompt_ids) for p in data} == {asked}
-    path = jsonl(
-        *[r for r, prompt, answer in FORMS.values() if prompt in ("hi", [user("hi")]) and answer == "5"]
-    )
-    samples = SFTDataset(path, chat, 100)
-    assert len(samples) > 6 and all(sample == samples[0] for sample in samples)
-    path = jsonl(*[r for r, prompt, _, _ in PAIRS.values() if prompt in ("hi", [user("hi")])])
-    pairs = PreferenceDataset(path, chat, 100)
+    forms = [(record, answer) for record, prompt, answer in FORMS.values() if prompt in ("hi", [U])]
+    asked = chat.apply_chat_template([U], tokenize=False, add_generation_prompt=True)
+    data = RLAIFDataset(jsonl(*[record for record, _ in forms]), chat, 100)
+    assert len(data) > 15 and {chat.decode(p.prompt_ids) for p in data} == {asked}
+    samples = SFTDataset(jsonl(*[record for record, answer in forms if answer == "5"]), chat, 100)
+    assert len(samples) > 12 and all(sample == samples[0] for sample in samples)
+    sides = [r for r, prompt, *said in PAIRS.values() if prompt in ("hi", [U]) and said == ["5", "6"]]
+    pairs = PreferenceDataset(jsonl(*sides), chat, 100)
     assert len(pairs) == 6 and all(pair == pairs[0] for pair in pairs)
     assert pairs[0][2] == 0.0 and pairs.pairs
     rated = PreferenceDataset(jsonl({"user_input": "hi", "completion": "5", "score": 2}), chat, 100)
     assert not rated.pairs and list(rated) == [(conversation_ids(chat, [("hi", "5")])[0], 2.0)]
 
 
-def test_a_text_is_learned_whole(chat, plain, jsonl):  # noqa: F811
-    path = jsonl({"text": "2 + 3 = 5"})
-    assert to_demonstration({"text": "2 + 3", "answer": "5"}) == ("2 + 3", "5")  # then it is a prompt
-    assert to_prompt({"prompt": None, "text": "2 + 3", "answer": "5"}) == ("2 + 3", "5")
-    for tokenizer in (chat, plain):
-        ((ids, mask),) = SFTDataset(path, tokenizer, 100)
-        assert tokenizer.decode(ids) == "2 + 3 = 5<|im_end|>"
-        assert mask == [0] + [1] * (len(ids) - 1)  # the first token cannot be predicted
-
-
-def test_system_prompt(chat, plain, jsonl):  # noqa: F811
-    system = {"role": "system", "content": "be short"}
-    path = jsonl({"prompt": "hi"}, {"prompt": [{"role": "system", "content": "own"}, user("hi")]})
-    one, two = RLAIFDataset(path, chat, 100, "be short")
-    assert one.prompt == [system, user("hi")]  # what the reward model reads as well
-    assert chat.decode(one.prompt_ids) == chat.apply_chat_template(
-        one.prompt, tokenize=False, add_generation_prompt=True
-    )
-    assert two.prompt[0]["content"] == "own"
-    path = jsonl({"prompt": "hi", "chosen": "5", "rejected": "6"})
-    assert (
-        PreferenceDataset(path, chat, 100, "be short")[0][0]
-        == conversation_ids(chat, [([system, user("hi")], "5")])[0]
-    )
-    with pytest.raises(InputError, match=r"--system_prompt: .*no chat template"):
-        set_system_prompt(plain, "be short")
-    assert SFTDataset(path, chat, 100, "be short")[0][0][: len(one.prompt_ids)] == one.prompt_ids
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Templates
-
-
-def test_prompt_template(plain, jsonl, tmp_path):  # noqa: F811
-    template = "\\n\\nHuman: {prompt}\\n\\nAssistant:"
-    (tmp_path / "template.txt").write_text(template.replace("\\n", "\n") + "\n", "utf-8")
-    for given in (template, str(tmp_path / "template.txt")):
-        plain.chat_template = None
-        set_template(plain, given)
-        data = list(RLAIFDataset(jsonl({"prompt": "2 + 3"}, {"prompt": ASKED}), plain, 100))
-        assert plain.decode(data[0].prompt_ids) == "\n\nHuman: 2 + 3\n\nAssistant:"
-        eos = plain.eos_token
-        assert plain.decode(data[1].prompt_ids) == ASKED.replace(" yes?", f"yes?{eos}")
-        ids, mask = SFTDataset(jsonl({"prompt": "2 + 3", "answer": "5"}), plain, 100)[0]
-        assert plain.decode(ids) == f"\n\nHuman: 2 + 3\n\nAssistant:5{eos}"
-        assert plain.decode([i for i, m in zip(ids, mask, strict=True) if m]) == f"5{eos}"
-        assert ids[: len(data[0].prompt_ids)] == data[0].prompt_ids
-        plain.save_pretrained(tmp_path / "saved")
-        assert type(plain).from_pretrained(tmp_path / "saved").chat_template == plain.chat_template
-    plain.chat_template = None
-    set_template(plain, '{"q": "{prompt}", "ü\'": 1}')  # characters with a meaning in Jinja strings
-    assert prompt_text(plain, "hi") == '{"q": "hi", "ü\'": 1}'
-    plain.chat_template = None
-    set_template(plain, "{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    assert prompt_text(plain, "hi") == "<hi>"
-    plain.chat_template = None
-
-
-def test_a_template_keeps_the_bos_that_the_tokenizer_would_add(jsonl):  # noqa: F811
-    tokenizer = word_tokenizer("abc")
-    tokenizer.bos_token = tokenizer.eos_token
-    for begins in ([], [tokenizer.bos_token_id]):
-        if begins:
-            opening = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
-            tokenizer.backend_tokenizer.post_processor = opening
-        set_template(tokenizer, "a {prompt} b")
-        ids = RLAIFDataset(jsonl({"prompt": "c"}), tokenizer, 100)[0].prompt_ids
-        assert ids == begins + tokenizer("a c b", add_special_tokens=False)["input_ids"]
-
-
-TYPO = "{% for m in messages %}Q: {{ m['contents'] }}{% endfor %}"
-
-
-@pytest.mark.parametrize("template", ["no hole", "{prompt} {prompt}", "{{ nonsense", "{{ 'fixed' }}", TYPO])
-def test_bad_templates(plain, template):  # noqa: F811
-    with pytest.raises(InputError, match="--prompt_template"):
-        set_template(plain, template)
-    plain.chat_template = None
-
-
-def test_a_template_from_a_text_needs_an_eos():
-    tokenizer = word_tokenizer("abc")
-    tokenizer.eos_token = None
-    with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
-        set_template(tokenizer, "a {prompt} b")
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Real data
-
-
-@needs_shared
-def test_hh_rlhf(chat):  # noqa: F811
-    path = SHARED / "hh-rlhf-harmless-test.jsonl.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    pairs = PreferenceDataset(path, chat, 10**6)
-    assert len(pairs) == len(lines) == 2312 and pairs.dropped == 0
-    two_turns = 0
-    for line in lines:
-        ((prompt, chosen), _), _ = to_pair(line)
-        if "\n\nAssistant:" not in (behind := line["chosen"].removeprefix(prompt)):
-            assert behind.removeprefix(" ") == chosen
-        two_turns += chosen not in line["chosen"]
-        assert prompt.count("\n\nHuman:") == line["chosen"].count("\n\nHuman:")
-        turns = to_messages(prompt)
-        assert [turn["role"] for turn in turns] == (["user", "assistant"] * len(turns))[: len(turns)]
-        assert turns[-1]["role"] == "user"
-    assert two_turns < 5
-    assert len(SFTDataset(path, chat, 10**6)) == 2312
-
-
-# ---------------------------------------------------------------------------------------------------------
-# docs/data.md
-
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_forms():
-    """Every example record of docs/data.md is read as its table says."""
+def test_every_example_record_of_the_docs_is_read_as_their_table_says():
     records = [json.loads(line) for line in PAGE.split("```json\n")[1].split("```")[0].splitlines()]
-    assert len(records) == 17
+    assert len(records) > 12
     for record in records:
         prompt, answer = to_prompt(record)
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -517,13 +378,13 @@ def test_the_page_of_forms():
             assert "2 + 3?" in text and answer == "5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["from_pairs", "templated"])
-def test_the_page_of_commands(name, tmp_path):
+def test_the_commands_of_the_docs(name, tmp_path):
     (line,) = [line for line in PAGE.splitlines() if line.endswith(name)]
     _, *argv = shlex.split(line)[1:]
-    train_ppo.main(
-        [*argv, *flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0, max_gen_len=8)]
-    )
+    sizes = flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0, max_gen_len=8)
+    train_ppo.main([*argv, *sizes])
     sample = read_jsonl(tmp_path / name / "samples.jsonl")[0]
     if name == "templated":
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo_actor_128")

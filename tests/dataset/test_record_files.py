@@ -11,7 +11,7 @@ import pytest
 from tiny import PYTHON, ROOT, finish, read_jsonl, run_files, start_script, train, word_tokenizer, write_jsonl
 
 from dataset import lm_dataset
-from dataset.data_order import RecordBatches, next_batch, record_loader
+from dataset.data_order import local_positions, next_batch, record_batches, record_loader
 from dataset.lm_dataset import RLAIFDataset
 from dataset.record_files import open_records
 from errors import InputError
@@ -65,12 +65,6 @@ def test_tables(tmp_path):
         open_records(tmp_path / "b.parquet")
 
 
-def test_plain_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes("hi \n\n[über]\r\n".encode())
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("hi\n\n[über]".encode()))
-    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt.gz") == [{"text": "hi"}, {"text": "[über]"}]
-
-
 def test_tables_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"a\.parquet: .*pip install 'datasets"):
@@ -98,7 +92,7 @@ def test_hub_names(monkeypatch):
         ("a.jsonl", LINES + b"[1]\n", r"a\.jsonl:4: not a JSON object"),
         ("a.jsonl", b"\n\n" + LINES + b"{", r"a\.jsonl:4: not JSON"),
         ("a.jsonl", LINES + b'{"prompt": "\xe9"}', r"a\.jsonl:4: not JSON in UTF-8"),
-        ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json: record 2: not a JSON object"),
+        ("a.json", b'[{"prompt": "hi"}, 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"prompt": "hi"}', r"a\.json: not JSON"),
         ("a.json", b"[]", "no records"),
         ("a.json", b"[" * 100_000, r"a\.json: not JSON in UTF-8; .*RecursionError"),
@@ -131,26 +125,30 @@ def test_a_pipe_is_refused():
     os.close(end)
 
 
-def test_without_pread_and_fork(tmp_path, monkeypatch):
-    """As on Windows: no worker is started, and a file is read with seek."""
-    monkeypatch.delattr(os, "pread", raising=False)
-    monkeypatch.delattr(os, "fork", raising=False)
+@pytest.fixture
+def forty(tmp_path):
+    """40 prompts of a packed list, and their batches."""
     path = tmp_path / "a.json.gz"
     prompts = [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)]
     path.write_bytes(gzip.compress(json.dumps(prompts).encode()))
     data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    return data, list(record_batches(40, 0, range(5), 8, local_positions(8, 0, 1), 1))
+
+
+def test_without_pread_and_fork(forty, monkeypatch):
+    """As on Windows: no worker is started, and a file is read with seek."""
+    monkeypatch.delattr(os, "pread", raising=False)
+    monkeypatch.delattr(os, "fork", raising=False)
+    data, order = forty
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches) for _ in range(5)]
         assert multiprocessing.active_children() == []
     assert made == [[data[i] for i in batch] for batch in order]
 
 
-def test_ctrl_c_ends_no_worker(tmp_path):
+def test_ctrl_c_ends_no_worker(forty):
     """It goes to the whole group of processes; the main one answers it."""
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a b " * (i % 7 + 1)} for i in range(40)])
-    data = RLAIFDataset(path, word_tokenizer("ab"), 50)
-    order = RecordBatches(40, 0, 0, 5, 8, 8, 0, 1)
+    data, order = forty
     with record_loader(data, order, 1) as batches:
         made = [next_batch(batches)]
         (worker,) = multiprocessing.active_children()
@@ -181,7 +179,7 @@ MILLION = """import os, sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from tiny import word_tokenizer
-from dataset.data_order import RecordBatches
+from dataset.data_order import global_batch
 from dataset.lm_dataset import RLAIFDataset
 
 def resident():
@@ -190,7 +188,7 @@ def resident():
 tokenizer = word_tokenizer("ab")
 before = resident()
 data = RLAIFDataset(sys.argv[3], tokenizer, 10)
-batches = list(RecordBatches(len(data), 0, 0, 10, 64, 64, 0, 1))
+batches = [global_batch(len(data), 0, step, 64) for step in range(10)]
 texts = {data[i].prompt for batch in batches for i in batch}
 print(resident() - before)
 assert len(data) == 1_000_000 and texts == {"a b"}
@@ -210,27 +208,23 @@ def test_a_million_lines(tmp_path):
     assert 10e6 < int(out) < 30e6 < 1e6 * len(line) / 2
 
 
+def lengths(tmp_path, is_long):
+    """40 prompts of one token, or of four that are too long -> their ``RLAIFDataset``."""
+    records = [{"prompt": "a b a b" if is_long(i) else "a"} for i in range(40)]
+    return RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
+
+
 def test_what_is_too_long_is_passed_over(tmp_path, small_limits):
-    records = [{"prompt": "a" if i % 3 else "a b a b"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
-    assert (
-        len(data) == 40
-        and data.longest == 2
-        and data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
-    )
+    data = lengths(tmp_path, lambda i: i % 3 == 0)
+    assert len(data) == 40 and data.longest == 2
+    assert data.describe() == "40 (4 of 10 read dropped, longer than --max_seq_len)"
     assert [data[i].index for i in (1, 2, 3, 4, 39)] == [1, 2, 4, 4, 1]  # after 39, the last, comes 0
     assert [data[i].index for i in (0, 5, 6)] == [1, 5, 7]
-    records = [{"prompt": "a" if i == 39 else "a b a b"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "b.jsonl", records), word_tokenizer("ab"), 2)
-    assert {p.index for p in data} == {39}
+    assert {p.index for p in lengths(tmp_path, lambda i: i < 39)} == {39}
     with pytest.raises(InputError, match="--max_seq_len"):
-        RLAIFDataset(write_jsonl(tmp_path / "c.jsonl", records[:-1]), word_tokenizer("ab"), 2)
-
-
-def test_a_record_too_long_is_never_replaced_across_the_held_out_edge(tmp_path, small_limits):
-    records = [{"prompt": "a b a b" if i in (29, 35, 39) else "a"} for i in range(40)]
-    data = RLAIFDataset(write_jsonl(tmp_path / "a.jsonl", records), word_tokenizer("ab"), 2)
-    data.hold_out(10)
+        lengths(tmp_path, lambda i: True)
+    data = lengths(tmp_path, lambda i: i in (29, 35, 39))
+    data.hold_out(10)  # never replaced across this edge
     assert [data[i].index for i in (28, 29, 30, 35, 39)] == [28, 0, 30, 36, 30]
 
 
@@ -259,6 +253,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, small_limits):
         data[3]
 
 
+@pytest.mark.slow
 def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, small_limits, capsys):
     """Saved and resumed: the same as if the line had been good from the start."""
     names = run_files(tmp_path)
@@ -266,14 +261,8 @@ def test_training_stops_at_a_bad_line_and_goes_on_when_it_is_mended(tmp_path, sm
     bad = list(good)
     bad[70] = '{"prompt": 18}         '  # the first 64 prompts are looked at before training (about_run.py)
     path = tmp_path / "large.jsonl"
-    common = names | {
-        "data_path": path,
-        "out_dir": tmp_path,
-        "batch_size": 4,
-        "mini_batch_size": 4,
-        "seed": 3,
-    }
-    common |= {"max_gen_len": 4, "max_steps": 18, "max_seq_len": 20, "reasoning": 0}
+    common = names | {"data_path": path, "out_dir": tmp_path, "batch_size": 4, "mini_batch_size": 4}
+    common |= {"max_gen_len": 4, "max_steps": 18, "max_seq_len": 20, "reasoning": 0, "seed": 3}
     path.write_text("\n".join(bad))
     with pytest.raises(InputError, match=r"large\.jsonl:71"):
         train(**common, run_name="stopped", num_workers=1)

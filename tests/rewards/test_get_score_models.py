@@ -132,38 +132,28 @@ def test_get_scores_is_used_in_batches_where_it_agrees(judge, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("padding", "and get_score differ"),
-        ("raises", "no batches today"),
-        ("count", "get_scores failed"),
-    ],
-)
+FAULTS = [("padding", "and get_score differ"), ("raises", "no batches today"), ("count", "get_scores failed")]
+
+
+@pytest.mark.parametrize(("fault", "says"), FAULTS)
 def test_get_scores_that_does_not_agree_is_not_used(judge, capsys, fault, says):
     model = load(judge(fault=fault))
-    if fault == "padding":
-        model.model.config.fault = ""
-        expected = alone(model)
-        model.model.config.fault = fault
-    else:
-        expected = alone(model)
+    model.model.config.fault = ""
+    expected = alone(model)
+    model.model.config.fault = fault
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and says in said and "scoring one at a time" in said
     assert not model.batched and model(PAIRS).equal(expected)
 
 
-def test_a_batch_that_does_not_fit_is_halved(judge):
+def test_a_batch_that_does_not_fit_is_halved_and_a_long_one_cut(judge, monkeypatch):
     model = load(judge())
+    expected = alone(model)
     model.model.config.most = 6
     model.model.calls.clear()
-    assert model(PAIRS).allclose(alone(model), atol=1e-5)
+    assert model(PAIRS).allclose(expected, atol=1e-5)
     assert max(n for n in model.model.calls if n <= 6) >= 2 and 21 in model.model.calls
-
-
-def test_long_conversations_are_cut_into_batches(judge, monkeypatch):
-    model = load(judge())
-    expected = model(PAIRS)
+    model.model.config.most = 99
     monkeypatch.setattr(reward_models, "tokens_per_pass", lambda device: 64)
     model.model.calls.clear()
     assert model(PAIRS).allclose(expected, atol=1e-5)
@@ -191,24 +181,20 @@ def test_weights_are_those_of_the_checkpoint_and_the_head_is_fp32(judge, saved, 
     assert model.model.head_dtype == torch.float32
 
 
-@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}, "no such line"])
 def test_rope_scaling_is_what_the_file_says(judge, scaling):
     path = judge(rope_scaling=scaling)
+    if scaling == "no such line":
+        file = Path(path) / "config.json"
+        config = json.loads(file.read_text())
+        del config["rope_scaling"]
+        file.write_text(json.dumps(config))
+        scaling = None
     config = load_config(path, trust_remote_code=True)
     assert config.rope_scaling == scaling
     assert config.rope_theta == 10000
     table = torch.outer(torch.arange(64.0), torch.full((16,), 0.1 / (2.0 if scaling else 1.0))).cos()
     assert load(path).model.table.equal(table)
-
-
-def test_a_file_without_rope_scaling_means_none(judge):
-    path = judge()
-    file = Path(path) / "config.json"
-    config = json.loads(file.read_text())
-    del config["rope_scaling"]
-    file.write_text(json.dumps(config))
-    assert load_config(path, trust_remote_code=True).rope_scaling is None
-    assert load(path)(PAIRS).isfinite().all()
 
 
 def test_a_failure_of_get_score_is_one_line(judge):
@@ -233,6 +219,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_loading_takes_no_more_memory_than_the_model(judge):
     """32M weights in bf16 are 64 MiB. A copy in fp32, or a second one, would take 128 MiB or more."""

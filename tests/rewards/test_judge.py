@@ -24,9 +24,9 @@ from trainer.run import PpoRun
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 2, "epochs": 9}
 SIZES |= {"device": "cpu", "log_interval": 1000, "critic_warmup_steps": 0, "run_name": "r"}
 JUDGE = """import random, torch
-def judge(prompts, responses, answers, records):
+def judge(prompts, responses, answers, prompt):
     torch.rand(3), random.random()  # a judge may draw random numbers
-    assert all(r["prompt"] == p for r, p in zip(records, prompts))
+    assert prompt == prompts
     return [100.0 + r.count("a") for r in responses]
 """
 
@@ -102,10 +102,10 @@ def test_one_part_alone_has_no_second_name():
     assert one.names == list(one.combine(one.raw_scores(request_of(["p"], ["r"])))) == ["judge"]
     two = Judge({"model": (lambda c: torch.ones(len(c)), 0.5)}, lambda p, r, a: [1.0] * len(r))
     scores = two.combine(two.raw_scores(request_of(["p"], ["r"])))
-    assert {name: x.tolist() for name, x in scores.items()} == {
-        "judge": [1.5],
-        "judge_model": [0.5],
-        "judge_function": [1.0],
+    assert {name: x.item() for name, x in scores.items()} == {
+        "judge": 1.5,
+        "judge_model": 0.5,
+        "judge_function": 1.0,
     }
     assert two.names == list(scores)
     assert Judge().names == []

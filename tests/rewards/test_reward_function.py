@@ -2,6 +2,9 @@
 
 import functools
 import json
+import signal
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,7 +13,13 @@ from tiny import request_of, run_files, train, write_jsonl
 
 from errors import InputError
 from trainer.rewards.combine import Reward
-from trainer.rewards.reward_function import call_reward_function, check_columns, load_reward_function
+from trainer.rewards.reward_function import (
+    TimeUp,
+    call_reward_function,
+    check_columns,
+    load_reward_function,
+    time_limit,
+)
 
 RECORDS = [
     {"prompt": "p", "tests": [1, 2], "level": 3},
@@ -20,9 +29,8 @@ RECORDS = [
 
 def called(function):
     """Call a reward function on ``RECORDS`` -> the scores."""
-    return call_reward_function(
-        function, request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS), 0
-    )[0]
+    request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
+    return call_reward_function(function, request, 0)[0]
 
 
 def seen(function):
@@ -46,8 +54,7 @@ FUNCTIONS = [  # (function, what it is given by name)
     (lambda prompts, completions, ground_truth: 0, {}),
     (lambda prompts, *rest: 0, {}),
     (lambda prompts, answers, references: 0, {}),  # any names that cannot be in the wrong place
-    (lambda prompts, responses, answers, records: 0, {"records": RECORDS}),
-    (lambda prompts, responses, answers, *, records: 0, {"records": RECORDS}),
+    (lambda prompts, responses, answers, *, level: 0, {"level": [3, 4]}),
     (lambda prompts, responses, answers, tests: 0, {"tests": [[1, 2], None]}),
     (lambda prompts, responses, answers, tests, level=0: 0, {"tests": [[1, 2], None], "level": [3, 4]}),
     (lambda prompts, responses, answers, scale=2.0: 0, {}),  # no such field: its default
@@ -57,14 +64,8 @@ FUNCTIONS = [  # (function, what it is given by name)
         {"prompt": ["p", "q"], "tests": [[1, 2], None], "level": [3, 4], "a b": [None, 5]},
     ),
     (
-        lambda prompts, responses, answers, records, level, **columns: 0,
-        {
-            "records": RECORDS,
-            "level": [3, 4],
-            "prompt": ["p", "q"],
-            "tests": [[1, 2], None],
-            "a b": [None, 5],
-        },
+        lambda prompts, responses, answers, level, **columns: 0,
+        {"level": [3, 4], "prompt": ["p", "q"], "tests": [[1, 2], None], "a b": [None, 5]},
     ),
 ]
 
@@ -77,8 +78,7 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
 
 
 def test_a_function_may_change_what_it_gets():
-    def change(prompts, responses, answers, records, tests):
-        records[0]["tests"].append(9)
+    def change(prompts, responses, answers, tests):
         tests[0].clear()
         return [1, 2]
 
@@ -95,30 +95,41 @@ def test_functions_that_do_not_say_their_parameters():
     assert called(functools.partial(lambda bonus, p, r, a, level: [bonus + x for x in level], 1)) == [4, 5]
 
 
-@pytest.mark.parametrize(
-    ("signature", "shown"),
-    [
-        ("()", "()"),
-        ("(prompts, responses)", "(prompts, responses)"),
-        ("(completions, **kwargs)", "(completions, kwargs)"),  # TRL's, which is called by name there
-        ("(completions, prompts, truth, **kwargs)", "(completions, prompts, truth, kwargs)"),
-        ("(responses, prompts, answers)", "(responses, prompts, answers)"),
-        ("(prompts, answers, responses)", "(prompts, answers, responses)"),
-    ],
-)
-def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature, shown, tmp_path):
+SIGNATURES = [
+    "()",
+    "(prompts, responses)",
+    "(completions, **kwargs)",  # TRL's, which is called by name there
+    "(completions, prompts, truth, **kwargs)",
+    "(responses, prompts, answers)",
+    "(prompts, answers, responses)",
+]
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature, tmp_path):
     (tmp_path / "f.py").write_text(f"def f{signature}:\n    return []\n")
     with pytest.raises(
         InputError, match=r"called with prompts, responses, answers, .* in this order"
     ) as caught:
         load_reward_function(f"{tmp_path / 'f.py'}:f")
-    assert str(caught.value).endswith(f"they are {shown}")
+    assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
+
+
+def test_what_is_no_function_is_refused(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\n")
+    for spec in (f"{path}:other", f"{path}:x", f"{path}", f"{tmp_path}/none.py:score"):
+        with pytest.raises(InputError, match="--reward_fn"):
+            load_reward_function(spec)
+    path.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(InputError, match="nowhere_to_be_found"):
+        load_reward_function(f"{path}:score")
 
 
 def test_a_field_that_no_record_has():
     columns = {"prompt": None, "tests": None}
 
-    def function(prompts, responses, answers, records, tests, level=1):
+    def function(prompts, responses, answers, tests, level=1):
         pass
 
     check_columns(function, columns, "a.jsonl")
@@ -151,27 +162,20 @@ MISTAKES = [  # (what is returned, what is said)
     ([[(0.5, 1)], 1], r"score 1 is \[\(0\.5, 1\)\] \(list\)" + WANTED),
     ([[(0, "x")], 1], r"score 1 is \[\(0, 'x'\)\] \(list\)" + WANTED),
     ([1, 10**400], r"score 2 is 10+ \(int\)" + WANTED),
+    ([1, float("nan")], 'the score nan for the response "s"; scores must be finite'),
 ]
 
 
 @pytest.mark.parametrize(("returned", "says"), MISTAKES, ids=range(len(MISTAKES)))
 def test_what_is_wrong_with_what_a_function_returned(returned, says):
     with pytest.raises(InputError, match=f"^--reward_fn: {says}"):
-        called(lambda *_: returned)
+        Reward(function=lambda *_: returned, reasoning=False)(request_of(["p", "q"], ["r", "s"]))
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
-        (1, 2),
-        range(1, 3),
-        iter([1.0, 2.0]),
-        torch.tensor([1, 2]),
-        numpy.array([1, 2]),
-        ["1", 2],
-        [torch.tensor(1), 2],
-    ],
-)
+NUMBERS = [(1, 2), range(1, 3), iter([1.0, 2.0]), torch.tensor([1, 2]), numpy.array([1, 2]), ["1", 2]]
+
+
+@pytest.mark.parametrize("returned", [*NUMBERS, [torch.tensor(1), 2]], ids=range(7))
 def test_what_counts_as_numbers(returned):
     assert called(lambda *_: returned) == [1, 2]
 
@@ -183,8 +187,8 @@ def test_a_mistake_inside_the_function_has_its_place(tmp_path):
 
 
 def test_a_reward_without_records():
-    reward = Reward(function=lambda p, r, a, records: [len(x) for x in records], reasoning=False)
-    assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [0, 0]
+    reward = Reward(function=lambda p, r, a, level: [x is None for x in level], reasoning=False)
+    assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -192,11 +196,11 @@ def test_a_reward_without_records():
 
 CHECKED = """
 import json, pathlib
-def score(prompts, responses, answers, records, level, hint=None):
-    rows = zip(prompts, answers, records, level, hint or [None] * len(prompts), strict=True)
+def score(prompts, responses, answers, level, hint=None):
+    rows = zip(prompts, answers, level, hint or [None] * len(prompts), strict=True)
     with open(pathlib.Path(__file__).with_name("seen.jsonl"), "a") as file:
-        for prompt, answer, record, number, more in rows:
-            file.write(json.dumps([prompt, answer, record, number, more]) + "\\n")
+        for row in rows:
+            file.write(json.dumps(row) + "\\n")
     return [float(x) for x in level]
 """
 
@@ -224,26 +228,62 @@ def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
     answers = [None, "1", "e", None, "4", None]
     lines = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 6 + 2 * 2 * 6  # two steps, two evaluations sampled and greedy
-    for prompt, answer, record, level, hint in lines:
-        assert record == (records + [None] * 4 + held_out)[level]
+    for prompt, answer, level, hint in lines:
+        record = (records + [None] * 4 + held_out)[level]
         assert (prompt if isinstance(prompt, str) else prompt[0]["content"]) == prompts[level % 10]
         assert answer == answers[level % 10]
         assert hint == record.get("hint")
-    assert sorted(line[3] for line in lines[12:18]) == list(range(6))
+    assert sorted(line[2] for line in lines[12:18]) == list(range(6))
 
 
 @pytest.mark.parametrize("file", ["data_path", "eval_data_path"])
 def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
     files = run_files(tmp_path)
     (tmp_path / "wrong.py").write_text("def score(prompts, responses, answers, test):\n    return [0.0]\n")
-    paths = {
-        name: write_jsonl(tmp_path / name, [{"prompt": "a", "test": 1}])
-        for name in ("data_path", "eval_data_path")
-    }
-    paths[file] = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "tests": 1}])
-    files |= {**paths, "reward_fn": f"{tmp_path / 'wrong.py'}:score", "out_dir": tmp_path / "out"}
-    with pytest.raises(
-        InputError, match=r"its parameter 'test' is no key .*other\.jsonl; keys found: .*\"tests\""
-    ):
+    good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "test": 1}])
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "a", "tests": 1}])
+    files |= {"data_path": good, "eval_data_path": good, file: other, "out_dir": tmp_path / "out"}
+    files["reward_fn"] = f"{tmp_path / 'wrong.py'}:score"
+    with pytest.raises(InputError, match=r"'test' is no key .*other\.jsonl; keys found: .*\"tests\""):
         train(**files, batch_size=1, mini_batch_size=1, max_steps=1, critic_warmup_steps=0)
     assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The time limit leaves nothing behind
+
+alarms = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
+
+
+@alarms
+def test_no_alarm_goes_on_after_a_time_that_is_up_at_once():
+    before = signal.getsignal(signal.SIGALRM)
+    for _ in range(2000):
+        with suppress(TimeUp), time_limit(1e-6):
+            pass
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is before
+
+
+@alarms
+def test_an_alarm_that_comes_while_it_is_turned_off_leaves_nothing_behind(monkeypatch):
+    """It comes right before each of the two calls that turn it off."""
+    before, came = signal.getsignal(signal.SIGALRM), []
+
+    def after_an_alarm(call):
+        def called(which, value, *more):
+            if value in (0, before):
+                came.append(call.__name__)
+                signal.raise_signal(signal.SIGALRM)
+            return call(which, value, *more)
+
+        return called
+
+    late = {name: after_an_alarm(getattr(signal, name)) for name in ("setitimer", "signal")}
+    kinds = {"SIGALRM": signal.SIGALRM, "ITIMER_REAL": signal.ITIMER_REAL}
+    monkeypatch.setattr("trainer.rewards.reward_function.signal", SimpleNamespace(**kinds, **late))
+    with time_limit(60):
+        pass
+    assert came == ["setitimer", "signal"]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny import finish, flags, launch, read_jsonl, request_of, run_files, train
+from tiny import flags, read_jsonl, request_of, run_files, train
 
 from errors import InputError
 from trainer import train_ppo
@@ -95,18 +95,17 @@ def test_large_batches_go_in_pieces(monkeypatch):
     assert [len(r["query"]) for r in requests] == [4, 4, 2]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda h, r: send(h, {}, 500),
-        lambda h, r: send(h, {}, 503),
-        lambda h, r: send(h, {}, 429),
-        lambda h, r: send(h, b"<html>please wait</html>"),
-        hang_up,
-        hang,
-    ],
-    ids=["500", "503", "429", "no JSON", "hangs up", "hangs"],
-)
+FAULTS = {
+    "500": lambda h, r: send(h, {}, 500),
+    "503": lambda h, r: send(h, {}, 503),
+    "429": lambda h, r: send(h, {}, 429),
+    "no JSON": lambda h, r: send(h, b"<html>please wait</html>"),
+    "hangs up": hang_up,
+    "hangs": hang,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_what_may_pass_is_asked_again(fault, capsys):
     with server(fault, fault) as (url, requests):
         assert ask(url, timeout=0.5) == [0.5, 1.0, 1.5]
@@ -131,41 +130,33 @@ def test_a_refusal_is_not_asked_again(code):
     assert len(requests) == 1
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        [],
-        None,
-        {"rewards": None},
-        {"rewards": 3},
-        {"rewards": [1.0, 2.0]},
-        {"rewards": [1.0, "good", 2.0]},
-        {"rewards": [[1.0], [2.0], [3.0]]},
-    ],
-)
+LISTS = ([1.0, 2.0], [1.0, "good", 2.0], [1.0, True, 2.0], [[1.0], [2.0], [3.0]])
+
+
+@pytest.mark.parametrize("reply", [{}, [], None, *({"rewards": found} for found in (None, 3, *LISTS))])
 def test_an_answer_of_another_form_is_one_line(reply):
     refusal = pytest.raises(InputError, match="a number for each of 3 responses")
     with server(lambda h, r: send(h, reply)) as (url, _), refusal:
         ask(url)
 
 
-def test_training_with_a_server(tmp_path):
-    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    found = run_files(tmp_path_factory.mktemp("files"))
+    return {"model": found["model"], "data_path": found["data_path"], "missing_eos_penalty": 1}
+
+
+def test_training_with_a_server(files, tmp_path):
     with server() as (url, requests):
-        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r", missing_eos_penalty=1)
+        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r")
     samples = read_jsonl(tmp_path / "out" / "r" / "samples.jsonl")
-    asked = {
-        (p, r) for request in requests for p, r in zip(request["messages"], request["responses"], strict=True)
-    }
+    asked = {pair for r in requests for pair in zip(r["messages"], r["responses"], strict=True)}
     assert all((s["prompt"], s["response"]) in asked for s in samples)
     assert all(s["parts"]["server"] == s["response"].split().count("a") / 2 for s in samples)
     assert sum(len(request["query"]) for request in requests) == 16
 
 
-def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):
-    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
-    files["missing_eos_penalty"] = 1
+def test_a_server_that_goes_away_leaves_a_run_that_resumes(files, tmp_path, capsys):
     argv = flags(**files, **SIZES, out_dir=tmp_path / "out", run_name="r", device="cpu", dtype="float32")
 
     def nothing(handler, request):
@@ -180,8 +171,7 @@ def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):
     assert [m["step"] for m in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")] == [0, 1, 2]
 
 
-def test_a_url_without_http_is_one_line(tmp_path):
-    files = {k: v for k, v in run_files(tmp_path).items() if k in ("model", "data_path")}
-    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", reward_url="localhost:5000")
-    _, err = finish(launch(argv), code=2)
-    assert err == "error: --reward_url localhost:5000: must begin with http:// or https://\n"
+def test_a_url_without_http_is_one_line(files):
+    url = "--reward_url localhost:5000: must begin with http:// or https://"
+    with pytest.raises(InputError, match=url):
+        train_ppo.parse_args(flags(**files, reward_url="localhost:5000"))

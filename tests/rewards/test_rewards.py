@@ -1,4 +1,4 @@
-"""Rewards: MiniMind's reasoning reward by hand, reward models of both kinds, the user's reward function."""
+"""Rewards: how scores of models and answer blocks add up, reward models of both kinds, several of them."""
 
 import json
 from math import nan
@@ -22,17 +22,7 @@ from errors import InputError
 from trainer import train_ppo
 from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward
-from trainer.rewards.reward_function import load_reward_function
 from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
-from trainer.rewards.rules import (
-    after_thinking,
-    answer_text,
-    format_reward,
-    is_correct,
-    length_reward,
-    mark_reward,
-    repetition_penalty,
-)
 from trainer.runs.displays import PARTS, metric_names
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
@@ -78,51 +68,6 @@ def remote(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("response", "form", "marks"),
-    [
-        (GOOD, 0.5, 1.0),
-        (
-            GOOD.replace("</think>\n", "</think>\n\n"),
-            0.5,
-            1.0,
-        ),  # one blank line between the blocks is allowed
-        (GOOD.replace("</think>\n", "</think>\n\n\n"), 0.0, 1.0),  # two are not
-        (GOOD + "\n", 0.0, 1.0),
-        ("Well: " + GOOD, 0.0, 1.0),
-        (GOOD.replace("\n", ""), 0.0, 1.0),
-        (GOOD.replace("</think>", ""), 0.0, 0.75),
-        (GOOD.replace("<answer>", "<answer><answer>"), 0.0, 0.75),
-        (GOOD + GOOD.partition("</think>\n")[2], 0.0, 0.5),  # two answer blocks
-        (GOOD.replace("</answer>", "</answer>\n<answer>\n3\n</answer>"), 0.0, 0.5),
-        (GOOD.replace("</think>", "</think>\n<think>\nagain\n</think>"), 0.0, 0.5),  # two think blocks
-        ("2", 0.0, 0.0),
-        ("", 0.0, 0.0),
-    ],
-)
-def test_format_and_marks(response, form, marks):
-    assert format_reward(response) == form
-    assert mark_reward(response) == marks
-
-
-def test_answer_text():
-    assert answer_text(GOOD) == "2"
-    assert answer_text("<answer>a</answer><answer>b</answer>") == "a"
-    assert answer_text("<answer>2") is None
-    assert is_correct(GOOD, " 2 ", reasoning=True)
-    assert not is_correct("2", "2", reasoning=True)
-    assert is_correct(" 2", "2", reasoning=False)
-
-
-def test_what_a_model_that_thinks_says():
-    assert after_thinking("<think>\n1 + 1\n</think>\n\n2\n") == "2"
-    assert after_thinking("1 + 1\n</think>\n\n2") == "2"  # the template has opened the thought
-    assert after_thinking("a </think> b </think> c") == "c"
-    assert after_thinking("<think>\n1 + 1") == "<think>\n1 + 1"  # cut while it thinks
-    assert after_thinking(" 2 ") == " 2 "
-    assert after_thinking("1 + 1 </think>") == ""
-
-
 def test_the_answer_block_is_scored_on_its_own():
     """0.4 * score(whole) + 0.6 * score(answer only), each clipped to +-3 first; parts add up."""
     table = {GOOD: 1.0, "2": 5.0, "no block": -7.0}
@@ -152,16 +97,10 @@ def test_a_score_is_at_its_limit_where_the_clip_holds_it():
 def test_some_raw_scores_are_replaced_by_hand():
     """Of four responses the second and the fourth are new. Of these the fourth has an answer block, as the
     first and the second had."""
-    old = RawScores(
-        parts={"model": torch.tensor([1.0, 2, 3, 4])},
-        blocks={"model": torch.tensor([10.0, 20, nan, nan])},
-        steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]],
-    )
-    new = RawScores(
-        parts={"model": torch.tensor([5.0, 6])},
-        blocks={"model": torch.tensor([nan, 60])},
-        steps=[[(5, 5.0)], []],
-    )
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([1.0, 2, 3, 4], [10.0, 20, nan, nan]))
+    old = RawScores(parts, blocks, steps=[[(0, 1.0)], [(1, 2.0)], [], [(3, 4.0)]])
+    parts, blocks = ({"model": torch.tensor(x)} for x in ([5.0, 6], [nan, 60]))
+    new = RawScores(parts, blocks, steps=[[(5, 5.0)], []])
     old.replace([1, 3], new)
     assert old.parts["model"].tolist() == [1, 5, 3, 6]
     assert old.blocks["model"].nan_to_num(-1).tolist() == [10, -1, -1, 60]
@@ -263,25 +202,6 @@ def test_what_is_no_reward_model_is_refused(kind, tmp_path):
         load_reward_model(str(tmp_path), torch.device("cpu"))
 
 
-def test_reward_function(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def score(prompts, responses, answers):\n    return [len(r) for r in responses]\n")
-    parts = Reward(function=load_reward_function(f"{path}:score"), reasoning=False)
-    assert parts(request_of(["p", "q"], ["a", "abc"], [None, "x"]))["function"].tolist() == [1, 3]
-    for spec in (f"{path}:other", f"{path}", f"{tmp_path}/none.py:score"):
-        with pytest.raises(InputError, match="--reward_fn"):
-            load_reward_function(spec)
-    path.write_text("import nowhere_to_be_found\n")
-    with pytest.raises(InputError, match="nowhere_to_be_found"):
-        load_reward_function(f"{path}:score")
-
-
-@pytest.mark.parametrize("returned", [[1.0], [1.0, float("nan")], ["x", "y"], None, 3])
-def test_a_reward_function_that_returns_nonsense_is_named(returned):
-    with pytest.raises(InputError, match="--reward_fn"):
-        Reward(function=lambda *_: returned, reasoning=False)(request_of(["p", "q"], ["a", "b"]))
-
-
 # --------------------------------------------------------------------------------- several reward models
 
 
@@ -319,51 +239,17 @@ def test_training_with_several_reward_models(tmp_path):
     tokenizer = word_tokenizer(list("abcdefgh"), chat=True)
     more = save_reward_dir(tmp_path / "more", tokenizer, seed=9)
     high = save_reward_dir(tmp_path / "high", tokenizer, reward_offset=-50.0)  # about 50 for every response
-    sizes = {
-        "batch_size": 8,
-        "mini_batch_size": 4,
-        "max_gen_len": 6,
-        "critic_warmup_steps": 0,
-        "device": "cpu",
-    }
+    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 0}
+    sizes["device"] = "cpu"
     reward_models = ["--reward_model", f"{files.pop('reward_model')}=0.5", f"{more}=2", f"{high}=0.1"]
     argv = flags(**files, **sizes, max_steps=2, length_reward=0.1, repetition_penalty=0.3)
     train_ppo.main([*argv, *reward_models])
     for metrics in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]:
         parts = [metrics[name] for name in metric_names(PARTS, {name: [x] for name, x in metrics.items()})]
-        assert {
-            "reward/model_reward",
-            "reward/model_more",
-            "reward/length_reward",
-            "reward/repetition",
-        } <= metrics.keys()
+        names = ("model_reward", "model_more", "length_reward", "repetition")
+        assert {f"reward/{name}" for name in names} <= metrics.keys()
         assert metrics["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
         assert metrics["reward/at_limit"] == 1.0
     reward_models[2] = f"{more}=3"
     with pytest.raises(InputError, match=r"--reward_model .* does not hold what the run began with"):
         train_ppo.main([*argv, *reward_models, "--resume", "auto"])
-
-
-# ------------------------------------------------------------------------------------ repetition and length
-
-
-def test_repetition_penalty_by_hand():
-    assert repetition_penalty("a b c d e", 0.5) == 0.0
-    assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
-    assert repetition_penalty("a b c a b c", 0.5) == pytest.approx(0.25)  # 1 of 4 trigrams is a repetition
-    assert repetition_penalty("A, a, a, a, a, a", 0.5) == 0.5  # 7 of 9: more than half
-    assert repetition_penalty("x " * 100, 0.3) == 0.3
-
-
-def test_length_reward_by_hand():
-    assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
-    assert length_reward("\n " + "x" * 19, 0.5) == -0.5  # spaces around it do not count
-    assert length_reward("x" * 800 + "\n", 0.5) == 0.5
-    reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
-    parts = reward(request_of(["p"], ["x " * 30]))
-    assert {name: x.item() for name, x in parts.items()} == {
-        "function": 0.0,
-        "repetition": -0.5,
-        "length_reward": 0.25,
-        "score": -0.25,
-    }

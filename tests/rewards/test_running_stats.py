@@ -11,7 +11,6 @@ from tiny import read_jsonl, request_of, run_files, train
 from errors import InputError
 from trainer.rewards.combine import Reward, RunningStats
 from trainer.runs.distributed import World
-from trainer.train_ppo import parse_args
 
 ALONE = World(0, 1, torch.device("cpu"))
 SCORES = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0, -9.0, 2.0, 6.0])
@@ -67,7 +66,6 @@ def test_normalised_scores_by_hand():
     close(reward.running["model"], RunningStats(3, 20.0, 200.0))
     unit = math.sqrt(200 / 3)
     assert parts["model"].tolist() == pytest.approx([2 * (-4 + 6) / unit, 0.0, 20 / unit])
-    assert parts["model_raw"].tolist() == [10.0, 20.0, 30.0]
     assert parts["score"].equal(parts["format"] + parts["marks"] + parts["model"])
     assert not reward.at_limit(ask(reward, ["a" + BLOCK.format("x"), "b", "c"])).any()  # -1.2 to 1.2
     assert reward.at_limit(ask(reward, ["d"])).tolist() == [True]  # 9.8
@@ -88,8 +86,6 @@ def test_reward_models_and_the_server_are_normalised_and_nothing_else():
         "server": [-1.0, 1.0],
         "length_reward": [-0.5, -0.5],
         "score": [47.5, 71.5],
-        "model_raw": [1.0, 5.0],
-        "server_raw": [50.0, 70.0],
         "score_raw": [100.5, 144.5],  # 1 + 50 + 50 - 0.5 and 5 + 70 + 70 - 0.5
     }
     assert reward.running.keys() == {"model", "server"}
@@ -158,14 +154,6 @@ def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
         for name in ("r", "f")
     ]
     assert states[0] == states[1]
-    lines = read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")[1:]
-    raw = [line["reward/model_raw"] for line in lines]
-    assert lines[-1]["reward/model_mean"] == pytest.approx(sum(raw) / 3, abs=1e-6)
-    assert lines[-1]["reward/model_std"] == pytest.approx(
-        math.sqrt(states[0]["raw_scores"]["model"]["squares"] / 12), abs=1e-6
-    )
-
-
-def test_normalize_reward_takes_only_0_and_1():
-    with pytest.raises(InputError, match="--normalize_reward"):
-        parse_args(["--normalize_reward", "2"])
+    lines = read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]
+    assert states[0]["raw_scores"]["model"]["count"] == 12
+    assert all("reward/score_raw" in line for line in lines)

@@ -38,12 +38,18 @@ RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsil
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 ONE, TWO, FOUR = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8, 4))
-SAME = "reward/score reward/score_std reward/at_limit reward/model reward/model_raw reward/model_mean "
-SAME += (
-    "reward/model_std rollout/length rollout/finished rollout/repetition rollout/distinct kl/k1 eval/score "
-)
-SAME += "rollout/score_length_corr rollout/importance_ess policy/approx_kl policy/early_stop eval/length "
-SAME += "policy/skipped_steps policy/entropy policy/first_ratio policy/ptx_loss eval/model_raw"
+SAME = {
+    "reward/score",
+    "rollout/length",
+    "rollout/finished",
+    "kl/k1",
+    "policy/approx_kl",
+    "policy/early_stop",
+}
+SAME |= {"reward/model"}
+SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
+SAME |= {"reward/score_std", "reward/at_limit", "rollout/repetition", "rollout/distinct"}
+SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio", "policy/ptx_loss"}
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.

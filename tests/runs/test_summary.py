@@ -149,7 +149,9 @@ def test_what_cannot_be_told_is_said():
     ],
 )
 def test_what_else_was_evaluated_is_said_as_well(before, after, text):
-    assert text in verdict(with_evaluations(steps_of(), before | {"score": 1}, after | {"score": 2}), held_out=32)
+    assert text in verdict(
+        with_evaluations(steps_of(), before | {"score": 1}, after | {"score": 2}), held_out=32
+    )
 
 
 def test_normalised_scores_are_not_compared_but_the_raw_ones():

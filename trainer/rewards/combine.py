@@ -74,10 +74,9 @@ class RawScores:
 
     def replace(self, rows: list[int], new: "RawScores") -> None:
         """The responses of ``rows`` get what ``new`` says of them."""
-        for name, scores in new.parts.items():
-            self.parts[name][rows] = scores
-        for name, scores in new.blocks.items():
-            self.blocks[name][rows] = scores
+        for mine, theirs in ((self.parts, new.parts), (self.blocks, new.blocks)):
+            for name, scores in theirs.items():
+                mine[name][rows] = scores
         for row, steps in zip(rows, new.steps, strict=False):
             self.steps[row] = steps
 
@@ -208,7 +207,7 @@ class Reward:
 
     def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
-        also "<part>_raw" of each normalised part, and "score_raw": the sum with raw scores times weights.
+        also "score_raw": the sum with raw scores times weights.
 
         world: of training: the running statistics first take in the raw scores of all its processes, so all
         must call this. Evaluation gives none: the statistics then stay as they are.
@@ -228,7 +227,6 @@ class Reward:
             parts[name] = weight * torch.where(block.isnan(), whole, 0.4 * whole + 0.6 * block)
         scores = parts | {"score": total(parts)}
         if raws:
-            scores |= {f"{name}_raw": x for name, x in raws.items()}
             scores["score_raw"] = total(self._weighted(raw.parts))
         return scores
 
@@ -247,13 +245,6 @@ class Reward:
         beyond it (``--normalize_reward``: the normalised score). raw: ``RawScores`` that were combined."""
         clipped = [self._clipped(name, raw.parts[name]) for name in self.models]
         return torch.stack(clipped).abs().ge(SCORE_LIMIT).any(0)
-
-    def metrics(self) -> dict[str, float]:
-        """{"reward/<part>_mean": …, "reward/<part>_std": …} of all raw scores so far."""
-        found: dict[str, float] = {}
-        for part, stats in self.running.items():
-            found |= {f"reward/{part}_mean": stats.mean, f"reward/{part}_std": stats.std}
-        return found
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: {part: {"count": …, "mean": …, "squares": …}}, and the penalty."""

@@ -4,8 +4,7 @@
         return [...]                            # B finite numbers, or lists of steps
 
 What else it may ask for, what it may return, and examples: docs/rewards.md. Its scores are the part
-"function" of the reward (combine.py), neither clipped nor normalised. ``Request.by_name`` says what it gets
-by name besides the fields of the records. It may take ``--reward_timeout`` seconds.
+"function" of the reward (combine.py), neither clipped nor normalised. It may take ``--reward_timeout`` s.
 """
 
 import copy
@@ -15,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
@@ -42,10 +41,6 @@ class Request:
     responses: list[str]
     finished: list[bool]  # False for a response that was cut at --max_gen_len
     lengths: Sequence[int]  # in tokens
-
-    def by_name(self) -> dict[str, object]:
-        """What a reward function gets if it has a parameter of this name, besides the fields of records."""
-        return {"records": [prompt.record for prompt in self.prompts]}
 
 
 NOTHING = Request([], [], [], [])
@@ -102,12 +97,11 @@ def must_have(p: Parameter) -> bool:
     return p.default is p.empty and p.kind != p.VAR_KEYWORD
 
 
-def check_columns(function: RewardFunction, columns: Iterable[str], path: str) -> None:
+def check_columns(function: RewardFunction, columns: Collection[str], path: str) -> None:
     """Raise InputError if the function asks for a field that no record of the data file has. columns: the
     keys of the file's records; path: the file."""
-    known = {*columns, *NOTHING.by_name()}
     for name, p in wanted(function).items():
-        if must_have(p) and name not in known:
+        if must_have(p) and name not in columns:
             raise InputError(
                 f"--reward_fn: its parameter {name!r} is no key of the records of {path}; "
                 f"{keys_found(dict.fromkeys(columns))}: rename it, or give it a default"
@@ -124,8 +118,7 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
         taken = inspect.signature(function).parameters
         names += [name for name in found if name not in taken]
-    values = {name: [record.get(name) for record in records] for name in names}
-    return values | {name: value for name, value in request.by_name().items() if name in asked}
+    return {name: [record.get(name) for record in records] for name in names}
 
 
 def call_reward_function(
@@ -181,18 +174,16 @@ def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list
     scores: list[float] = []
     steps: list[Steps] = []
     for number, (score, response) in enumerate(zip(given, responses, strict=True), 1):
+        by_step = isinstance(score, list | tuple)
         try:
-            if isinstance(score, list | tuple):
-                steps.append([as_step(pair, len(response)) for pair in score])
-                scores.append(sum(points for _, points in steps[-1]))
-            else:
-                steps.append([])
-                scores.append(float(score))
+            found = [as_step(pair, len(response)) for pair in (score if by_step else [(None, score)])]
         except (TypeError, ValueError, OverflowError):
             raise InputError(
                 f"--reward_fn: score {number} is {_shown(score)}; it must be a number, or a list of pairs "
                 f"(character offset, score) with offsets from 0 to {len(response)}, or None for the end"
             ) from None
+        scores.append(sum(points for _, points in found))
+        steps.append(found if by_step else [])
     return scores, steps
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from http.client import HTTPException
+from typing import Any
 from urllib.error import HTTPError
 
 from tqdm import tqdm
@@ -56,13 +57,8 @@ class RewardServer:
             "messages": [prompt.prompt for prompt in prompts],
         }
         reply = self._post_until_it_works(json.dumps(asked).encode())
-        try:
-            found = reply["rewards"]
-            numbers = isinstance(found, list) and {int, float}.issuperset(map(type, found))
-            scores = [float(score) for score in found] if numbers else []
-        except (KeyError, TypeError, OverflowError):
-            scores = []
-        if len(scores) != len(responses):
+        scores: Any = reply.get("rewards") if isinstance(reply, dict) else None
+        if not isinstance(scores, list) or [type(score) for score in scores] != [float] * len(responses):
             raise InputError(
                 f"--reward_url {self.url}: the answer {json.dumps(reply)[:100]} is not "
                 f'{{"rewards": [a number for each of {len(responses)} responses]}}'
@@ -74,7 +70,7 @@ class RewardServer:
         for pause in (*PAUSES, None):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout or None) as reply:
-                    return json.loads(reply.read())
+                    return json.loads(reply.read(), parse_int=float)
             except HTTPError as error:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again

@@ -1,0 +1,208 @@
+"""The rules about a response by hand: MiniMind's format, thinking, repetition, length; GSM8K's answers."""
+
+import inspect
+
+import pytest
+from tiny import ROOT, flags, read_jsonl, request_of, run_files, train, write_jsonl
+
+from dataset.formats import to_prompt
+from errors import InputError
+from trainer import train_ppo
+from trainer.rewards.combine import Reward
+from trainer.rewards.rules import (
+    after_thinking,
+    answer_text,
+    exact_answer,
+    format_reward,
+    is_correct,
+    length_reward,
+    mark_reward,
+    overlong_penalty,
+    repetition_penalty,
+)
+
+GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
+FORMS = [  # (response, reward of the format, of the marks)
+    (GOOD, 0.5, 1.0),
+    (GOOD.replace("</think>\n", "</think>\n\n"), 0.5, 1.0),  # one blank line between the blocks is allowed
+    (GOOD.replace("</think>\n", "</think>\n\n\n"), 0.0, 1.0),  # two are not
+    (GOOD + "\n", 0.0, 1.0),
+    ("Well: " + GOOD, 0.0, 1.0),
+    (GOOD.replace("\n", ""), 0.0, 1.0),
+    (GOOD.replace("</think>", ""), 0.0, 0.75),
+    (GOOD.replace("<answer>", "<answer><answer>"), 0.0, 0.75),
+    (GOOD + GOOD.partition("</think>\n")[2], 0.0, 0.5),  # two answer blocks
+    (GOOD.replace("</answer>", "</answer>\n<answer>\n3\n</answer>"), 0.0, 0.5),
+    (GOOD.replace("</think>", "</think>\n<think>\nagain\n</think>"), 0.0, 0.5),  # two think blocks
+    ("2", 0.0, 0.0),
+    ("", 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "form", "marks"), FORMS)
+def test_format_and_marks(response, form, marks):
+    assert (format_reward(response), mark_reward(response)) == (form, marks)
+
+
+def test_answer_text():
+    assert answer_text(GOOD) == "2"
+    assert answer_text("<answer>a</answer><answer>b</answer>") == "a"
+    assert answer_text("<answer>2") is None
+    assert is_correct(GOOD, " 2 ", reasoning=True)
+    assert not is_correct("2", "2", reasoning=True)
+    assert is_correct(" 2", "2", reasoning=False)
+
+
+def test_what_a_model_that_thinks_says():
+    assert after_thinking("<think>\n1 + 1\n</think>\n\n2\n") == "2"
+    assert after_thinking("1 + 1\n</think>\n\n2") == "2"  # the template has opened the thought
+    assert after_thinking("a </think> b </think> c") == "c"
+    assert after_thinking("<think>\n1 + 1") == "<think>\n1 + 1"  # cut while it thinks
+    assert after_thinking(" 2 ") == " 2 "
+    assert after_thinking("1 + 1 </think>") == ""
+
+
+def test_repetition_penalty():
+    assert repetition_penalty("a b c d e", 0.5) == 0.0
+    assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
+    assert repetition_penalty("a b c a b c", 0.5) == pytest.approx(0.25)  # 1 of 4 trigrams is a repetition
+    assert repetition_penalty("A, a, a, a, a, a", 0.5) == 0.5  # 7 of 9: more than half
+    assert repetition_penalty("x " * 100, 0.3) == 0.3
+
+
+def test_length_reward():
+    assert [length_reward("x" * n, 0.5) for n in (0, 19, 20, 800, 801)] == [-0.5, -0.5, 0.5, 0.5, -0.5]
+    assert length_reward("\n " + "x" * 19, 0.5) == -0.5  # spaces around it do not count
+    assert length_reward("x" * 800 + "\n", 0.5) == 0.5
+    reward = Reward(function=lambda *_: [0.0], reasoning=False, repetition_penalty=0.5, length_reward=0.25)
+    parts = {name: x.item() for name, x in reward(request_of(["p"], ["x " * 30])).items()}
+    assert parts == {"function": 0.0, "repetition": -0.5, "length_reward": 0.25, "score": -0.25}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The last tokens before --max_gen_len (DAPO's soft overlong punishment)
+
+
+def test_overlong_penalty():
+    """DAPO's own numbers: at most 20,480 tokens, the last 4,096 of them cost."""
+    wanted = {1: 0.0, 16_384: 0.0, 16_385: 1 / 4096, 18_432: 0.5, 20_479: 4095 / 4096, 20_480: 1.0}
+    for length, penalty in wanted.items():
+        assert overlong_penalty(length, 20_480, 4096, 1.0) == pytest.approx(penalty)
+    assert [overlong_penalty(n, 4, 2, 0.5) for n in (1, 2, 3, 4)] == [0.0, 0.0, 0.25, 0.5]
+    assert overlong_penalty(1, 4, 4, 1.0) == 0.25  # every token costs
+
+
+def test_it_is_added_to_the_penalty_of_a_missing_eos():
+    off = {"function": lambda *_: [1.0, 1.0, 1.0], "reasoning": False, "missing_eos_penalty": 2.0}
+    reward = Reward(**off, length_reward=0.25, max_gen_len=8, overlong_buffer=4, overlong_penalty=0.5)
+    parts = reward(request_of(["p"] * 3, ["r"] * 3, finished=[True, True, False], lengths=[3, 7, 8]))
+    assert parts["overlong"].tolist() == [0.0, -0.375, -0.5]
+    assert parts["score"].tolist() == [0.75, 0.375, -1.75]
+    assert reward.names == ["function", "length_reward", "missing_eos", "overlong", "score"]
+    for buffer, penalty in ((0, 1.0), (4, 0.0)):
+        assert "overlong" not in Reward(**off, overlong_buffer=buffer, overlong_penalty=penalty).names
+
+
+def test_a_run_takes_it_off_the_score_of_long_responses(tmp_path, capsys):
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 1}
+    sizes |= {"critic_warmup_steps": 0, "critic_init": "actor"}
+    files = run_files(tmp_path, count=8)
+    train(**files, **sizes, overlong_buffer=5, overlong_penalty=0.8, out_dir=tmp_path, run_name="r")
+    rows = read_jsonl(tmp_path / "r" / "samples.jsonl")
+    for row in rows:
+        assert row["parts"]["overlong"] == pytest.approx(-0.16 * (row["length"] - 1), abs=1e-4)
+    assert {row["length"] for row in rows} & {2, 3, 4, 5}
+    line = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
+    parts = ("function", "model", "missing_eos", "overlong")
+    assert line["reward/score"] == pytest.approx(sum(line[f"reward/{name}"] for name in parts), abs=1e-5)
+    assert "overlong       --overlong_buffer 5\n" in capsys.readouterr().out
+
+
+WRONG = {
+    "--overlong_buffer 65: must be at most --max_gen_len 64": {"overlong_buffer": 65},
+    "--overlong_penalty 2.0: is of use only with --overlong_buffer": {"overlong_penalty": 2},
+    "--normalize_reward": {"normalize_reward": 2},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_flags_that_cannot_be(says):
+    with pytest.raises(InputError, match=says):
+        train_ppo.parse_args(flags(**WRONG[says]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The example of a reward function: GSM8K's exact answer
+
+RECORDS = [  # written for this test, in the shape of GSM8K's files
+    {"question": "6 boxes of 12 eggs each?", "answer": "There are 6*12 = <<6*12=72>>72 eggs.\n#### 72"},
+    {
+        "question": "Bo sells 50 pens for $25 each and pays $10. How much is left?",
+        "answer": "50*25 = $<<50*25=1250>>1250.\n1250-10 = $<<1250-10=1240>>1240.\n#### 1,240",
+    },
+    {"question": "It is 3 degrees and falls by 5. What is it now?", "answer": "3-5 = <<3-5=-2>>-2\n#### -2"},
+]
+
+
+def test_the_reference_itself_is_right_and_another_number_wrong():
+    asked, answers = zip(*map(to_prompt, RECORDS), strict=True)
+    assert answers == ("72", "1240", "-2")
+    for responses in (answers, [record["answer"] for record in RECORDS]):
+        assert exact_answer(asked, responses, answers) == [1.0, 1.0, 1.0]
+    assert exact_answer(asked, ["#### 73", "#### 124", "#### 2"], answers) == [0.0, 0.0, 0.0]
+    assert exact_answer(asked, ["so 72", "$1,240.00", "it is -2."], answers) == [1.0, 1.0, 1.0]
+
+
+NUMBERS = [  # (response, answer, is it right?)
+    ("12 + 60 = 72", "72", 1),
+    ("<think>\n\\boxed{71}?\n</think>\n\nIt is 72.", "72", 1),  # a thought is no answer
+    ("72 is the answer to 6 times 12", "72", 0),  # the last number counts
+    ("#### 72\nThat took 3 steps", "72", 1),  # but not after a mark
+    ("#### 72 eggs, not 73", "72", 1),
+    ("#### Step 1\nThe answer is 72", "72", 1),  # a heading is no mark
+    (r"so \boxed{72}, which is 6 * 12", "72", 1),
+    (r"\boxed{x = 72}", "72", 1),
+    (r"first \boxed{70}, then \boxed{72}", "72", 1),
+    ("<think>\n70\n</think>\n<answer>\n72\n</answer> 5", "72", 1),
+    ("<answer>\nnone\n</answer> 72", "72", 0),
+    ("72.00", "72", 1),
+    ("72.5", "72", 0),
+    ("It costs $1,250,000.", "1250000", 1),
+    (r"\$5", "5", 1),
+    ("$.50", "0.5", 1),
+    ("one of 1,24", "24", 1),  # no comma of thousands
+    ("10-2", "2", 1),  # no sign
+    ("it is -2", "-2", 1),
+    ("it is -$2", "-2", 1),
+    ("it is $-2", "-2", 1),
+    ("it is 2", "-2", 0),
+    ("", "0", 0),
+    ("no idea", "72", 0),
+    ("72", "72", 1),  # verl's ground truth
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "right"), NUMBERS)
+def test_final_numbers(response, answer, right):
+    assert exact_answer(["q"], [response], [answer]) == [right]
+
+
+def test_the_page_shows_the_function_as_it_is():
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    assert inspect.getsource(exact_answer) in page
+    assert "--reward_fn trainer/rewards/rules.py:exact_answer" in page
+
+
+def test_a_run_on_records_of_this_shape(tmp_path, capsys):
+    function = f"{ROOT}/trainer/rewards/rules.py:exact_answer"
+    path = write_jsonl(tmp_path / "train.jsonl", RECORDS * 2)
+    files = run_files(tmp_path) | {"reward_fn": function, "data_path": path, "eval_data_path": path}
+    files |= {"out_dir": tmp_path / "out", "run_name": "r"}
+    sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 1}
+    train(**files, **sizes, critic_warmup_steps=0, reasoning=0)
+    assert read_jsonl(tmp_path / "out/r/metrics.jsonl")[1]["reward/function"] == 0.0
+    assert read_jsonl(tmp_path / "out/r/samples.jsonl")[0]["prompt"] in {r["question"] for r in RECORDS}
+    said = capsys.readouterr().out
+    assert "  held out at step 1: accuracy 0.000 | greedy 0.000 | " in said
+    assert "- No held-out answer was right, before or after (accuracy 0)." in said
+    assert "because eval/function was never above 0.000\n" in said
