@@ -48,7 +48,7 @@ class HalfLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in] -> [..., out]"""
         if torch.is_autocast_enabled(x.device.type):  # it casts by itself
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
