@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             if isinstance(model.config, MiniMindConfig):
                 raise InputError(
-                    f"{args.source}: a MiniMind with experts is no class of transformers; chat.py and --model load "
-                    "its .pth, and MiniMind's scripts/convert_model.py converts it"
+                    f"{args.source}: a MiniMind with experts is no class of transformers; chat.py and "
+                    "--model can load its .pth, and MiniMind's scripts/convert_model.py converts it"
                 )
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id

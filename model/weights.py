@@ -81,8 +81,7 @@ HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedd
 
 
 def keep_in_half(model: nn.Module) -> None:
-    """Change a model that was loaded in 16 bits, in place: see above. Buffers that are not saved are left
-    for ``fill_buffers`` in loading.py to compute again."""
+    """Change a model that was loaded in 16 bits, in place: see above."""
     for module in model.modules():
         kind = HALF.get(type(module))
         if kind and next(module.parameters()).dtype in (torch.bfloat16, torch.float16):
