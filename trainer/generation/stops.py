@@ -82,7 +82,8 @@ class StopStrings:
             text = begun + word
             tails = (text[start:] for start in range(max(0, len(text) - longest), len(text) + 1))
             state = next(states[tail] for tail in tails if tail in states)
-            return state + len(states) * any(stop in text for stop in stops)
+            ended = any(stop in text[max(0, len(begun) + 1 - len(stop)) :] for stop in stops)  # in the word
+            return state + len(states) * ended
 
         words = self._vocabulary()
         self.table = torch.tensor([[after(begun, word) for word in words] for begun in starts])
