@@ -3,7 +3,7 @@
     python export.py out/ppo_actor_128.pth exported/                    safetensors, tokenizer, model card
     python export.py exported/ model.pth                                the .pth and the folder beside it
 
-A MiniMind becomes a Llama, a Qwen3 or a Qwen3-MoE with the same weights, which programs load without this
+A dense MiniMind becomes a Llama or a Qwen3 with the same weights, which programs load without this
 repository; other models keep their class (docs/models.md). Existing files are never overwritten."""
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from atomic_files import write_whole, writing
 from dataset.chat_template import TEMPLATE_KWARGS
 from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
-from model.model_minimind import as_plain
+from model.model_minimind import MiniMindConfig
 from model.saving import save_directory, save_policy
 
 
@@ -99,7 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.target.endswith(".pth"):
             save_policy(model, tokenizer, args.target, dtype)
         else:
-            model = as_plain(model)
+            if isinstance(model.config, MiniMindConfig):
+                raise InputError(
+                    f"{args.source}: a MiniMind with experts is no class of transformers; chat.py and "
+                    "--model can load its .pth, and MiniMind's scripts/convert_model.py converts it"
+                )
             model.generation_config.eos_token_id = eos_ids(tokenizer, model)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
             save_directory(model, tokenizer, args.target, dtype)

@@ -133,8 +133,8 @@ def tokenizer_source(path: str | Path) -> str:
 # transformers 5 builds a model without memory (on the meta device) and then fills in what the checkpoint
 # holds. A buffer that is computed in ``__init__`` and not saved, such as a rotary table, gets whatever lay in
 # memory (transformers issue 48892). Its own classes compute such buffers again; code that a model brings
-# along does not, and then gives wrong numbers, or NaN, without an error. So a second model is built from the
-# config, with real buffers but no numbers in its weights, and the first one takes over its buffers.
+# along does not, and then gives wrong numbers, or NaN, without an error. So models are built with real
+# buffers, but no numbers in their weights, and keep those buffers.
 
 
 def load_config(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
@@ -181,7 +181,10 @@ def load_pretrained(
         found = [c for c in contexts(*args, **kwargs) if not isinstance(c, torch.device)]
         return [*found, no_init_weights()]
 
-    with mock.patch.object(PreTrainedModel, "get_init_context", real_contexts):
+    with (
+        mock.patch.object(PreTrainedModel, "get_init_context", real_contexts),
+        mock.patch.object(PreTrainedModel, "named_non_persistent_buffers", return_value=[]),
+    ):
         model, report = auto_class.from_pretrained(
             str(path),
             config=config or load_config(path, trust_remote_code),
@@ -193,18 +196,7 @@ def load_pretrained(
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
         raise InputError(f"its weights lack what its config.json describes: {', '.join(wrong)[:200]}")
-    fill_buffers(model)
     return model
-
-
-def fill_buffers(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Give all buffers that no checkpoint holds the numbers of a newly built model, in place, on the CPU. The
-    new one is built in ``dtype``, by default that of the model's first weight."""
-    with no_init_weights():  # the system gives no memory for weights to which nothing is written
-        fresh = type(model)._from_config(model.config, dtype=dtype or model.dtype)
-    for module, new in zip(model.modules(), fresh.modules(), strict=True):
-        for name in module._non_persistent_buffers_set:
-            module.register_buffer(name, new.get_buffer(name), persistent=False)
 
 
 # ---------------------------------------------------------------- helpers

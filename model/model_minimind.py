@@ -24,8 +24,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Qwen3PreTrainedModel,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -115,6 +113,10 @@ class MoEFeedForward(nn.Module):
     """Each token goes through the ``num_experts_per_tok`` experts of highest gate probability, and through
     every shared expert. The weights of the chosen experts are made to add up to one."""
 
+    # Whether every expert computes every token of a decoding step. Otherwise the host waits for the number of
+    # tokens that chose it, so that no CUDA graph can be captured.
+    all_in_steps = False
+
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__()
         self.top_k = config.num_experts_per_tok
@@ -131,6 +133,11 @@ class MoEFeedForward(nn.Module):
 
         out = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
+            if self.all_in_steps and hidden.shape[1] == 1:
+                share = (weights * (chosen == index)).sum(dim=-1, keepdim=True)
+                # 0 where the share is 0, even if the result is infinite
+                out = out + (expert(tokens) * share).masked_fill(share == 0, 0).to(out.dtype)
+                continue
             # An expert that no token chose runs on zero tokens. Its gradient is then zero and not missing:
             # data-parallel training needs that.
             row, slot = torch.where(chosen == index)
@@ -228,41 +235,7 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     same weights under the same names, and computes the same; any other config as it is."""
     if not isinstance(config, MiniMindConfig) or config.use_moe:
         return config
-    kind = LlamaConfig if config.minimind_version == 2 else Qwen3Config
-    return _with_fields_of(config, kind, minimind_version=config.minimind_version)
-
-
-def as_plain(model: PreTrainedModel) -> PreTrainedModel:
-    """A MiniMind 3 with experts as a Qwen3-MoE, for other programs; any other model as it is.
-
-    Raises ``InputError`` for a MiniMind 2 with experts, and for a MiniMind 3 with shared experts. Every token
-    goes through shared experts; Qwen3-MoE has none, and Qwen2-MoE multiplies its own by a gate below 1.
-    """
-    config = model.config
-    if not isinstance(config, MiniMindConfig):
-        return model
-    if config.minimind_version == 2 or config.n_shared_experts:
-        raise InputError(
-            "a MiniMind 2 with experts is not exported: transformers, vLLM and llama.cpp have no such shared "
-            "expert and could not load it; use its .pth, which chat.py and --model can load"
-        )
-    joined = _with_fields_of(
-        config,
-        Qwen3MoeConfig,
-        head_dim=config.head_dim,
-        moe_intermediate_size=config.intermediate_size,
-        norm_topk_prob=True,  # the weights of the chosen experts add up to one, as in MiniMind
-    )
-    # In files, a Qwen3-MoE's experts have MiniMind's names: transformers joins them when it loads a model.
-    state = dict(model.state_dict())
-    plain = Qwen3MoeForCausalLM.from_pretrained(None, config=joined, state_dict=state, dtype=model.dtype)
-    plain.generation_config = model.generation_config
-    return plain
-
-
-def _with_fields_of(
-    config: PreTrainedConfig, kind: type[PreTrainedConfig], **more: object
-) -> PreTrainedConfig:
-    """A config of this kind: what both describe of a model as it is in ``config``, and more fields."""
+    kind: Any = LlamaConfig if config.minimind_version == 2 else Qwen3Config
     names = kind.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
-    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)} | more)
+    fields = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return kind(**fields, minimind_version=config.minimind_version)

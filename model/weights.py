@@ -48,7 +48,7 @@ class HalfLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Inputs [..., in] -> [..., out]"""
         if torch.is_autocast_enabled(x.device.type):  # it casts by itself
-            return F.linear(x, self.weight, self.bias)
+            return super().forward(x)
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
@@ -81,8 +81,7 @@ HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedd
 
 
 def keep_in_half(model: nn.Module) -> None:
-    """Change a model that was loaded in 16 bits, in place: see above. Buffers that are not saved are left
-    for ``fill_buffers`` in loading.py to compute again."""
+    """Change a model that was loaded in 16 bits, in place: see above."""
     for module in model.modules():
         kind = HALF.get(type(module))
         if kind and next(module.parameters()).dtype in (torch.bfloat16, torch.float16):

@@ -59,14 +59,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen3MoeForCausalLM,
 )
 
 from atomic_files import writing
 from dataset.formats import Keys
 from dataset.lm_dataset import PreferenceDataset
-from model.loading import is_moe, quiet
-from model.model_minimind import as_plain
+from model.loading import is_moe
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
@@ -102,15 +100,7 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
     The policy is not changed. Raises InputError for families that have no such classifier.
     """
-    was_minimind = hasattr(policy.config, "minimind_version") and not isinstance(policy, Qwen3MoeForCausalLM)
-    try:
-        with quiet():
-            policy = as_plain(policy)
-    except InputError:
-        raise InputError(
-            "--model: no sequence classifier exists for a MiniMind 2 with experts; start from a dense one"
-        ) from None
-    if was_minimind:
+    if hasattr(policy.config, "minimind_version"):
         type(policy)(policy.config)  # its random numbers come before the head's, in runs of earlier versions
     config = type(policy.config).from_dict(policy.config.to_dict())
     config.num_labels = 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_engine import FAMILIES, build
+from test_families import FAMILIES, VOCAB, build
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 import triton_interpreter  # noqa: F401
@@ -89,10 +89,14 @@ def draws(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
 
-def by_torch(logits, temperature, u, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer.generation.sampling.kernels_for", lambda *tensors: None)
-        return sample_tokens(logits, temperature, u)
+@pytest.fixture
+def by_torch(monkeypatch):
+    def draw(logits, temperature, u):
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.generation.sampling.kernels_for", lambda *tensors: None)
+            return sample_tokens(logits, temperature, u)
+
+    return draw
 
 
 def drawn(logits, temperature, u):
@@ -115,11 +119,11 @@ def drawn(logits, temperature, u):
         (torch.float16, 0.7, 64),
     ],
 )
-def test_the_same_noise_draws_the_same_tokens(dtype, temperature, size, monkeypatch):
+def test_the_same_noise_draws_the_same_tokens(dtype, temperature, size, by_torch):
     """As the torch form does, except where u is within rounding of the border between two tokens."""
     logits, u = 3 * numbers(40, size, dtype=dtype), draws(40)
     tokens, logs = drawn(logits, temperature, u)
-    plain = by_torch(logits.float(), temperature, u, monkeypatch)[0]
+    plain = by_torch(logits.float(), temperature, u)[0]
     p = (logits.double() / temperature).softmax(1)
     assert (logs - p.gather(1, tokens[:, None]).squeeze(1).log()).abs().max() < 1e-5
     assert (tokens != plain).sum() <= 1
@@ -160,22 +164,22 @@ def test_the_last_draw_of_many_rows_has_a_probability():
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature, monkeypatch):
+def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature, by_torch):
     size = 3 * 4096  # three full blocks, and an empty one
     logits = numbers(4, size)
     logits[0, 4500], logits[1], logits[2], logits[3, 7] = torch.nan, torch.nan, -torch.inf, torch.inf
     args = logits, temperature, draws(4)
-    for tokens, logs in (drawn(*args), by_torch(*args, monkeypatch)):
+    for tokens, logs in (drawn(*args), by_torch(*args)):
         assert ((tokens >= 0) & (tokens < size)).all()
         assert logs.isnan().all()
 
 
-def test_greedy_takes_the_first_of_equals(monkeypatch):
+def test_greedy_takes_the_first_of_equals(by_torch):
     """Greedy sampling is torch's on a GPU."""
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[0, [700, 701, 8999]] = 1.0
     logits[1, 8999] = 1.0
-    tokens, logs = by_torch(logits, 0, draws(2), monkeypatch)
+    tokens, logs = by_torch(logits, 0, draws(2))
     assert tokens.tolist() == [700, 8999]
     assert logs.tolist() == pytest.approx(logits.log_softmax(-1).amax(1).tolist(), abs=1e-5)
 
@@ -249,26 +253,22 @@ def forced(monkeypatch):
 
 def answers(model, dtype, temperature=0.9, sampler=None):
     """-> a rollout in slots that are used again, and its sampler"""
-    prompts = [[2 + (7 * i + j) % 28 for j in range(1 + 3 * i)] for i in range(4)]
+    prompts = [[2 + (7 * i + j) % (VOCAB - 2) for j in range(1 + 3 * i)] for i in range(4)]
     pack_sequences(model.base_model)
     sampler = sampler.load(model) if sampler else Sampler(model, dtype, slots=3)
     return sampler.sample(prompts, noise_keys(0, 0, range(4)), [0, 1], 5, temperature), sampler
 
 
-FUSED = {"llama": True, "qwen2, mixed windows": True, "qwen3": True, "qwen3 moe": True, "minimind2 moe": True}
-FUSED |= {
-    "mistral, sliding window": False,
-    "gemma3, mixed windows": False,
-    "gpt2": False,
-    "gpt-neox": False,
-    "gpt-j": False,
-}
+SLOW = {"Llama", "Qwen3", "Qwen3-MoE", "Mistral", "GPT-NeoX"}
+FUSED = dict.fromkeys(("Llama", "Qwen2, mixed windows", "Qwen3", "Qwen3-MoE", "MiniMind 2 MoE"), True)
+FUSED |= dict.fromkeys(("Mistral", "Gemma 3", "GPT-2", "GPT-NeoX", "GPT-J"), False)
+KINDS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FUSED]
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", KINDS)
 def test_families_sample_the_same(name, forced):
     """With fused layers, and with masks where a model has its own."""
-    model = build(FAMILIES[name][0]())
+    model = build(FAMILIES[name]())
     wanted, _ = answers(model, torch.float32)
     forced()
     found, sampler = answers(model.to(DEVICE), torch.float32)
@@ -281,7 +281,7 @@ def test_families_sample_the_same(name, forced):
 
 
 def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
-    model = build(FAMILIES["llama"][0]())
+    model = build(FAMILIES["Llama"]())
     pack_sequences(model.base_model)
     assert not kv_cache.decodes_fused(model.cpu().half())  # on a CPU
     forced()
@@ -294,7 +294,7 @@ def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
 def test_rotary_positions_from_a_table(kind):
     more = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     more |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-    config = FAMILIES["llama"][0]()
+    config = FAMILIES["Llama"]()
     config.rope_parameters = more
     model = build(config).bfloat16().to(DEVICE)
     rotary, x = model.model.rotary_emb, numbers(2, 3, 8, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def test_rotary_positions_from_a_table(kind):
 def test_joined_weights_keep_their_place(dtype, monkeypatch):
     """Newer weights are copied into the same memory, which holds every weight once."""
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
-    model, other = (build(FAMILIES["qwen2"][0]()).to(DEVICE) for _ in range(2))
+    model, other = (build(FAMILIES["Qwen2"]()).to(DEVICE) for _ in range(2))
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.1 * numbers(*p.shape))

@@ -1,28 +1,23 @@
-"""Stop strings: a response ends with the first token whose text completes one, however tokens cut it."""
+"""What ends a response: stop strings, however tokens cut them, and --min_gen_len; the scorers do the same."""
 
 import random
 
 import pytest
 import torch
 from recorded_graphs import RecordedGraphs, without_kernels
-from tiny import (
-    flags,
-    read_jsonl,
-    run_files,
-    tiny_llama,
-    word_tokenizer,
-)
+from tiny import flags, read_jsonl, run_files, tiny_llama, train, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from errors import InputError
 from trainer import train_ppo
+from trainer.compute.scoring import PolicyScorer
 from trainer.endings import load_endings
 from trainer.generation import engine
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampler_copy import SamplerCopy
-from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, decode, response_texts
+from trainer.generation.sampling import noise_keys, uniform
+from trainer.generation.stops import StopStrings, decode, early_ends, response_texts
 
 LAY_OUT = SamplerCopy._lay_out
 CASES = [
@@ -129,6 +124,7 @@ def test_by_hand():
 # ------------------------------------------------------------------------------------------------ sampling
 
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
+KEYS = noise_keys(7, 3, range(24))
 WORDS = list("abcdefghij")
 
 
@@ -142,14 +138,10 @@ def wanted():
     return StopStrings(["c d", "b", "g g"], word_tokenizer(WORDS))
 
 
-def keys(rows=range(24)):
-    return noise_keys(7, 3, rows)
-
-
 @pytest.fixture(scope="module")
 def cut(model, wanted):
     """The responses without stop strings, each cut where one is complete -> [(ids, finished)]"""
-    plain = sample(model, PROMPTS, keys(), [0], 10, 1.0)
+    plain = sample(model, PROMPTS, KEYS, [0], 10, 1.0)
     found = []
     for ids, finished in zip(plain.responses(), plain.finished.tolist(), strict=True):
         end = end_by_hand(wanted.texts, wanted.tokenizer, ids)
@@ -170,37 +162,41 @@ def check(rollout, cut):
 @pytest.mark.parametrize("slots", [1, 5, 256])
 def test_a_response_is_cut_and_nothing_else_changes(model, wanted, cut, slots):
     sampler = Sampler(model, slots=slots)
-    rollout = sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted)
+    rollout = sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted)
     check(rollout, cut)
     with torch.inference_mode():
         sampler.engine.begun.fill_(1)  # what the last ones have left
-    check(sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted), cut)
-    again = sampler.sample(PROMPTS, keys(), [0], 10, 1.0)
-    assert again.responses() == sample(model, PROMPTS, keys(), [0], 10, 1.0).responses()
-    alone = sampler.sample(PROMPTS[5:6], keys([5]), [0], 10, 1.0, stops=wanted)
+    check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
+    again = sampler.sample(PROMPTS, KEYS, [0], 10, 1.0)
+    assert again.responses() == sample(model, PROMPTS, KEYS, [0], 10, 1.0).responses()
+    alone = sampler.sample(PROMPTS[5:6], noise_keys(7, 3, [5]), [0], 10, 1.0, stops=wanted)
     check(alone, cut[5:6])
 
 
 def sample_with(model, wanted, **how):
-    return Sampler(model, **how).sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted)
+    return Sampler(model, **how).sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted)
 
 
-@pytest.mark.parametrize("slots", [7, 64])
-def test_captured_steps_give_the_same(model, wanted, cut, monkeypatch, slots):
-    """The branches of a GPU: four steps between two checks for finished sequences, which decode on."""
+@pytest.fixture
+def captured(monkeypatch):
+    """The branches of a GPU: several steps between two checks for finished sequences, which decode on."""
     without_kernels(monkeypatch)
     monkeypatch.setattr(SamplerCopy, "_lay_out", lambda copy, on_cpu: LAY_OUT(copy, False))
     monkeypatch.setattr(engine, "CudaGraphs", RecordedGraphs)
+
+
+@pytest.mark.parametrize("slots", [7, 64])
+def test_captured_steps_give_the_same(model, wanted, cut, captured, slots):
     sampler = Sampler(model, slots=slots)
     for _ in range(2):
-        check(sampler.sample(PROMPTS, keys(), [0], 10, 1.0, stops=wanted), cut)
+        check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
     assert sampler.graphs.captured
 
 
 def test_a_least_length_ignores_stop_strings_before(model, wanted):
     plain = sample_with(model, wanted)
-    rollout = Sampler(model).sample(PROMPTS, keys(), [0], 10, 1.0, 6, wanted)
-    longer = Sampler(model).sample(PROMPTS, keys(), [0], 10, 1.0, 6)
+    rollout = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6, wanted)
+    longer = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6)
     assert plain.response_len.min() < 6 <= rollout.response_len.min()
     for ids, whole in zip(rollout.responses(), longer.responses(), strict=True):
         assert ids == whole[: end_by_hand(wanted.texts, wanted.tokenizer, whole, 6)]
@@ -219,7 +215,97 @@ def test_texts_end_before_what_ended_them(model, wanted):
     assert any(not text for text in texts)
 
 
-# ---------------------------------------------------------------------------------------------------- a run
+# ------------------------------------------------------------------------------------------- --min_gen_len
+
+ENDS = [0, 7]
+
+
+def draw(model, least, slots=256, temperature=1.0):
+    return Sampler(model, slots=slots).sample(PROMPTS, KEYS, ENDS, 8, temperature, least)
+
+
+def by_hand(model, least):
+    """The responses, token by token: the ends of a response get probability 0 where they are too early."""
+    found = []
+    for prompt, numbers in zip(PROMPTS, uniform(KEYS, 8), strict=True):
+        ids = list(prompt)
+        for place, u in enumerate(numbers):
+            p = torch.softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
+            if place + 1 < least:
+                p[ENDS] = 0
+            ids.append(int((p.cumsum(0) <= u * p.sum()).sum()))
+            if ids[-1] in ENDS:
+                break
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("least", [2, 5, 8])
+def test_responses_are_those_of_the_renormalised_distribution(model, least):
+    rollout = draw(model, least)
+    responses = rollout.responses()
+    assert responses == by_hand(model, least)
+    assert min(map(len, responses)) == least
+    assert rollout.finished.tolist() == [r[-1] in ENDS for r in responses]
+    assert not any(set(r[: least - 1]) & set(ENDS) for r in responses)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_every_response_has_one_token_anyway(model, least):
+    assert early_ends(least, ENDS) is None
+    assert draw(model, least).responses() == sample(model, PROMPTS, KEYS, ENDS, 8, 1.0).responses()
+    assert min(map(len, draw(model, least).responses())) == 1
+
+
+def test_slots_change_no_token(model):
+    assert draw(model, 5, slots=5).responses() == draw(model, 5).responses()
+
+
+def test_a_captured_step_of_another_least_length_is_not_replayed(model, captured):
+    sampler = Sampler(model, slots=7)
+    for least in (5, 3, 5):
+        got = sampler.sample(PROMPTS, KEYS, ENDS, 8, 1.0, least).responses()
+        assert got == by_hand(model, least)
+    assert sampler.graphs.captured
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_half_precision_and_greedy_too(model, dtype, temperature):
+    rollout = Sampler(model, dtype).sample(PROMPTS, KEYS, ENDS, 8, temperature, 5)
+    assert rollout.response_len.min() >= 5
+    assert rollout.sampler_logprobs.isfinite().all()
+
+
+def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
+    rollout = draw(model, 5)
+    scorer = PolicyScorer(model, early_ends=early_ends(5, ENDS))
+    logprobs, entropy, _ = scorer(*rollout.sequences, 1.0)
+    assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-5
+    unmasked, more, _ = PolicyScorer(model)(*rollout.sequences, 1.0)
+    gap = (unmasked - rollout.sampler_logprobs).abs()
+    assert gap[:, :4].max() > 0.1
+    assert (gap * rollout.mask)[:, 4:].max() < 1e-5
+    assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_with_adapters_replay_and_an_old_actor(tmp_path):
+    """The ratio is 1 before the first update, and no response of training or evaluation is too short."""
+    files = run_files(tmp_path, count=16)
+    files["eval_data_path"] = files["data_path"]
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 2, "lora_r": 2}
+    sizes |= {"critic_warmup_steps": 0, "update_old_actor_freq": 2, "replay_batches": 1, "dtype": "float32"}
+    train(**files, **sizes, min_gen_len=4, out_dir=tmp_path, run_name="r")
+    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert lines[1]["rollout/sampler_gap"] < 1e-5
+    assert lines[1]["kl/k1"] == pytest.approx(0, abs=1e-6)
+    for name in ("samples.jsonl", "eval_samples.jsonl"):
+        assert all(4 <= row["length"] <= 6 for row in read_jsonl(tmp_path / "r" / name))
 
 
 def test_a_run_learns_from_the_stop_string_and_its_reward_does_not_see_it(tmp_path):
@@ -272,3 +358,8 @@ def test_flags_to_ends():
 def test_a_stop_that_cannot_be_one_is_a_line(argv, line):
     with pytest.raises(InputError, match=line):
         endings(*argv)
+
+
+def test_more_than_the_longest_response_is_refused():
+    with pytest.raises(InputError, match="--min_gen_len 65: must be at most --max_gen_len 64"):
+        train_ppo.parse_args(flags(min_gen_len=65))

@@ -38,6 +38,9 @@ FAMILIES = {
     "Mistral": lambda: transformers.MistralConfig(sliding_window=6, **SIZES),
     "Mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **SIZES),
     "Qwen2": lambda: transformers.Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "Qwen2, mixed windows": lambda: transformers.Qwen2Config(
+        use_sliding_window=True, sliding_window=6, max_window_layers=1, **SIZES
+    ),
     "Qwen3": lambda: transformers.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SIZES),
     "Qwen3-MoE": lambda: transformers.Qwen3MoeConfig(head_dim=16, **MOE, **SIZES),
     "SmolLM3": lambda: transformers.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),

@@ -3,20 +3,17 @@
 import json
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import tiny
 import torch
-import transformers
 from huggingface_hub import constants
 from tiny import ROOT
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -24,8 +21,10 @@ from transformers import (
     LlamaForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3ForCausalLM,
+    T5Config,
 )
 from transformers.utils import logging as hf_logging
 
@@ -33,7 +32,6 @@ from errors import InputError
 from model import loading
 from model.critic import CriticModel
 from model.loading import (
-    check_output_head,
     check_tokenizer,
     eos_ids,
     load_policy,
@@ -47,26 +45,11 @@ from trainer.rewards.reward_models import load_reward_model
 KINDS = ["minimind2_dense", "minimind2_moe", "minimind3_dense", "minimind3_moe"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """One thread: tensors this small gain nothing from a second one, and on a busy machine wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def golden(request):
-    """name -> (path of the ``.pth``, its state-dict, the input ids and the logits of MiniMind's own code)."""
-    folder = ROOT / "tests" / "fixtures" / "minimind"
-
-    def load(name):
-        expected = torch.load(folder / f"{name}.expected.pt", weights_only=True)
-        path = folder / f"{name}.pth"
-        return path, torch.load(path, weights_only=True), expected["input_ids"], expected["logits"]
-
-    return load
+def golden(name):
+    """-> path of the ``.pth``, its state-dict, input ids and the logits of MiniMind's own code."""
+    path = ROOT / "tests" / "fixtures" / "minimind" / f"{name}.pth"
+    expected = torch.load(path.with_suffix(".expected.pt"), weights_only=True)
+    return path, torch.load(path, weights_only=True), expected["input_ids"], expected["logits"]
 
 
 def tiny_minimind(**changes):
@@ -75,25 +58,18 @@ def tiny_minimind(**changes):
     return MiniMindForCausalLM(MiniMindConfig(**{**sizes, **changes})).eval()
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+
+
 def tiny_llama(kind=LlamaForCausalLM, **changes):
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "vocab_size": 50,
-        "pad_token_id": 0,
-    }
-    return kind(LlamaConfig(**{**sizes, **changes})).eval()
+    return kind(LlamaConfig(**{**SIZES, "intermediate_size": 48, "pad_token_id": 0, **changes})).eval()
 
 
 def tiny_gpt2(**changes):
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2, **changes
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **changes)).eval()
 
 
 def tiny_tokenizer(size=50, **special):
@@ -112,35 +88,23 @@ def random_tokens(*shape, seed=0):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_same_logits_and_keys_as_minimind(golden, name):
+def test_same_logits_keys_and_default_shapes_as_minimind(name):
     path, state, input_ids, logits = golden(name)
     model = load_policy(path)
-    assert model.dtype == torch.float32
+    version, kind = int(name[len("minimind")]), name.split("_")[1]
     own = MiniMindForCausalLM(minimind_config_of(state)).eval()
     own.load_state_dict(state, strict=True)
-    assert f"minimind{own.config.minimind_version}" == name.split("_")[0]
-    kinds = {"minimind2_dense": LlamaForCausalLM, "minimind3_dense": Qwen3ForCausalLM}
-    assert type(model) is kinds.get(name, MiniMindForCausalLM)
+    assert own.config.minimind_version == version
+    plain = {"minimind2_dense": LlamaForCausalLM, "minimind3_dense": Qwen3ForCausalLM}
+    assert type(model) is plain.get(name, MiniMindForCausalLM)
+    assert model.dtype == torch.float32
     with torch.no_grad():
         assert (model(input_ids).logits - logits).abs().max() <= 1e-5
         assert torch.equal(own(input_ids).logits, model(input_ids).logits)
     assert model.state_dict().keys() == own.state_dict().keys() == state.keys()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_config_from_hidden_size_and_layers_alone(golden, name):
-    """The defaults of each version give exactly the shapes of MiniMind's own models."""
-    _, state, _, _ = golden(name)
-    model = MiniMindForCausalLM(
-        MiniMindConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            vocab_size=160,
-            use_moe=name.endswith("moe"),
-            minimind_version=int(name[len("minimind")]),
-        )
-    )
-    model.load_state_dict(state, strict=True)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 160}
+    config = MiniMindConfig(**sizes, use_moe=kind == "moe", minimind_version=version)
+    MiniMindForCausalLM(config).load_state_dict(state, strict=True)
 
 
 def test_default_config_is_minimind2_small():
@@ -150,36 +114,8 @@ def test_default_config_is_minimind2_small():
     assert (config.num_experts_per_tok, config.router_aux_loss_coef) == (2, 0.1)
     third = MiniMindConfig(hidden_size=768, minimind_version=3)
     assert (third.intermediate_size, third.num_key_value_heads, third.router_aux_loss_coef) == (2432, 4, 5e-4)
-
-
-def test_bad_minimind_config():
     with pytest.raises(InputError, match="hidden_size 100"):
         MiniMindConfig(hidden_size=100)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("use_moe", [False, True])
-@torch.no_grad()
-def test_cached_decode_equals_full_forward(version, use_moe):
-    """Each row has its own position, in a cache with holes."""
-    model = tiny_minimind(minimind_version=version, use_moe=use_moe)
-    tokens = random_tokens(2, 9)
-    lengths = [6, 4]  # of the prompts; the cache of row 1 has a hole at columns 4 and 5
-    full = [model(tokens[row : row + 1, : lengths[row] + 3]).logits[0] for row in range(2)]
-
-    cache = DynamicCache(config=model.config)
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    prompt = model(tokens[:, :6], attention_mask=mask, past_key_values=cache, use_cache=True).logits
-    for row, length in enumerate(lengths):
-        torch.testing.assert_close(prompt[row, :length], full[row][:length], rtol=0, atol=1e-5)
-    for step in range(3):
-        position = torch.tensor([[lengths[0] + step], [lengths[1] + step]])
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
-        logits = model(
-            tokens.gather(1, position), attention_mask=mask, position_ids=position, past_key_values=cache
-        ).logits
-        for row in range(2):
-            torch.testing.assert_close(logits[row, 0], full[row][lengths[row] + step], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -234,19 +170,11 @@ def test_router_logits():
     assert tiny_minimind().model(tokens, output_router_logits=True).router_logits == ()
 
 
-@torch.no_grad()
-def test_logits_to_keep_labels_and_generate():
-    model = tiny_minimind(use_moe=True)
-    tokens = random_tokens(2, 6)
+def test_the_loss_is_the_cross_entropy_alone():
+    model, tokens = tiny_minimind(use_moe=True), random_tokens(2, 6)
     out = model(tokens, labels=tokens)
-    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, out.logits[:, -2:])
     by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(out.loss, by_hand)
-    written = model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    greedy = tokens
-    for _ in range(3):
-        greedy = torch.cat([greedy, model(greedy).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(written, greedy)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -266,7 +194,7 @@ def test_auto_classes_round_trip(tmp_path, version):
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_save_policy_round_trip(golden, tmp_path, name, sidecar):
+def test_save_policy_round_trip(tmp_path, name, sidecar):
     path, state, input_ids, _ = golden(name)
     model = load_policy(path)
     written = tmp_path / "out" / "ppo_actor_64.pth"
@@ -281,23 +209,6 @@ def test_save_policy_round_trip(golden, tmp_path, name, sidecar):
         for file in written.with_suffix("").iterdir():
             file.unlink()
     assert torch.equal(load_policy(written)(input_ids).logits, model(input_ids).logits)
-
-
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
-@torch.no_grad()
-def test_save_policy_of_any_family(tmp_path, make):
-    model = make().eval()
-    model.generation_config.eos_token_id = [2, 7]
-    path = tmp_path / "actor.pth"
-    for _ in range(2):  # the second time over the first
-        save_policy(model, tiny_tokenizer(), path)
-    again = load_policy(path)
-    assert type(again) is type(model)
-    assert again.generation_config.eos_token_id == [2, 7]
-    assert tokenizer_source(path) == str(tmp_path / "actor")
-    assert load_tokenizer(tokenizer_source(path)).get_vocab() == tiny_tokenizer().get_vocab()
-    tokens = random_tokens(2, 6)
-    torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "linear"])
@@ -374,23 +285,16 @@ def test_loading_says_nothing_and_leaves_the_verbosity(tmp_path, capfd):
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
 
 
+def tiny_opt(**changes):
+    return OPTForCausalLM(OPTConfig(ffn_dim=48, word_embed_proj_dim=16, **SIZES, **changes))
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
         lambda: tiny_llama(attention_dropout=0.1),
-        lambda: OPTForCausalLM(
-            OPTConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                ffn_dim=48,
-                vocab_size=50,
-                word_embed_proj_dim=16,
-                layerdrop=0.5,
-                attention_dropout=0.1,
-            )
-        ),
+        lambda: tiny_opt(layerdrop=0.5, attention_dropout=0.1),
     ],
     ids=["gpt2", "llama", "opt"],
 )
@@ -435,15 +339,9 @@ def test_critic(make):
 
 @torch.no_grad()
 def test_a_critic_from_a_reward_model_starts_with_its_opinion():
-    """Its value at the last token is the reward model's score; its weights are its own."""
-    torch.manual_seed(0)
-    reward = tiny_llama(LlamaForSequenceClassification, num_labels=1)
-    tokens = torch.randint(1, 40, (3, 7))
-    critic = CriticModel.from_model(reward)
-    with torch.no_grad():
-        torch.testing.assert_close(critic(tokens)[:, -1:], reward(tokens).logits)
-        critic.value_head.weight.zero_()
-        assert reward(tokens).logits.abs().max() > 0
+    """Its value at the last token is the reward model's score."""
+    reward, tokens = tiny_llama(LlamaForSequenceClassification, num_labels=1), random_tokens(3, 7)
+    torch.testing.assert_close(CriticModel.from_model(reward)(tokens)[:, -1:], reward(tokens).logits)
 
 
 def test_critic_reads_the_state_after_the_final_norm_once():
@@ -465,50 +363,20 @@ def test_critic_reads_the_state_after_the_final_norm_once():
 
 def test_eos_ids():
     model = tiny_llama()
-    model.generation_config.eos_token_id = [7, 2, 3]
-    assert eos_ids(tiny_tokenizer(), model) == [2, 3, 7]
-    model.generation_config.eos_token_id = 5
-    assert eos_ids(tiny_tokenizer(), model) == [2, 5]
-    model.generation_config.eos_token_id = None
-    assert eos_ids(tiny_tokenizer(), model) == [2]
+    for configured, wanted in (([7, 2, 3], [2, 3, 7]), (5, [2, 5]), (None, [2])):
+        model.generation_config.eos_token_id = configured
+        assert eos_ids(tiny_tokenizer(), model) == wanted
     with pytest.raises(InputError, match="EOS"):
         eos_ids(tiny_tokenizer(eos_token=None), model)
 
 
 def test_check_tokenizer():
-    check_tokenizer(tiny_tokenizer(50), tiny_llama())
-    check_tokenizer(tiny_tokenizer(40), tiny_llama())
-    with pytest.raises(InputError, match="the largest is 50, but the model has 50 embeddings"):
-        check_tokenizer(tiny_tokenizer(51), tiny_llama())
-    check_tokenizer(tiny_tokenizer(25), tiny_llama())
-    with pytest.raises(InputError, match="it has 24 ids, the largest is 23, but the model has 50 embeddings"):
-        check_tokenizer(tiny_tokenizer(24), tiny_llama())
-
-
-def test_check_output_head():
-    for model in (tiny_minimind(use_moe=True), tiny_llama(), tiny_gpt2().eval()):
-        check_output_head(model)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 32,
-        "vocab_size": 50,
-    }
-    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=16, **sizes))
-    scaled = transformers.GraniteForCausalLM(transformers.GraniteConfig(logits_scaling=8.0, **sizes))
-    for model, family in ((capped, "gemma2"), (scaled, "granite")):
-        model.get_input_embeddings().weight.data.normal_()  # logits as large as those of a trained model
-        with pytest.raises(InputError, match=family):
-            check_output_head(model.eval())
-
-
-def test_pad_token_defaults_to_eos(tmp_path):
-    tiny_tokenizer().save_pretrained(tmp_path / "without")
-    tiny_tokenizer(pad_token="w1").save_pretrained(tmp_path / "with")
-    assert load_tokenizer(tmp_path / "without").pad_token_id == 2
-    assert load_tokenizer(tmp_path / "with").pad_token_id == 1
+    for size in (25, 40, 50):
+        check_tokenizer(tiny_tokenizer(size), tiny_llama())
+    for size in (24, 51):
+        message = f"it has {size} ids, the largest is {size - 1}, but the model has 50 embeddings"
+        with pytest.raises(InputError, match=message):
+            check_tokenizer(tiny_tokenizer(size), tiny_llama())
 
 
 def test_tokenizer_source(tmp_path, monkeypatch):
@@ -546,31 +414,26 @@ def minimind_with(**changes):
     return {name: value for name, value in state.items() if value is not None}
 
 
+NO_FILE = "not a readable torch file"
+NO_MINIMIND = "not the state-dict of a MiniMind"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "no such file"),
-        (b"", "not a readable torch file"),
-        (b"hello world, this is text", "not a readable torch file"),
-        ({"weights": torch.zeros(1), "code": Code()}, "not a readable torch file"),
-        ({"model": {"w": torch.zeros(1)}, "step": 1}, "not the state-dict of a MiniMind"),
-        ([torch.zeros(1)], "not a readable torch file"),
-        ({}, "not the state-dict of a MiniMind"),
-        ({0: torch.zeros(1)}, "not the state-dict of a MiniMind"),
-        ({"tok_embeddings.weight": torch.zeros(4, 2)}, "not the state-dict of a MiniMind"),
-        (
-            minimind_with(mlp__up_proj=None),
-            'Missing key(s) in state_dict: "model.layers.0.mlp.up',
-        ),
-        (
-            minimind_with(extra=torch.zeros(2)),
-            'Unexpected key(s) in state_dict: "model.layers.0.extra',
-        ),
-        (
-            minimind_with(mlp__up_proj=torch.zeros(3, 32)),
-            "size mismatch for model.layers.0.mlp.up_proj",
-        ),
-        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), "not the state-dict of a MiniMind"),
+        (b"", NO_FILE),
+        (b"hello world, this is text", NO_FILE),
+        ({"weights": torch.zeros(1), "code": Code()}, NO_FILE),
+        ([torch.zeros(1)], NO_FILE),
+        ({"model": {"w": torch.zeros(1)}, "step": 1}, NO_MINIMIND),
+        ({}, NO_MINIMIND),
+        ({0: torch.zeros(1)}, NO_MINIMIND),
+        ({"tok_embeddings.weight": torch.zeros(4, 2)}, NO_MINIMIND),
+        (minimind_with(self_attn__q_proj=torch.zeros(7, 32)), NO_MINIMIND),
+        (minimind_with(mlp__up_proj=None), 'Missing key(s) in state_dict: "model.layers.0.mlp.up'),
+        (minimind_with(extra=torch.zeros(2)), 'Unexpected key(s) in state_dict: "model.layers.0.extra'),
+        (minimind_with(mlp__up_proj=torch.zeros(3, 32)), "size mismatch for model.layers.0.mlp.up_proj"),
     ],
 )
 def test_bad_pth(tmp_path, content, message):
@@ -585,71 +448,63 @@ def test_bad_pth(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("message", ["no_such_type", "Missing key", "size mismatch"])
+SIDECARS = {  # what is wrong with it: fields of its config
+    "no_such_type": {"model_type": "no_such_type"},
+    "Missing key": {"num_hidden_layers": 3, "layer_types": None},
+    "size mismatch": {"intermediate_size": 96},
+}
+
+
+@pytest.mark.parametrize("message", SIDECARS)
 def test_bad_sidecar(tmp_path, message):
     path, config = tmp_path / "actor.pth", tmp_path / "actor" / "config.json"
     save_policy(tiny_minimind(), tiny_tokenizer(), path)
-    fields = json.loads(config.read_text())
-    fields |= {
-        "no_such_type": {"model_type": "no_such_type"},
-        "Missing key": {"num_hidden_layers": 3, "layer_types": None},
-        "size mismatch": {"intermediate_size": 96},
-    }[message]
-    config.write_text(json.dumps(fields))
+    config.write_text(json.dumps(json.loads(config.read_text()) | SIDECARS[message]))
     with pytest.raises(InputError, match=f"is not the state-dict of {config}: .*{message}"):
         load_policy(path)
 
 
-def model_folder(folder, kind):
-    if kind == "have a `model_type` key in its config.json":
-        folder.mkdir()
-    elif kind == "no such directory here":
-        folder.write_text("{}")
-    elif kind == "not a valid JSON":
-        folder.mkdir()
-        (folder / "config.json").write_text("{")
-    elif kind == "Unrecognized configuration class":
-        transformers.T5Config().save_pretrained(folder)
-    elif kind == "classifier or reward model":
-        tiny_llama(LlamaForSequenceClassification, num_labels=1).save_pretrained(folder)
-    elif kind == "no file named":
-        tiny_llama().config.save_pretrained(folder)
-    elif kind == "Error while deserializing":
-        tiny_llama().save_pretrained(folder)
-        (folder / "model.safetensors").write_bytes(b"x" * 100)
-    elif kind == "its weights lack":
-        tiny_llama(num_hidden_layers=1).save_pretrained(folder)
-        tiny_llama().config.save_pretrained(folder)
-    elif kind == "lack what its config.json describes":
-        tiny_llama().save_pretrained(folder)
-        tiny_llama(intermediate_size=64).config.save_pretrained(folder)
-    elif kind == "--trust_remote_code":
-        folder.mkdir()
-        auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-        (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+def save(folder, model, **config):
+    """A folder with this model, or none, and the config of another one, or these fields."""
+    folder.mkdir()
+    if model:
+        model.save_pretrained(folder)
+    if isinstance(config.get("of"), PreTrainedConfig):
+        config["of"].save_pretrained(folder)
+    elif config:
+        (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "no such directory",
-        "have a `model_type` key in its config.json",
-        "no such directory here",
-        "not a valid JSON",
-        "Unrecognized configuration class",
-        "classifier or reward model",
-        "no file named",
-        "Error while deserializing",
-        "its weights lack",
-        "lack what its config.json describes",
-        "--trust_remote_code",
-    ],
-)
+AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+FOLDERS = {  # what the line says: how to make such a folder
+    "no such directory": lambda folder: None,
+    "have a `model_type` key in its config.json": lambda folder: folder.mkdir(),
+    "no such directory here": lambda folder: folder.write_text("{}"),
+    "Unrecognized configuration class": lambda folder: save(folder, None, of=T5Config()),
+    "classifier or reward model": lambda folder: save(
+        folder, tiny_llama(LlamaForSequenceClassification, num_labels=1)
+    ),
+    "no file named": lambda folder: save(folder, None, of=tiny_llama().config),
+    "its weights lack": lambda folder: save(folder, tiny_llama(num_hidden_layers=1), of=tiny_llama().config),
+    "lack what its config.json describes": lambda folder: save(
+        folder, tiny_llama(), of=tiny_llama(intermediate_size=64).config
+    ),
+    "--trust_remote_code": lambda folder: save(folder, None, model_type="own", auto_map=AUTO_MAP),
+}
+
+
+@pytest.mark.parametrize("kind", [*FOLDERS, "not a valid JSON", "Error while deserializing"])
 def test_bad_model_folder(tmp_path, kind):
-    model_folder(tmp_path / "model", kind)
+    folder = tmp_path / "model"
+    if kind in FOLDERS:
+        FOLDERS[kind](folder)
+    else:
+        save(folder, tiny_llama())
+        name = "config.json" if "JSON" in kind else "model.safetensors"
+        (folder / name).write_text("{" * 100)
     with pytest.raises(InputError, match=kind) as caught:
-        load_policy(tmp_path / "model")
-    assert str(tmp_path / "model") in str(caught.value)
+        load_policy(folder)
+    assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -671,12 +526,10 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_hub_that_cannot_be_reached_is_said_at_once(kind, nobody_there):
-    start = time.monotonic()
     message = rf"nobody/no-such-model.*: {nobody_there} cannot be reached; give a directory: .*refused"
     with pytest.raises(InputError, match=message) as caught:
         LOADERS[kind]("nobody/no-such-model")
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < 20  # huggingface_hub alone takes 46 s
 
 
 def test_a_hub_that_hangs_is_given_up(monkeypatch):
@@ -731,11 +584,7 @@ def test_bad_tokenizer_folder(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     (tmp_path / "file").write_text("")
-    for name, message in {
-        "empty": "pass --tokenizer",
-        "broken": "no tokenizer could be loaded",
-        "file": "no such directory",
-        "missing": "no such directory",
-    }.items():
+    messages = {"empty": "pass --tokenizer", "broken": "no tokenizer could be loaded"}
+    for name, message in (messages | dict.fromkeys(("file", "missing"), "no such directory")).items():
         with pytest.raises(InputError, match=message):
             load_tokenizer(tmp_path / name)

@@ -3,15 +3,13 @@
 import importlib.util
 import json
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import save_policy_dir, save_reward_dir, word_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from errors import InputError
-from model.loading import fill_buffers, load_config, load_policy
+from model.loading import load_config, load_policy
 from trainer.rewards.reward_models import load_reward_model
 
 # As code that was written for transformers 4.41: rotary tables and a cache that grows, both computed in
@@ -185,25 +183,3 @@ def test_a_package_that_the_code_needs_is_named(tmp_path):
     with pytest.raises(InputError, match="no_such_package") as caught:
         load_reward_model(path, torch.device("cpu"), trust_remote_code=True)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_wrong_buffers_are_replaced(tmp_path):
-    path = save_policy_dir(tmp_path / "llama", word_tokenizer("abcdefgh"))
-    model = load_policy(path)
-    right = model.model.rotary_emb.inv_freq.clone()
-    model.model.rotary_emb.inv_freq.mul_(1.01)
-    fill_buffers(model)
-    assert model.model.rotary_emb.inv_freq.equal(right)
-
-
-def test_a_model_is_built_anew_without_memory_for_its_parameters():
-    """Of four gigabytes no page is touched."""
-    sizes = {"hidden_size": 1 << 14, "intermediate_size": 1 << 15, "num_attention_heads": 64}
-    config = LlamaConfig(num_hidden_layers=1, vocab_size=9, **sizes)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    before = psutil.Process().memory_info().rss
-    fill_buffers(model)
-    assert psutil.Process().memory_info().rss - before < 1 << 28
-    assert sum(p.numel() for p in model.parameters()) > 1 << 30
-    assert model.model.rotary_emb.inv_freq.device.type == "cpu"

@@ -9,7 +9,7 @@ time, and all captures one stream: cuBLAS keeps a workspace for every stream tha
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -75,22 +75,14 @@ class CudaGraphs:
             current.wait_stream(side)
 
     def record(self, step: Step) -> Step:
-        """Record ``step`` as a graph -> a function that replays it. Where this fails, the stream and torch's
-        allocator are as they were; ``torch.cuda.graph`` alone does not see to that."""
-        device = torch.cuda.current_device()
+        """Record ``step`` as a graph -> a function that replays it."""
         graph = torch.cuda.CUDAGraph()
-        side = capture_stream(device)
+        side = capture_stream(torch.cuda.current_device())
         pool = self.pool or torch.cuda.graph_pool_handle()
         # Its mode: what other threads do meanwhile, such as nccl's, does not matter.
         capture = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        try:
-            with torch.cuda.stream(side), capture:  # the stream goes back, even where a capture fails
-                step()
-        except RuntimeError:
-            with suppress(RuntimeError):  # if the capture could be ended, this has been done already
-                torch._C._cuda_endAllocateToPool(device, pool)
-                torch._C._cuda_releasePool(device, pool)
-            raise
+        with torch.cuda.stream(side), capture:  # the stream goes back, even where a capture fails
+            step()
         self.pool = pool
         return graph.replay
 

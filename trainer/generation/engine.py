@@ -23,7 +23,7 @@ from trainer.compute.memory import attempt, out_of_memory_error
 from trainer.compute.precision import check_finite
 from trainer.compute.rollout_data import Rollout, as_rollout
 from trainer.generation.cuda_graphs import CudaGraphs
-from trainer.generation.kv_cache import KVCache, sequence_bytes
+from trainer.generation.kv_cache import KVCache, bytes_per_token
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import sample_tokens, uniform
 from trainer.generation.stops import StopStrings, early_ends
@@ -75,8 +75,7 @@ class Sampler:
         """Free the engine, with its keys and values and its graphs. The next ``sample`` builds them again."""
         self.engine = None
         self.graphs.forget()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # where there is a GPU
 
     def sample(
         self,
@@ -129,7 +128,8 @@ class Sampler:
             model = self.copy.model
             rows, width, _ = sizes
             most = rows if self.graphs.asynchronous else rows + -rows % ROW_MULTIPLE
-            self.tried = min(self.slots, most, max(1, self.cache_bytes // sequence_bytes(model, width)))
+            sequence = width * bytes_per_token(model.config, model.dtype.itemsize)
+            self.tried = min(self.slots, most, max(1, self.cache_bytes // sequence))
             self.engine = Engine(model, self.tried, sizes, ends, self.graphs)
         return self.engine
 

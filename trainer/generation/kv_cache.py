@@ -29,28 +29,12 @@ def bytes_per_token(config: PretrainedConfig, bytes_each: int) -> int:
     return 2 * config.num_hidden_layers * heads * dim * bytes_each
 
 
-def sequence_bytes(model: PreTrainedModel, width: int) -> int:
-    """The bytes of the keys and values of one sequence of ``width`` tokens."""
-    return width * bytes_per_token(model.config, cache_dtype(model).itemsize)
-
-
-def able_kernels(model: PreTrainedModel) -> Any:
-    """The compiled kernels of this model's device and dtype (a module), or None."""
-    kernels = kernels_of(model.device.type)
-    return kernels if kernels is not None and model.dtype in kernels.TYPES else None
-
-
 def decodes_fused(model: PreTrainedModel) -> bool:
     """Whether a compiled function does all that every attention layer does between its matrix products."""
     layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    return able_kernels(model) is not None and len(layers) == model.config.num_hidden_layers
-
-
-def cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of cached keys and values: the model's, but fp32 where torch decodes on a CPU, because its
-    products of cache slices are slower in bf16 and copy the slices."""
-    ours = model.config._attn_implementation == ATTENTION and model.device.type == "cpu"
-    return torch.float32 if ours and not decodes_fused(model) else model.dtype
+    kernels = kernels_of(model.device.type)
+    able = kernels is not None and model.dtype in kernels.TYPES
+    return able and len(layers) == model.config.num_hidden_layers
 
 
 def tabulate_rotary(model: PreTrainedModel, width: int) -> None:
@@ -78,8 +62,11 @@ class KVCache(Cache):
         self.config = model.config
         self.slots = slots
         self.fused = decodes_fused(model)
-        self.dtype = cache_dtype(model)
-        self.kernels = able_kernels(model)
+        kernels: Any = kernels_of(model.device.type)
+        self.kernels = kernels
+        # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
+        ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
+        self.dtype = torch.float32 if ours and not self.fused else model.dtype
         self.block = self.kernels.lanes() if self.fused else None
         self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels

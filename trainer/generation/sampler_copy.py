@@ -8,7 +8,6 @@ gains most from a faster dtype. The old log-probs of the ratio come from the sco
 
 import copy
 from collections import defaultdict
-from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +32,14 @@ class JoinedLinear(nn.Module):
         super().__init__()
         self.sizes = [len(x) for x in weights]
         self.is_blocked = on_cpu and weights[0].dtype == torch.bfloat16 and onednn_takes_bf16()
-        self.transposed = on_cpu and not self.is_blocked
-        self.weight = torch.cat([x.t() for x in weights], 1) if self.transposed else torch.cat(weights)
+        transposed = on_cpu and not self.is_blocked
+        self.weight = torch.cat([x.t() for x in weights], 1).t() if transposed else torch.cat(weights)
         self.bias = torch.cat(biases) if biases else None
 
     def parts(self) -> list[Tensor]:
         """The weights [out, in] of the linear layers, then their biases, if any: views."""
-        parts = [*(self.weight.t() if self.transposed else self.weight).split(self.sizes)]
-        if self.bias is not None:
-            parts += self.bias.split(self.sizes)
-        return parts
+        joined = [self.weight] if self.bias is None else [self.weight, self.bias]
+        return [part for x in joined for part in x.split(self.sizes)]
 
     def pack(self) -> None:
         """Make the blocked layout of the weights, which are not needed any more then."""
@@ -54,11 +51,7 @@ class JoinedLinear(nn.Module):
         """x [..., in] -> [..., sum of out]"""
         if self.is_blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
-        if not self.transposed:
-            return F.linear(x, self.weight, self.bias)
-        y = x.reshape(-1, x.shape[-1])
-        y = y @ self.weight if self.bias is None else torch.addmm(self.bias, y, self.weight)
-        return y.view((*x.shape[:-1], y.shape[1]))
+        return F.linear(x, self.weight, self.bias)
 
 
 class SamplerCopy:
@@ -71,13 +64,10 @@ class SamplerCopy:
     def __init__(self, policy: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = copy.deepcopy(policy).eval().requires_grad_(False)
         pack_sequences(self.model.float().base_model)
-        for p in self.model.parameters():
-            p.data = p.data.to(dtype)
-        for module in self.model.modules():
-            for name, x in module.named_buffers(recurse=False):
-                # In bf16, rotary frequencies would put position 1000 off by radians.
-                if x.is_floating_point() and "inv_freq" not in name:
-                    setattr(module, name, x.to(dtype))
+        for name, x in (*self.model.named_parameters(), *self.model.named_buffers()):
+            # In bf16, rotary frequencies would put position 1000 off by radians.
+            if x.is_floating_point() and "inv_freq" not in name:
+                x.data = x.data.to(dtype)
         self.model.to(device)
         self._lay_out(torch.device(device).type == "cpu")
         storages = [place.untyped_storage() for places in self.places.values() for place in places]
@@ -113,8 +103,8 @@ class SamplerCopy:
             for name, child in list(module.named_children()):
                 if on_cpu and type(child) is nn.Linear:
                     setattr(module, name, joined(child))
-            if not on_cpu and isinstance(module, MoEFeedForward):
-                vars(module)["forward"] = MethodType(all_experts, module)
+            if isinstance(module, MoEFeedForward):
+                module.all_in_steps = not on_cpu
         for p in self.model.parameters():
             self.places[names[id(p)]].append(p.data)
 
@@ -139,29 +129,3 @@ class SamplerCopy:
             raise KeyError(f"the policy has no {', '.join(missing)}")
         for layer in self.joined:
             layer.pack()
-
-
-FEW_TOKENS = 1024  # up to so many tokens, every expert computes every token
-
-
-def all_experts(moe: MoEFeedForward, hidden: Tensor) -> Tensor:
-    """``MoEFeedForward.forward`` where a GPU samples: hidden [B, T, H] -> the same shape.
-
-    Usually an expert computes the tokens that chose it, and the host must wait for their number in each
-    layer, so a step cannot be captured. Here every expert computes every token, and what was not chosen
-    counts 0. transformers' own mixtures do not wait: their experts are one grouped product. Many tokens, of
-    prompts, which are not captured, go through the experts that they chose: that is less work.
-    """
-    tokens = hidden.reshape(-1, hidden.shape[-1])
-    if len(tokens) > FEW_TOKENS:
-        return type(moe).forward(moe, hidden)
-    weights, chosen = moe.gate(tokens).softmax(dim=-1, dtype=torch.float32).topk(moe.top_k, dim=-1)
-    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    shares = weights.new_zeros(len(tokens), len(moe.experts)).scatter(1, chosen, weights)
-    out = torch.zeros_like(tokens)
-    for share, expert in zip(shares.unsqueeze(-1).unbind(1), moe.experts, strict=True):
-        # 0 where the share is 0, even if the result is infinite
-        out = out + (expert(tokens) * share).masked_fill(share == 0, 0).to(out.dtype)
-    for expert in moe.shared_experts:
-        out = out + expert(tokens)
-    return out.view_as(hidden)

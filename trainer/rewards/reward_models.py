@@ -31,7 +31,6 @@ from errors import InputError
 from model.loading import (
     as_input_error,
     check_tokenizer,
-    fill_buffers,
     is_from_outside,
     load_config,
     load_pretrained,
@@ -228,8 +227,10 @@ def load_reward_model(
         config = load_config(path, trust_remote_code)
         outside = is_from_outside(config)
         classifies = "ForSequenceClassification" in str(config.architectures)
-        if weights == "auto" and device.type == "cpu" and dtype == torch.float32 and not outside:
-            # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call.
+        slow = config.dtype == torch.float16 if outside else dtype == torch.float32
+        if weights == "auto" and device.type == "cpu" and slow:
+            # A CPU would spend a quarter of its time on making 16-bit weights fp32 at every call. Code from
+            # outside computes in the dtype of its weights: in fp16 slowly, or not at all.
             weights = torch.float32
         tokenizer = load_tokenizer(path, trust_remote_code)
         auto_class = AutoModelForSequenceClassification if classifies else AutoModel
@@ -238,10 +239,6 @@ def load_reward_model(
         model = load_pretrained(auto_class, path, trust_remote_code, weights, config)
         if not outside:
             keep_in_half(model)
-            fill_buffers(model, torch.float32)
-        elif weights == "auto" and device.type == "cpu" and model.dtype == torch.float16:
-            model.float()  # the same numbers: CPUs compute in fp16 slowly or not at all
-            fill_buffers(model)
         nn.Module.to(model, device).eval().requires_grad_(False)
         make_score_heads(model)
         kind = ClassifierRewardModel if classifies else RemoteRewardModel
