@@ -36,18 +36,6 @@ def test_batches_of_critic_warm_up_do_not_count():
     assert average_of([9.0, 9.0, 1.0, 3.0], first_batch=2)[0][2:] == pytest.approx([1, 3.5 / 1.5])
 
 
-def test_the_first_batch_is_all_of_it_bit_for_bit():
-    value = torch.rand(1).item()
-    assert average_of([value], beta=0.99)[0] == [value]
-
-
-def test_without_a_beta_there_is_none():
-    model = torch.nn.Linear(2, 2)
-    ema = Ema(Learner(model, None, peak=1.0, total_steps=4), 0.0)
-    ema.follow(0)
-    assert (ema.weights, ema.batches, bool(ema.beta)) == ({}, 0, False)
-
-
 def test_the_model_has_the_average_inside_the_block_only():
     _, ema = average_of([1.0, 3.0])
     weight = ema.learner.model.weight

@@ -8,8 +8,6 @@ from tiny import finish, flags, launch_two, read_jsonl, run_files, same_run
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.combine import Reward
-from trainer.runs.resume import check_same_run
 
 # Counts the letter a, and keeps the scores of each call in a file of this process.
 COUNTING = """import json, os
@@ -104,20 +102,3 @@ def test_a_resumed_run_keeps_it_and_chooses_no_other(files, tmp_path):
     assert len(calls(tmp_path)) == 1  # step 3
     same_run(tmp_path / "whole/r", tmp_path / "parts/r", 3)
     assert penalty_of(tmp_path / "parts/r") == penalty_of(tmp_path / "whole/r")
-
-
-def test_what_a_run_has_chosen_goes_on_unless_another_is_given():
-    reward = Reward(function=len, reasoning=False, missing_eos_penalty=None)
-    server = {"count": 2, "mean": 0.0, "squares": 2.0}
-    reward.load_state_dict({"missing_eos_penalty": 1.0, "server": server})
-    assert reward.missing_eos_penalty == 1.0 and reward.running.keys() == {"server"}
-    given = Reward(function=len, reasoning=False, missing_eos_penalty=0.3)
-    given.load_state_dict(reward.state_dict())
-    assert given.missing_eos_penalty == 0.3
-    same = {"total_steps": 1, "fingerprints": {}, "versions": {}, "threads": 1, "processes": 1}
-    same["script"] = "train_ppo.py"
-    kinds = {"missing_eos_penalty": train_ppo.flag_parser().flags["missing_eos_penalty"]}
-    old = same | {"missing_eos_penalty": 1.0}
-    assert check_same_run(old, same | {"missing_eos_penalty": None}, kinds) == []
-    with pytest.raises(InputError, match=r"was 1\.0 and is now 0\.5; set it back"):
-        check_same_run(old, same | {"missing_eos_penalty": 0.5}, kinds)

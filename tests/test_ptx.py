@@ -9,7 +9,6 @@ from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.precision import LossScale
-from trainer.memory_plan import Case, Sizes, memory_plan
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -83,16 +82,6 @@ def test_in_fp16_both_losses_have_the_same_scale(files, ptx_path):
     scaled, _ = actor_gradient(run, minibatch, 0, 4096)
     for name, grad in scaled.items():
         assert torch.allclose(grad / run.loss_scale.value, plain[name], atol=1e-6), name
-
-
-def test_the_critic_learns_no_demonstrations(files, ptx_path):
-    found = {}
-    for path in ("", ptx_path):
-        run, prompts = make_run(files, ptx_data_path=path)
-        minibatch, metrics = minibatch_of(run, prompts), Metrics()
-        train_ppo.train(run, "critic", minibatch, minibatch.response_len.sum(), 0, metrics)
-        found[path] = run.critic.state_dict()
-    assert all(x.equal(found[""][name]) for name, x in found[ptx_path].items())
 
 
 def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):
@@ -205,14 +194,3 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     assert (len(run.ptx.data), run.ptx.data.dropped) == (1, 1)
     with pytest.raises(InputError, match=r"no answer to learn from"):
         make_run(files, ptx_data_path=files["data_path"])
-
-
-def test_longer_demonstrations_need_more_memory(files, ptx_path):
-    run, _ = make_run(files, ptx_data_path=ptx_path)
-    plans = []
-    for length in (0, 50, 500):
-        size = Sizes(run.actor, torch.float32)
-        case = Case(run.args, torch.device("cpu"), torch.float32, {"actor": size}, [], 8, 20, length)
-        plan = memory_plan(case, 1 << 20)
-        plans.append(sum(plan.phases["update"].values()))
-    assert plans[0] <= plans[1] < plans[2]
