@@ -166,19 +166,17 @@ def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
 
 @pytest.mark.parametrize("batch", [256, 8, 1])
 def test_several_answers_to_a_prompt_by_hand(monkeypatch, evaluate_with, batch):
-    """Four answers to each of two prompts: one of them is right, and two of them. Of two answers one is right
-    with 1 - (3 over 2) / (4 over 2) = 1/2 and 1 - 1/6 = 5/6; of all four, always."""
+    """Four answers to each of three prompts that have an answer: one is right, two are, none is."""
     monkeypatch.setattr(evaluation, "BATCH", batch)
-    answers = Prompts(["1", "2", None])
-    sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["5", "6", "7", "8"]]
-    found, rows = evaluate_with(answering(sampled, ["1", "0", "1"]), answers, False, 4)
-    assert found["eval/accuracy"] == pytest.approx(3 / 8)
-    assert found["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
-    assert found["eval/pass@4"] == 1
-    assert found["eval/accuracy_greedy"] == 1 / 2
-    assert found["eval/length"] == pytest.approx(14 / 12)
-    assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "5"]
-    assert not any("pass" in name for name in evaluate_with(answering("123", "123"), answers, False)[0])
+    answers = Prompts(["1", "2", "3", None])
+    sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["4"] * 4, ["5", "6", "7", "8"]]
+    found, rows = evaluate_with(answering(sampled, ["1", "0", "1", "0"]), answers, False, 4)
+    assert found["eval/accuracy"] == pytest.approx(3 / 12)
+    assert found["eval/pass@4"] == pytest.approx(2 / 3)
+    assert found["eval/accuracy_greedy"] == pytest.approx(1 / 3)
+    assert found["eval/length"] == pytest.approx(18 / 16)
+    assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "4", "5"]
+    assert not any("pass" in name for name in evaluate_with(answering("1234", "1234"), answers, False)[0])
 
 
 def test_processes_share_the_prompts():

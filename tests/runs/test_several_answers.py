@@ -62,7 +62,7 @@ def test_there_is_no_critic(whole):
     assert "policy/loss" in lines[1]  # the actor trains from the first step on
     assert lines[1]["rollout/sampled_again"] > 0
     assert lines[1]["rollout/equal_groups"] < 0.8
-    assert {"eval/pass@2", "eval/pass@4"} <= lines[0].keys()
+    assert "eval/pass@4" in lines[0]
     facts = json.loads((whole / "config.json").read_text())["facts"]
     assert list(facts["suited"]) == ["learning_rate"]
     state = json.loads((whole / "checkpoints" / "step_4" / "state.json").read_text())
