@@ -5,13 +5,10 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import WORDS, flags, run_files, word_tokenizer
+from tiny import flags, run_files
 
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import Rollout, length_mask
-from trainer.compute.scoring import load_balance_loss
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -19,7 +16,6 @@ from trainer.runs.optimizer_step import (
     Step,
     forget_gradients,
     note_steps,
-    step_if_finite,
 )
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -121,13 +117,6 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert rollout.advantages[~rollout.mask].abs().max() == 0
 
 
-def test_the_critic_starts_as_the_reward_model_times_its_weight(files):
-    run, _ = make_run({**files, "reward_model": f"{files['reward_model']}=-0.5"})
-    ((judge, weight),) = run.reward.models.values()
-    assert weight == -0.5
-    assert torch.allclose(run.critic.value_head.weight, -0.5 * judge.model.score.weight.float())
-
-
 # ------------------------------------------------------------------------ how a minibatch is cut and padded
 
 
@@ -183,68 +172,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
 
 
-def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_path):
-    torch.manual_seed(0)
-    config = MiniMindConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        use_moe=True,
-        vocab_size=10,
-        eos_token_id=0,
-        router_aux_loss_coef=0.5,
-    )
-    MiniMindForCausalLM(config).save_pretrained(tmp_path)
-    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path)
-    run, prompts = make_run({**files, "model": str(tmp_path)}, critic_init="actor")
-    rollout, _ = filled_rollout(run, prompts)
-    whole, sums = gradients(run, rollout.rows(range(8)))
-    assert (
-        sums.totals(["policy/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
-    )  # coefficient x sequences x layers, at least
-    run.args = run.args.completed(accumulation_steps=8)
-    assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
-    # The critic's experts are balanced too: with --vf_coef 0 its gradients are those of that loss alone.
-    assert sums.totals(["value/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
-    run.args = run.args.completed(vf_coef=0.0)
-    found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
-    forget_gradients(run)
-    for ids, length in zip(rollout.tokens[:8], rollout.lengths[:8].tolist(), strict=True):
-        output = run.critic.backbone(ids[None, :length], output_router_logits=True)
-        loss = load_balance_loss(output.router_logits, Layout([length]), config.num_experts_per_tok)
-        (0.5 * loss / 8).backward()
-    plain = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.critic.parameters()]
-    assert furthest(found, plain) < 1e-6
-    assert max(p.abs().max() for p in plain) > 1e-3
-
-
 # ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
-
-
-def test_early_stop_leaves_the_actor_alone_and_the_critic_goes_on(files, monkeypatch):
-    run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
-    rollout, _ = filled_rollout(run, prompts)
-    metrics, order, train = Metrics(), [], train_ppo.train
-    monkeypatch.setattr(
-        train_ppo, "train", lambda run, name, *more: order.append(name) or train(run, name, *more)
-    )
-    train_ppo.update(run, rollout, 0, metrics)
-    assert order == ["critic", "actor"] * 2 + ["critic"] * 4
-    after_stop = weights(run)
-    steps = {
-        name: {int(s["step"]) for s in learner.optimizer.state.values()}
-        for name, learner in run.learners.items()
-    }
-    # In the first of six minibatches the KL is 0 and the actor steps; the second stops it, not the critic.
-    assert steps == {"actor": {1}, "critic": {6}}
-    means = metrics.means(ALONE)
-    assert means["policy/early_stop"] == 0.5
-    assert means["policy/skipped_steps"] == 0
-    for learner in run.learners.values():  # no gradient is left behind that a later step could apply
-        step_if_finite(run, learner, 0.0, 1)
-    assert same(after_stop, weights(run))
-    train_ppo.update(run, filled_rollout(run, prompts, step=1)[0], 1, Metrics())
-    assert not same(after_stop, weights(run))  # the stop was for one batch
-    assert {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()} == {2}
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):
@@ -326,16 +254,6 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
         dtypes |= {p.dtype for p in run.actor.parameters()}
     assert metrics["kl/k3"] > 1e-6  # it has moved
     assert dtypes == {torch.float32}
-
-
-def test_the_ratio_of_the_first_minibatch_is_one_however_far_the_others_are(files):
-    """Four minibatches; with PPO epochs the first one comes back, and must not count again."""
-    run, prompts = make_run(files, mini_batch_size=4, ppo_epochs=2, learning_rate=1e-2)
-    batches, positions = iter([[prompts[i] for i in range(16)]] * 2), list(range(16))
-    for step in range(2):
-        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
-        assert metrics["policy/first_ratio"] == pytest.approx(1.0, abs=1e-6)
-        assert abs(metrics["policy/ratio"] - 1) > 1e-4
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

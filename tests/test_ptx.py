@@ -147,21 +147,6 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     assert metrics._totals["policy/ptx_loss"][1] == learned  # counted once
 
 
-def test_demonstrations_keep_their_likelihood(tmp_path):
-    """Two runs with a reward that asks for something else: held-out demonstrations stay likelier with PTX."""
-    found, losses = run_files(tmp_path), {}
-    path = write_jsonl(tmp_path / "demonstrations.jsonl", demonstrations(64))
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", demonstrations(90)[70:])
-    more = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
-    more |= {"learning_rate": 2e-3, "critic_warmup_steps": 0, "kl_coef": 0}
-    for name, options in {"without": {}, "with": {"ptx_data_path": path, "ptx_coef": 1.0}}.items():
-        train(**found, **more, **options, out_dir=tmp_path / name, run_name="r")
-        run, _ = make_run(found, ptx_data_path=held_out, model=tmp_path / name / "ppo_actor_32.pth")
-        losses[name] = nll(run.actor, [run.ptx.data[i] for i in range(len(run.ptx.data))]).item()
-    start = nll(make_run(found)[0].actor, [run.ptx.data[i] for i in range(20)]).item()
-    assert losses["with"] < 0.85 * min(start, losses["without"])
-
-
 def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
     found = run_files(tmp_path) | {"out_dir": tmp_path, "run_name": "r", "lr_schedule": "constant"}
     options = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 1}
