@@ -56,7 +56,8 @@ CASES = {
     "all options": options(
         "kl_in loss critic_lam 0.6 importance_cap 1.05 cliprange_value 0.1 vf_coef 1.2 clip_epsilon_high 0.3 "
         "dual_clip 1.4 lr_schedule constant lr_warmup_steps 1 max_steps 12 replay_batches 1 "
-        "overlong_buffer 5 overlong_penalty 0.6 min_gen_len 3 entropy_coef 0.2 entropy_top 0.6 ptx_coef 0.3 steps 1"
+        "overlong_buffer 5 overlong_penalty 0.6 min_gen_len 3 entropy_coef 0.2 entropy_top 0.6 ptx_coef 0.3 "
+        "steps 1"
     ),
     "KL in the reward, early stop": options(
         "kl_in reward target_kl 0.03 replay_batches 2 kl_target 0.5 kl_horizon 20"
