@@ -46,8 +46,8 @@ def options(text):
 FLAGS = options(
     f"batch_size 16 mini_batch_size 4 ppo_epochs 2 max_steps {STEPS + 2} critic_warmup_steps 1 max_gen_len 8 "
     "update_old_actor_freq 2 accumulation_steps 2 temperature 0.7 gamma 0.9 lam 0.7 kl_coef 0.3 "
-    "grad_clip 1.5 clip_epsilon 0.15 cliprange_value 0.3 vf_coef 0.4 missing_eos_penalty 0.75 learning_rate 1e-3 "
-    "critic_learning_rate 4e-3 seed 5 dtype float32 critic_init actor"
+    "grad_clip 1.5 clip_epsilon 0.15 cliprange_value 0.3 vf_coef 0.4 missing_eos_penalty 0.75 "
+    "learning_rate 1e-3 critic_learning_rate 4e-3 seed 5 dtype float32 critic_init actor"
 )
 NO_CRITIC = dict.fromkeys(
     ["critic_warmup_steps", "lam", "cliprange_value", "vf_coef", "critic_learning_rate", "critic_init"]
