@@ -94,18 +94,14 @@ def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluat
     assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
 
 
-def test_without_answers_there_is_no_accuracy(evaluate_with):
-    prompts = Prompts([None, None])
-    prompts.has_accuracy = False
-    found, _ = evaluate_with(answering(["a", "b"], ["a", "b"]), prompts, False)
-    assert "eval/score" in found
-    assert not any("accuracy" in name or "format_rate" in name for name in found)
-
-
-def test_an_answer_that_no_response_can_equal_does_not_count(evaluate_with):
+def test_accuracy_is_of_the_answers_that_a_response_can_equal(evaluate_with):
     answers = Prompts(["5", "a long text, which nobody says twice", None])
     found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
     assert found["eval/accuracy"] == found["eval/accuracy_greedy"] == 1
+    answers.has_accuracy = False
+    found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
+    assert "eval/score" in found
+    assert not any("accuracy" in name or "format_rate" in name for name in found)
 
 
 def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_with):
@@ -206,19 +202,11 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     """Actor, old actor and reference differ; the answers of some records are what the actor says."""
     monkeypatch.setattr(evaluation, "BATCH", 5)
     values = {**run_files(tmp_path), "update_old_actor_freq": 2, "temperature": 0.7, "max_gen_len": 5}
-    values["num_generations"] = answers
+    values |= {"missing_eos_penalty": 0.0, "batch_size": 8, "mini_batch_size": 8, "dtype": "float32"}
+    values |= {"num_generations": answers, "seed": 3}
     del values["reward_model"]
-    values |= {
-        "missing_eos_penalty": 0.0,
-        "batch_size": 8,
-        "mini_batch_size": 8,
-        "dtype": "float32",
-        "seed": 3,
-    }
-    tokenizer, plain = (
-        word_tokenizer(WORDS, chat=True),
-        tiny_llama(len(WORDS) + 2, seed=9, layers=2, spread=3.0),
-    )
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    plain = tiny_llama(len(WORDS) + 2, seed=9, layers=2, spread=3.0)
     records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
     values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
     args = train_ppo.parse_args(flags(**values))

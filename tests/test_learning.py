@@ -3,12 +3,11 @@
 import importlib
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import ROOT, tiny_llama, word_tokenizer, write_jsonl
+from tiny import ROOT, word_tokenizer
 
 from trainer.rewards.combine import Reward
 
@@ -49,34 +48,6 @@ def test_the_exact_figure_is_0_for_the_reference_and_1_for_the_best_policy(bench
     assert measure(Table(logits + 2 * values / beta))["closed"] < 0.99
 
 
-def test_all_answers_of_a_task_have_probability_1(benchmark):
-    """Three tokens of five: EOS at every place, or none. A score of 1 for all makes the mean their sum."""
-    tasks = benchmark("learning_tasks")
-    reward = Reward(function=lambda prompts, texts, answers: [1.0] * len(texts))
-    flags, prompt = SimpleNamespace(max_gen_len=3, kl_coef=0.2), SimpleNamespace(prompt_ids=[2, 3])
-    model = tiny_llama(5, spread=3.0)
-    found = tasks.exact_objective(flags, reward, word_tokenizer("abc"), prompt, model)(model)
-    assert found["score"] == pytest.approx(1, abs=1e-6)
-    assert found["kl"] == pytest.approx(0, abs=1e-9)
-
-
-def test_neither_one_word_nor_one_phrase_nor_a_short_text_wins(benchmark):
-    rewards = benchmark("learning_rewards")
-
-    def score(text):
-        return rewards.nature(None, [text], None)[0]
-
-    varied = (
-        "soft light on the river as petals whisper to the moon and shadows dance in mist by the sea of dawn"
-    )
-    assert score(varied) == pytest.approx(10 * 11 / 21)
-    assert score("rain " * 30) < 0
-    assert score("soft light of dawn and " * 6) < score(varied) / 2
-    assert score("soft light") == pytest.approx(10 * 2 / 20)
-    assert rewards.gold(None, ["soft pixels the of and to"], None)[0] == pytest.approx(0)
-    assert rewards.spelling({"soft", "rain"}, ["Soft rain rnai"]) == [pytest.approx(2 / 3)]
-
-
 def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
     run, tokenizer = benchmark("learning_run"), word_tokenizer("abcd")
     seen = []
@@ -96,13 +67,6 @@ def test_what_trl_is_given_scores_texts_as_training_here_does(benchmark):
     output = scores.read(rows.masked_fill(rows == pad, 0), (rows != pad).long(), position_ids=None)
     assert scores.score(output.hidden_states[-1])[:, :, 0].tolist() == [[3.0] * 6, [6.5] * 6]
     assert seen == [("a b", "d d"), ("c", "a b c d")]
-
-
-def test_what_was_sampled_again_is_counted(benchmark, tmp_path):
-    points = [{"samples": n} for n in (0, 200, 300)]
-    lines = [{"step": 0}, *({"step": n, "rollout/sampled_again": n / 10} for n in (1, 2, 3))]
-    benchmark("learning_run").count_sampled(points, Path(write_jsonl(tmp_path / "metrics.jsonl", lines)))
-    assert [point["sampled"] for point in points] == [0, 230, 360]
 
 
 def test_a_small_run_of_this_trainer_and_its_place_in_the_file(benchmark, monkeypatch, tmp_path):
