@@ -1,8 +1,16 @@
 """Whole runs of offline PPO: several processes, resuming, adapters, half precision."""
 
 import pytest
-from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
-from tiny import flags, read_jsonl, same_run, train, write_jsonl
+from same_runs import (
+    CRITIC,
+    EXACT,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from tiny import flags, read_jsonl, train, write_jsonl
 from tiny import run_files as policy_files
 
 from errors import InputError
@@ -38,6 +46,7 @@ def one(files, tmp_path_factory):
     return out / "r"
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(files, one, tmp_path):
     run_in_two_processes(flags(**files, **RUN, **TWO, out_dir=tmp_path))
     same_weights(one, tmp_path / "r", 4, ("actor", "critic"))
@@ -47,13 +56,11 @@ def test_two_processes_equal_one(files, one, tmp_path):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(files, one, tmp_path):
-    options = {**files, **RUN, **ONE, "out_dir": tmp_path}
-    train_ppo.main([*flags(**options, keep_checkpoints=9), "--max_steps", "2"])
+    argv = flags(**files, **RUN, **ONE, out_dir=tmp_path)
+    resumed_is_the_same(one, argv, tmp_path, last=4)
     with pytest.raises(InputError, match=r"offline_data_path .* does not hold what the run began with"):
         other = write_jsonl(tmp_path / "other.jsonl", map(pair, range(1, 51)))
-        train_ppo.main(flags(**options | {"offline_data_path": other}, resume="auto"))
-    train_ppo.main(flags(**options, resume="auto"))
-    same_run(one, tmp_path / "r", 4)
+        train_ppo.main([*argv, "--resume", "auto", "--offline_data_path", other])
 
 
 HALF = [pytest.param({"dtype": dtype}, marks=pytest.mark.slow) for dtype in ("float16", "bfloat16")]
