@@ -6,11 +6,13 @@ import signal
 from unittest.mock import ANY
 
 import pytest
+import torch
 from tiny import (
     DIE,
     finish,
     flags,
     launch,
+    load_weights,
     read_jsonl,
     run_files,
     same_run,
@@ -34,8 +36,7 @@ def judge(prompts, responses, answers):
     calls += 1
     return [value] * len(responses)
 """
-NAME, KEPT = "ppo_actor_32_best.pth", "best.pth"
-PLACES = NAME, f"r/{KEPT}"
+VALUES = "0 1 5 2 9 3 4"  # of the evaluations before training and after steps 1 to 6: the best is at step 4
 
 
 @pytest.fixture(scope="module")
@@ -43,40 +44,32 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "judge.py").write_text(JUDGE)
     held_out = write_jsonl(folder / "eval.jsonl", [{"prompt": "a b"}, {"prompt": "c"}])
-    return run_files(folder, count=16) | {
-        "eval_data_path": held_out,
-        "eval_reward_fn": f"{folder / 'judge.py'}:judge",
-    }
+    judge = f"{folder / 'judge.py'}:judge"
+    return run_files(folder, count=16) | {"eval_data_path": held_out, "eval_reward_fn": judge}
 
 
 def argv_of(files, out, **more):
     return flags(**{**files, **SIZES, "out_dir": out, "run_name": "r", **more})
 
 
-def result(out, name="ppo_actor_32.pth"):
-    return (out / name).read_bytes()
-
-
 def best_of(out):
-    return json.loads((out / "r" / "best.json").read_text())
-
-
-VALUES = "0 1 5 2 9 3 4"  # of the evaluations before training and after steps 1 to 6: the best is at step 4
+    """-> (what best.json says, the bytes of best.pth)"""
+    return json.loads((out / "r/best.json").read_text()), (out / "r/best.pth").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """A run of 6 steps, checkpoints after 3 and 6 -> (its out folder, what it printed)."""
+    """A run of 6 steps -> its out folder."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUDGE", VALUES)
-        train_ppo.main(argv_of(files, out))
+        train_ppo.main(argv_of(files, out, save_interval=1, keep_checkpoints=9))
     return out
 
 
 @pytest.fixture(scope="module")
 def killed(files, tmp_path_factory):
-    """The same run, killed in step 5: after the best was saved, and before a checkpoint knew of it."""
+    """The same run, killed in step 5: after the best was saved, and with a checkpoint of step 3."""
     out = tmp_path_factory.mktemp("killed")
     # calls of --reward_fn: one a step and two an evaluation, so the 15th is that of step 5
     finish(launch(argv_of(files, out), JUDGE=VALUES, FAULT=DIE, FAULT_AT="15"), code=-signal.SIGKILL)
@@ -90,139 +83,73 @@ def half(killed, tmp_path):
     return shutil.copytree(killed, tmp_path / "out")
 
 
-def stopped_after(step, files, out, monkeypatch):
-    """The same run, ended in the step behind this one by a failing reward -> the bytes of its result."""
-    monkeypatch.setenv("JUDGE", VALUES)
-    monkeypatch.setenv("FAULT", "raise ValueError('stop')")
-    monkeypatch.setenv("FAULT_AT", str(2 + 3 * step + 1))
-    with pytest.raises(InputError, match="stop"):
-        train_ppo.main(argv_of(files, out))
-    monkeypatch.delenv("FAULT_AT")
-    return result(out)
-
-
-# ------------------------------------------------------------------------------------------- what is written
-
-
-def test_the_best_is_what_a_run_that_ended_there_saves(whole, files, tmp_path, monkeypatch):
-    ended = stopped_after(4, files, tmp_path, monkeypatch)
-    assert result(whole, NAME) == ended
-    assert result(whole, "r/best.pth") == ended
-    assert result(whole) != ended  # the result is the last step's
-    assert best_of(whole) == {"source": ANY, "metric": "eval/judge", "value": 9.0, "step": 4}
-    for path in (whole / NAME, whole / "r" / KEPT):  # both can be loaded, each with its folder
-        model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))
-        assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
-
-
-def test_the_end_of_a_run_names_its_best(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JUDGE", "0 2 1 1")
-    train_ppo.main(argv_of(files, tmp_path, max_steps=3))
-    said, summary = capsys.readouterr().out, (tmp_path / "r" / "summary.md").read_text()
-    assert f"\nbest     {tmp_path / NAME} has those after step 1, the best by eval/judge (2.000)\n" in said
-    assert f"Files: ppo_actor_32.pth has the weights after step 3; {NAME} has those after step 1, " in summary
-    assert "the best by eval/judge (2.000)." in summary
+def test_the_best_is_the_actor_of_its_step(whole):
+    path = whole / "r/best.pth"
+    saved, actor = torch.load(path, weights_only=True), load_weights(whole / "r", 4)
+    assert all(saved[name].equal(x.half()) for name, x in actor.items())
+    model, tokenizer = load_policy(path), load_tokenizer(path.with_suffix(""))  # with its folder
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert best_of(whole)[0] == {"source": ANY, "metric": "eval/judge", "value": 9.0, "step": 4}
+    said = "; best.pth has those after step 4, the best by eval/judge (9.000)."
+    assert said in (whole / "r/summary.md").read_text()
 
 
 def test_a_run_that_never_beats_its_start_has_no_best(files, tmp_path, monkeypatch, capsys):
-    """That of an earlier run stays until this run's first result, and goes with the earlier result: the
-    folder beside it too, on which chat.py --model would fail."""
-    (tmp_path / NAME).write_text("an earlier run's")
-    (tmp_path / "ppo_actor_32_best").mkdir()
-    (tmp_path / "ppo_actor_32_best" / "config.json").write_text("{}")
     monkeypatch.setenv("JUDGE", "3 3 1")
     train_ppo.main(argv_of(files, tmp_path, max_steps=2))
-    assert not (tmp_path / NAME).exists()
-    assert not (tmp_path / "ppo_actor_32_best").exists()
-    assert not (tmp_path / "r" / KEPT).exists()
+    assert not (tmp_path / "r/best.pth").exists()
     said = capsys.readouterr().out
-    assert f"\nbest     there is no {tmp_path / NAME}, because eval/judge was never above 3.000\n" in said
-    assert f"; there is no {NAME}, because eval/judge was never above 3.000." in said
+    assert f"\nbest     there is no {tmp_path}/r/best.pth, because eval/judge was never above 3.000\n" in said
+    assert "; there is no best.pth, because eval/judge was never above 3.000." in said
 
 
-def test_a_run_that_fails_before_it_learns_leaves_an_earlier_best_alone(files, tmp_path, monkeypatch):
-    (tmp_path / NAME).write_text("an earlier run's")
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / KEPT).write_text("the user's")
-    monkeypatch.setenv("JUDGE", VALUES)
-    monkeypatch.setenv("FAULT", "raise ValueError('stop')")
-    monkeypatch.setenv("FAULT_AT", "3")
-    with pytest.raises(InputError, match="stop"):
-        train_ppo.main(argv_of(files, tmp_path))
-    assert (tmp_path / NAME).read_text() == "an earlier run's"
-    assert (tmp_path / "r" / KEPT).read_text() == "the user's"
-
-
-def test_without_evaluations_nothing_is_kept_and_nothing_old_stays(files, tmp_path, capsys):
-    (tmp_path / NAME).write_text("an earlier run's")
+def test_without_evaluations_nothing_is_kept(files, tmp_path, capsys):
     without = {"eval_data_path": "", "eval_reward_fn": ""}
     train_ppo.main(argv_of(files | without, tmp_path, max_steps=1))
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["ppo_actor_32", "ppo_actor_32.pth", "r"]
+    assert not list((tmp_path / "r").glob("best*"))
     assert "best     " not in capsys.readouterr().out
 
 
-def test_with_adapters_the_best_is_merged_as_the_result_is(files, tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE", "0 1 2")
-    train_ppo.main(argv_of(files, tmp_path, max_steps=2, lora_r=2))
-    assert result(tmp_path, NAME) == result(tmp_path)
-    assert best_of(tmp_path)["step"] == 2
-
-
-def test_a_model_that_is_the_best_file_is_refused(whole, files, tmp_path):
-    out = shutil.copytree(whole, tmp_path / "out")
-    with pytest.raises(InputError, match=f"{NAME}: this run would write its result there"):
-        train_ppo.main(argv_of(files, out, model=out / NAME, run_name="s"))
-
-
-# -------------------------------------------------------------------------------------- killed and resumed
-
-
 def test_killed_between_the_best_and_its_checkpoint_it_ends_the_same(whole, half, files, monkeypatch):
-    """Another run wrote its own best to --out_dir in between."""
-    assert result(half, NAME) == result(whole, NAME)  # step 4 was saved
-    (half / NAME).write_text("another run's")
+    assert best_of(half) == best_of(whole)  # step 4 was saved
     monkeypatch.setenv("JUDGE", VALUES)
     monkeypatch.setenv("JUDGE_FROM", "4")  # the first evaluation after step 3
     train_ppo.main([*argv_of(files, half), "--resume", "auto"])
     same_run(whole / "r", half / "r", step=6)
     assert best_of(half) == best_of(whole)
-    for name in (*PLACES, "ppo_actor_32.pth"):
-        assert result(half, name) == result(whole, name)
 
 
 def test_evaluated_in_another_way_the_best_begins_anew(half, files, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE", "0 0 0 0 -9 -8 -9")
     monkeypatch.setenv("JUDGE_FROM", "4")
     prompts = write_jsonl(half / "other.jsonl", [{"prompt": "d"}])
-    old = result(half, PLACES[1])
     train_ppo.main([*argv_of(files | {"eval_data_path": prompts}, half), "--resume", "auto"])
     assert "note: the best so far was evaluated otherwise; it begins anew" in capsys.readouterr().out
-    assert (best_of(half)["value"], best_of(half)["step"]) == (-8.0, 5)
-    assert result(half, NAME) == result(half, PLACES[1]) != old
+    best, _ = best_of(half)
+    assert (best["value"], best["step"]) == (-8.0, 5)
 
 
-def test_resumed_without_evaluations_it_keeps_its_best(half, files, capsys):
-    kept, best = result(half, NAME), best_of(half)
+def test_resumed_without_evaluations_it_keeps_its_best(half, killed, files, capsys):
     without = {"eval_data_path": "", "eval_reward_fn": ""}
     train_ppo.main([*argv_of(files | without, half), "--resume", "auto"])
     said = capsys.readouterr().out
     assert "evaluated otherwise" not in said
-    assert f"{NAME} has those after step 4, the best by eval/judge (9.000)." in said
-    assert best_of(half) == best
-    assert [result(half, name) for name in PLACES] == [kept, kept]
+    assert "best.pth has those after step 4, the best by eval/judge (9.000)." in said
+    assert best_of(half) == best_of(killed)
 
 
 def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
     whole, files, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("JUDGE", VALUES)
-    tmp_path.joinpath("ppo_actor_32_best").write_text("a file where the folder has to be")
-    with pytest.raises(InputError, match=f"{NAME}: cannot be written"):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/best").write_text("a file where the folder has to be")
+    with pytest.raises(InputError, match=r"best\.pth: cannot be written"):
         train_ppo.main(argv_of(files, tmp_path, save_interval=1))
     assert not list(tmp_path.glob("r/checkpoints/*"))  # it failed in step 1
-    tmp_path.joinpath("ppo_actor_32_best").unlink()
+    (tmp_path / "r/best").unlink()
     train_ppo.main([*argv_of(files, tmp_path), "--resume", "auto"])
-    assert result(tmp_path, NAME) == result(whole, NAME)
+    assert best_of(tmp_path) == best_of(whole)
     same_run(whole / "r", tmp_path / "r", step=6)
 
 

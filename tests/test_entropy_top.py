@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import ALONE, files, filled_rollout, make_run
+from test_invariants import ALONE, files
 
 from errors import InputError
-from trainer import ppo, train_ppo
-from trainer.compute.scoring import PolicyScorer, score_policy
+from trainer import train_ppo
 from trainer.ppo import choose_tokens
 
 assert files  # the fixture
@@ -49,52 +48,3 @@ def test_the_threshold_is_that_of_all_processes():
     assert not found.any()
     found = choose_tokens(0.6, ENTROPY, MASK, world.gather)
     assert found.nonzero().tolist() == [[0, 0]]
-
-
-def rows(counted):
-    """Five tokens of two sequences, off policy, with a reference of its own."""
-    torch.manual_seed(0)
-    old, ref, advantages = (torch.randn(2, 3).where(MASK, 0.0) for _ in range(3))
-    return SimpleNamespace(
-        old_logprobs=old,
-        ref_logprobs=ref,
-        advantages=advantages,
-        mask=MASK,
-        importance_weights=torch.full((2, 3), 0.9),
-        counted=counted,
-    )
-
-
-def gradient(mb, kl_weight):
-    logprobs = (mb.old_logprobs + 0.05).requires_grad_()
-    loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_weight=kl_weight)
-    loss.backward()
-    return logprobs.grad
-
-
-def test_other_tokens_have_no_policy_gradient_but_that_of_the_kl():
-    """And those that count have what they have without the flag: the denominator is the same."""
-    counted = torch.tensor([[True, False, False], [False, True, False]])
-    for kl_weight in (0.0, 0.3):
-        everywhere, top = gradient(rows(None), kl_weight), gradient(rows(counted), kl_weight)
-        kl_alone = everywhere - gradient(rows(None), 0.0)
-        assert top[counted].equal(everywhere[counted])
-        assert torch.allclose(top[~counted], kl_alone[~counted], atol=1e-7)
-        assert everywhere[MASK].all()
-
-
-def test_entropies_come_with_the_log_probs_of_the_old_actor(files):
-    run, prompts = make_run(files, entropy_top=0.3)
-    rollout, _ = filled_rollout(run, prompts)
-    scorer = PolicyScorer(run.old_actor, run.dtype)
-    logprobs, entropy = score_policy(rollout, scorer, 1.0)
-    assert rollout.old_logprobs.equal(logprobs)
-    with torch.no_grad():
-        for row in range(3):
-            whole = run.actor(rollout.tokens[row : row + 1]).logits[0].log_softmax(-1)
-            first, count = rollout.prompt_len[row] - 1, rollout.response_len[row]
-            wanted = -(whole.exp() * whole).sum(-1)[first : first + count]
-            assert torch.allclose(entropy[row, :count], wanted, atol=1e-5)
-    least = entropy[rollout.mask].quantile(0.7, interpolation="higher")
-    assert rollout.counted.equal((entropy >= least - 1e-7) & rollout.mask)
-    assert 0.2 < rollout.counted.sum() / rollout.mask.sum() < 0.4

@@ -94,18 +94,14 @@ def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluat
     assert found["eval/accuracy_greedy"] == found["eval/format_rate_greedy"] == 1
 
 
-def test_without_answers_there_is_no_accuracy(evaluate_with):
-    prompts = Prompts([None, None])
-    prompts.has_accuracy = False
-    found, _ = evaluate_with(answering(["a", "b"], ["a", "b"]), prompts, False)
-    assert "eval/score" in found
-    assert not any("accuracy" in name or "format_rate" in name for name in found)
-
-
-def test_an_answer_that_no_response_can_equal_does_not_count(evaluate_with):
+def test_accuracy_is_of_the_answers_that_a_response_can_equal(evaluate_with):
     answers = Prompts(["5", "a long text, which nobody says twice", None])
     found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
     assert found["eval/accuracy"] == found["eval/accuracy_greedy"] == 1
+    answers.has_accuracy = False
+    found, _ = evaluate_with(answering(["so 5", "a", "b"], ["5", "a", "b"]), answers, False)
+    assert "eval/score" in found
+    assert not any("accuracy" in name or "format_rate" in name for name in found)
 
 
 def test_the_first_held_out_prompts_are_kept_by_number_over_processes(evaluate_with):
@@ -166,19 +162,17 @@ def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
 
 @pytest.mark.parametrize("batch", [256, 8, 1])
 def test_several_answers_to_a_prompt_by_hand(monkeypatch, evaluate_with, batch):
-    """Four answers to each of two prompts: one of them is right, and two of them. Of two answers one is right
-    with 1 - (3 over 2) / (4 over 2) = 1/2 and 1 - 1/6 = 5/6; of all four, always."""
+    """Four answers to each of three prompts that have an answer: one is right, two are, none is."""
     monkeypatch.setattr(evaluation, "BATCH", batch)
-    answers = Prompts(["1", "2", None])
-    sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["5", "6", "7", "8"]]
-    found, rows = evaluate_with(answering(sampled, ["1", "0", "1"]), answers, False, 4)
-    assert found["eval/accuracy"] == pytest.approx(3 / 8)
-    assert found["eval/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
-    assert found["eval/pass@4"] == 1
-    assert found["eval/accuracy_greedy"] == 1 / 2
-    assert found["eval/length"] == pytest.approx(14 / 12)
-    assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "5"]
-    assert not any("pass" in name for name in evaluate_with(answering("123", "123"), answers, False)[0])
+    answers = Prompts(["1", "2", "3", None])
+    sampled = [["0", "1", "0", "0"], ["2", "2", "000", "0"], ["4"] * 4, ["5", "6", "7", "8"]]
+    found, rows = evaluate_with(answering(sampled, ["1", "0", "1", "0"]), answers, False, 4)
+    assert found["eval/accuracy"] == pytest.approx(3 / 12)
+    assert found["eval/pass@4"] == pytest.approx(2 / 3)
+    assert found["eval/accuracy_greedy"] == pytest.approx(1 / 3)
+    assert found["eval/length"] == pytest.approx(18 / 16)
+    assert [row["response"] for row in rows["eval_samples.jsonl"]] == ["0", "2", "4", "5"]
+    assert not any("pass" in name for name in evaluate_with(answering("1234", "1234"), answers, False)[0])
 
 
 def test_processes_share_the_prompts():
@@ -208,19 +202,11 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     """Actor, old actor and reference differ; the answers of some records are what the actor says."""
     monkeypatch.setattr(evaluation, "BATCH", 5)
     values = {**run_files(tmp_path), "update_old_actor_freq": 2, "temperature": 0.7, "max_gen_len": 5}
-    values["num_generations"] = answers
+    values |= {"missing_eos_penalty": 0.0, "batch_size": 8, "mini_batch_size": 8, "dtype": "float32"}
+    values |= {"num_generations": answers, "seed": 3}
     del values["reward_model"]
-    values |= {
-        "missing_eos_penalty": 0.0,
-        "batch_size": 8,
-        "mini_batch_size": 8,
-        "dtype": "float32",
-        "seed": 3,
-    }
-    tokenizer, plain = (
-        word_tokenizer(WORDS, chat=True),
-        tiny_llama(len(WORDS) + 2, seed=9, layers=2, spread=3.0),
-    )
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    plain = tiny_llama(len(WORDS) + 2, seed=9, layers=2, spread=3.0)
     records = [{"prompt": " ".join(WORDS[i] for i in (n % 8, n // 8))} for n in range(13)]
     values["eval_data_path"] = write_jsonl(tmp_path / "held_out.jsonl", records)
     args = train_ppo.parse_args(flags(**values))

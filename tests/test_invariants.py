@@ -5,13 +5,10 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import WORDS, flags, run_files, word_tokenizer
+from tiny import flags, run_files
 
-from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
-from trainer.compute.batching import Layout
 from trainer.compute.rollout_data import Rollout, length_mask
-from trainer.compute.scoring import load_balance_loss
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -19,7 +16,6 @@ from trainer.runs.optimizer_step import (
     Step,
     forget_gradients,
     note_steps,
-    step_if_finite,
 )
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -121,13 +117,6 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert rollout.advantages[~rollout.mask].abs().max() == 0
 
 
-def test_the_critic_starts_as_the_reward_model_times_its_weight(files):
-    run, _ = make_run({**files, "reward_model": f"{files['reward_model']}=-0.5"})
-    ((judge, weight),) = run.reward.models.values()
-    assert weight == -0.5
-    assert torch.allclose(run.critic.value_head.weight, -0.5 * judge.model.score.weight.float())
-
-
 # ------------------------------------------------------------------------ how a minibatch is cut and padded
 
 
@@ -161,15 +150,6 @@ def test_padding_changes_no_gradient(files):
     assert furthest(plain, gradients(run, garbage)[0]) < 1e-6
 
 
-def test_chunked_log_probs_change_no_gradient(files, monkeypatch):
-    run, prompts = make_run(files)
-    rollout, _ = filled_rollout(run, prompts)
-    whole, _ = gradients(run, rollout.rows(range(8)))
-    monkeypatch.setattr("trainer.compute.logprobs.CHUNK", {"cpu": 7 * 10})  # seven tokens at a time
-    monkeypatch.setattr("trainer.compute.logprobs.MIN_CHUNK_TOKENS", 1)
-    assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
-
-
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     kept, results = [], []
     for flag in (0, 1):
@@ -192,108 +172,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
 
 
-def test_accumulation_changes_no_gradient_of_a_mixture_of_experts(files, tmp_path):
-    torch.manual_seed(0)
-    config = MiniMindConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        use_moe=True,
-        vocab_size=10,
-        eos_token_id=0,
-        router_aux_loss_coef=0.5,
-    )
-    MiniMindForCausalLM(config).save_pretrained(tmp_path)
-    word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path)
-    run, prompts = make_run({**files, "model": str(tmp_path)}, critic_init="actor")
-    rollout, _ = filled_rollout(run, prompts)
-    whole, sums = gradients(run, rollout.rows(range(8)))
-    assert (
-        sums.totals(["policy/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
-    )  # coefficient x sequences x layers, at least
-    run.args = run.args.completed(accumulation_steps=8)
-    assert furthest(whole, gradients(run, rollout.rows(range(8)))[0]) < 1e-6
-    # The critic's experts are balanced too: with --vf_coef 0 its gradients are those of that loss alone.
-    assert sums.totals(["value/balance_loss"], "cpu").item() >= 0.5 * 8 * 2 * 0.99
-    run.args = run.args.completed(vf_coef=0.0)
-    found = gradients(run, rollout.rows(range(8)))[0][len(list(run.actor.parameters())) :]
-    forget_gradients(run)
-    for ids, length in zip(rollout.tokens[:8], rollout.layout.lengths[:8], strict=True):
-        output = run.critic.backbone(ids[None, :length], output_router_logits=True)
-        loss = load_balance_loss(output.router_logits, Layout([length]), config.num_experts_per_tok)
-        (0.5 * loss / 8).backward()
-    plain = [torch.zeros_like(p) if p.grad is None else p.grad for p in run.critic.parameters()]
-    assert furthest(found, plain) < 1e-6
-    assert max(p.abs().max() for p in plain) > 1e-3
-
-
-def test_kl_and_reward_keep_their_exchange_rate_under_whitening(files):
-    """The KL loss is divided by the advantages' std, so scaling rewards and kl_coef alike changes nothing."""
-    grads = []
-    for scale in (1.0, 100.0):
-        run, prompts = make_run(
-            files, kl_coef=0.3 * scale, critic_init="actor"
-        )  # values 0, whatever the scale
-        with torch.no_grad():
-            for p in run.ref.parameters():
-                p.mul_(1.1)
-        combine = run.reward.combine
-        run.reward.combine = lambda *a, own=combine, scale=scale: {k: scale * v for k, v in own(*a).items()}
-        rollout, _ = filled_rollout(run, prompts)
-        gradients(run, rollout.rows(range(8)))
-        grads.append([p.grad.clone() for p in run.actor.parameters()])
-    assert max(g.abs().max() for g in grads[0]) > 1e-3
-    assert furthest(*grads) < 1e-5
-
-
 # ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
-
-
-def test_early_stop_leaves_the_actor_alone_and_the_critic_goes_on(files, monkeypatch):
-    run, prompts = make_run(files, target_kl=1e-9, learning_rate=1e-2, ppo_epochs=3)
-    rollout, _ = filled_rollout(run, prompts)
-    metrics, order, train = Metrics(), [], train_ppo.train
-    monkeypatch.setattr(
-        train_ppo, "train", lambda run, name, *more: order.append(name) or train(run, name, *more)
-    )
-    train_ppo.update(run, rollout, 0, metrics)
-    assert order == ["critic", "actor"] * 2 + ["critic"] * 4
-    after_stop = weights(run)
-    steps = {
-        name: {int(s["step"]) for s in learner.optimizer.state.values()}
-        for name, learner in run.learners.items()
-    }
-    # In the first of six minibatches the KL is 0 and the actor steps; the second stops it, not the critic.
-    assert steps == {"actor": {1}, "critic": {6}}
-    means = metrics.means(ALONE)
-    assert means["policy/early_stop"] == 0.5
-    assert means["policy/skipped_steps"] == 0
-    for learner in run.learners.values():  # no gradient is left behind that a later step could apply
-        step_if_finite(run, learner, 0.0, 1)
-    assert same(after_stop, weights(run))
-    train_ppo.update(run, filled_rollout(run, prompts, step=1)[0], 1, Metrics())
-    assert not same(after_stop, weights(run))  # the stop was for one batch
-    assert {int(s["step"]) for s in run.learners["actor"].optimizer.state.values()} == {2}
-
-
-def test_every_epoch_has_an_order_of_its_own_and_each_minibatch_its_own_token_count(files, monkeypatch):
-    run, prompts = make_run(files, batch_size=16, mini_batch_size=2, ppo_epochs=3)
-    rollout, _ = filled_rollout(run, prompts)
-    seen = []
-
-    def note(run, name, minibatch, token_count, number, metrics):
-        if name == "actor":
-            assert token_count == minibatch.response_len.sum()
-            seen.append((number, minibatch.tokens.flatten().tolist()))
-        return Step(0.0, 0.0)
-
-    monkeypatch.setattr(train_ppo, "train", note)
-    for step in range(2):
-        train_ppo.update(run, rollout, step, Metrics())
-    assert [number for number, _ in seen] == list(range(2 * 3 * 8))
-    epochs = [[tokens for _, tokens in seen[k : k + 8]] for k in range(0, 48, 8)]
-    assert len({str(epoch) for epoch in epochs}) == 6
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    assert len({len(tokens) for tokens in epochs[0]}) > 1
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):
@@ -362,35 +241,6 @@ def test_bad_steps_of_different_models_end_a_run_together(files):
     assert run.progress.bad_steps == 0
 
 
-def test_critic_warm_up_moves_only_the_critic(files):
-    run, prompts = make_run(files, critic_warmup_steps=2)
-    actor = [p.detach().clone() for p in run.actor.parameters()]
-    critic = [p.detach().clone() for p in run.critic.parameters()]
-    rollout, _ = filled_rollout(run, prompts)
-    train_ppo.update(run, rollout, 1, Metrics())
-    assert same(actor, run.actor.parameters())
-    assert not same(critic, run.critic.parameters())
-    train_ppo.update(run, rollout, 2, Metrics())
-    assert not same(actor, run.actor.parameters())
-    assert (
-        run.learners["actor"].optimizer.param_groups[0]["lr"] < run.args.learning_rate
-    )  # its own schedule has begun
-
-
-def test_gradients_are_clipped_and_the_reference_never_moves(files):
-    run, prompts = make_run(files, grad_clip=1e-6)
-    rollout, _ = filled_rollout(run, prompts)
-    gradients(run, rollout.rows(range(8)))
-    norms = []
-    run.learners["actor"].optimizer.step = lambda: norms.append(
-        torch.stack([p.grad.norm() for p in run.actor.parameters()]).norm().item()
-    )
-    step_if_finite(run, run.learners["actor"], 0.0, 0)
-    assert norms == [pytest.approx(1e-6, rel=1e-2)]
-    assert all(p.grad is None for p in run.ref.parameters())
-    assert all(p.grad is None for p in run.old_actor.parameters())
-
-
 def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     run, prompts = make_run(files, mini_batch_size=16, learning_rate=1e-2)  # none follows an update
     run.prepare()
@@ -404,28 +254,6 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
         dtypes |= {p.dtype for p in run.actor.parameters()}
     assert metrics["kl/k3"] > 1e-6  # it has moved
     assert dtypes == {torch.float32}
-
-
-def test_the_ratio_of_the_first_minibatch_is_one_however_far_the_others_are(files):
-    """Four minibatches; with PPO epochs the first one comes back, and must not count again."""
-    run, prompts = make_run(files, mini_batch_size=4, ppo_epochs=2, learning_rate=1e-2)
-    batches, positions = iter([[prompts[i] for i in range(16)]] * 2), list(range(16))
-    for step in range(2):
-        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
-        assert metrics["policy/first_ratio"] == pytest.approx(1.0, abs=1e-6)
-        assert abs(metrics["policy/ratio"] - 1) > 1e-4
-
-
-def test_the_old_actor_samples_and_is_refreshed_every_so_many_batches(files):
-    run, prompts = make_run(files, update_old_actor_freq=2, learning_rate=1e-2)
-    batches = iter([[prompts[i] for i in range(16)]] * 2)
-    start, positions = [p.detach().clone() for p in run.actor.parameters()], list(range(16))
-    train_ppo.learn(run, 0, train_ppo.collect(run, 0, batches, positions))
-    assert same(start, run.old_actor.parameters())  # still the old one: it samples the second batch as well
-    assert not same(start, run.actor.parameters())
-    metrics, _ = train_ppo.learn(run, 1, train_ppo.collect(run, 1, batches, positions))
-    assert metrics["policy/ratio"] != pytest.approx(1.0, abs=1e-4)  # the old actor is older: a real ratio
-    assert same(run.actor.parameters(), run.old_actor.parameters())
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -448,16 +276,3 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
             assert model.base_model.layers[0].mlp.up_proj.weight.dtype == dtype
         assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in model.parameters())
     assert same(*results)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_learning_rates_rise_in_the_first_batches_of_each_model(files, schedule):
-    """Two batches of two optimizer steps: fifths of the peak; the actor's begin after critic warm-up."""
-    more = {"lr_schedule": schedule, "lr_warmup_steps": 2, "critic_warmup_steps": 1, "max_steps": 40}
-    run, _ = make_run(files, **more, epochs=99, learning_rate=0.5, critic_learning_rate=1.0)
-    critic, actor = (run.learners[name] for name in ("critic", "actor"))
-    assert [critic.learning_rate(n) for n in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [actor.learning_rate(n) for n in range(2, 7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    last = {"cosine": 0.1, "constant": 1.0}[schedule]
-    assert critic.learning_rate(79) == pytest.approx(last)
-    assert actor.learning_rate(79) == pytest.approx(last / 2)

@@ -1,15 +1,13 @@
 """--missing_eos_penalty where it is not given: it follows the scores, is chosen once, and is kept."""
 
 import json
-import os
+import shutil
 
 import pytest
 from tiny import finish, flags, launch_two, read_jsonl, run_files, same_run
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.rewards.combine import Reward
-from trainer.runs.resume import check_same_run
 
 # Counts the letter a, and keeps the scores of each call in a file of this process.
 COUNTING = """import json, os
@@ -23,16 +21,33 @@ SIZES = {"batch_size": 32, "mini_batch_size": 8, "max_gen_len": 6, "critic_warmu
 SIZES |= {"dtype": "float32", "reasoning": 0, "device": "cpu", "eval_interval": 0, "log_interval": 1000}
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    (tmp_path / "count.py").write_text(COUNTING)
-    monkeypatch.setenv("SCORES", str(tmp_path / "scores"))
-    files = run_files(tmp_path) | {"reward_fn": f"{tmp_path / 'count.py'}:score"}
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "count.py").write_text(COUNTING)
+    files = run_files(folder) | {"reward_fn": f"{folder / 'count.py'}:score"}
     return {n: x for n, x in files.items() if n not in ("missing_eos_penalty", "reward_model")}
 
 
-def calls(tmp_path, rank=0):
-    return read_jsonl(tmp_path / f"scores_{rank}")
+def argv_of(files, out, **more):
+    return flags(**{**files, **SIZES, "out_dir": out, "run_name": "r", **more})
+
+
+@pytest.fixture(scope="module")
+def one(files, tmp_path_factory):
+    """A run of three steps in one process -> its out folder, with the scores of each call."""
+    out = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCORES", str(out / "scores"))
+        train_ppo.main(argv_of(files, out, max_steps=3, save_interval=1))
+    return out
+
+
+@pytest.fixture
+def scores(tmp_path, monkeypatch):
+    """The scores of each call in this test, of process 0."""
+    monkeypatch.setenv("SCORES", str(tmp_path / "scores"))
+    return tmp_path / "scores_0"
 
 
 def spread(scores):
@@ -40,34 +55,37 @@ def spread(scores):
     return (sum((x - mean) ** 2 for x in scores) / len(scores)) ** 0.5
 
 
-def penalty_of(folder):
-    return json.loads((folder / "config.json").read_text())["missing_eos_penalty"]
+def penalty_of(out):
+    return json.loads((out / "r/config.json").read_text())["missing_eos_penalty"]
 
 
-def test_it_is_the_standard_deviation_of_the_first_scores(files, tmp_path, monkeypatch, capsys):
-    train_ppo.main(flags(**files, **SIZES, max_steps=2, out_dir=tmp_path, run_name="r"))
-    probe, *trained = calls(tmp_path)
-    assert (len(probe), len(trained)) == (32, 2)
+def test_it_is_the_standard_deviation_of_the_first_scores(one):
+    probe, *trained = read_jsonl(one / "scores_0")
+    assert (len(probe), len(trained)) == (32, 3)
     assert 0.3 < spread(probe) < 3
-    penalty = penalty_of(tmp_path / "r")
-    assert penalty == float(f"{spread(probe):.2g}")
-    assert f"penalty  {penalty:g} for a response that does not end" in capsys.readouterr().out
-    for record in read_jsonl(tmp_path / "r/metrics.jsonl")[1:]:
+    assert penalty_of(one) == float(f"{spread(probe):.2g}")
+    for record in read_jsonl(one / "r/metrics.jsonl")[1:]:
         assert 0.05 < record["rollout/finished"] < 0.95
-        lost = penalty * (1 - record["rollout/finished"])
+        lost = penalty_of(one) * (1 - record["rollout/finished"])
         assert record["reward/missing_eos"] == pytest.approx(-lost, rel=1e-6)
-    monkeypatch.setenv("UNIT", "100")  # the same answers: it follows the scale
-    train_ppo.main(flags(**files, **SIZES, max_steps=1, out_dir=tmp_path, run_name="s"))
-    assert penalty_of(tmp_path / "s") == float(f"{100 * spread(probe):.2g}")
 
 
-@pytest.mark.parametrize(("unit", "given", "chosen"), [("0", "", 0.5), ("1", 0.3, 0.3), ("1", 0, 0)])
-def test_where_all_scores_are_alike_and_where_it_is_given(unit, given, chosen, files, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("unit", "given", "chosen"), [("100", "", None), ("0", "", 0.5), ("1", 0.3, 0.3), ("1", 0, 0)]
+)
+def test_it_follows_the_scale_of_the_scores(
+    unit, given, chosen, files, one, tmp_path, scores, monkeypatch, capsys
+):
+    """A half where all are alike, and what is given where it is."""
     monkeypatch.setenv("UNIT", unit)
     flag = {} if given == "" else {"missing_eos_penalty": given}
-    train_ppo.main(flags(**files, **SIZES, **flag, max_steps=1, out_dir=tmp_path, run_name="r"))
-    assert penalty_of(tmp_path / "r") == chosen
-    assert len(calls(tmp_path)) == (2 if given == "" else 1)
+    train_ppo.main(argv_of(files, tmp_path, max_steps=1, **flag))
+    if chosen is None:
+        chosen = float(f"{100 * spread(read_jsonl(one / 'scores_0')[0]):.2g}")  # the same answers
+    assert penalty_of(tmp_path) == chosen
+    assert len(read_jsonl(scores)) == (2 if given == "" else 1)
+    said = f"penalty  {chosen:g} for a response that does not end" in capsys.readouterr().out
+    assert said == (given == "")
 
 
 def test_normalised_scores_are_of_one_scale_and_their_statistics_begin_with_the_first_batch(tmp_path):
@@ -75,49 +93,27 @@ def test_normalised_scores_are_of_one_scale_and_their_statistics_begin_with_the_
     files = run_files(tmp_path)
     del files["missing_eos_penalty"], files["reward_fn"]
     files["reward_model"] += "=2"
-    more = {"normalize_reward": 1, "max_steps": 1, "out_dir": tmp_path, "run_name": "r"}
-    train_ppo.main(flags(**files, **SIZES, **more))
-    assert penalty_of(tmp_path / "r") == 2.0
+    train_ppo.main(argv_of(files, tmp_path, normalize_reward=1, max_steps=1))
+    assert penalty_of(tmp_path) == 2.0
     state = json.loads((tmp_path / "r/checkpoints/step_1/state.json").read_text())["raw_scores"]
     assert (state["model"]["count"], state["missing_eos_penalty"]) == (32, 2.0)
 
 
-def test_two_processes_choose_the_same_as_one(files, tmp_path):
-    train_ppo.main(flags(**files, **SIZES, max_steps=1, out_dir=tmp_path / "one", run_name="r"))
-    half = SIZES | {"batch_size": 16, "mini_batch_size": 4}
-    for process in launch_two(flags(**files, **half, max_steps=1, out_dir=tmp_path / "two", run_name="r")):
+def test_two_processes_choose_the_same_as_one(files, one, tmp_path, scores):
+    half = {"batch_size": 16, "mini_batch_size": 4, "max_steps": 1}
+    for process in launch_two(argv_of(files, tmp_path, **half)):
         finish(process)
-    assert penalty_of(tmp_path / "two/r") == penalty_of(tmp_path / "one/r")
-    assert len(calls(tmp_path, 1)[0]) == 16
+    assert penalty_of(tmp_path) == penalty_of(one)
+    assert len(read_jsonl(scores)[0]) == 16
 
 
-def test_a_resumed_run_keeps_it_and_chooses_no_other(files, tmp_path):
-    argv = flags(**files, **SIZES, max_steps=3, save_interval=1, run_name="r")
-    for name in ("whole", "parts"):
-        train_ppo.main([*argv, "--out_dir", str(tmp_path / name)])
-    os.remove(tmp_path / "scores_0")
-    checkpoint = str(tmp_path / "parts/r/checkpoints/step_2")
-    resumed = [*argv, "--out_dir", str(tmp_path / "parts"), "--resume", checkpoint]
+def test_a_resumed_run_keeps_it_and_chooses_no_other(files, one, tmp_path, scores):
+    out = shutil.copytree(one, tmp_path / "out")
+    checkpoint = out / "r/checkpoints/step_2"
+    resumed = argv_of(files, out, max_steps=3, save_interval=1, resume=checkpoint)
     with pytest.raises(InputError, match=r"--missing_eos_penalty was 0\.\d+ and is now 9\.0; set it back"):
         train_ppo.main([*resumed, "--missing_eos_penalty", "9"])
     train_ppo.main(resumed)
-    assert len(calls(tmp_path)) == 1  # step 3
-    same_run(tmp_path / "whole/r", tmp_path / "parts/r", 3)
-    assert penalty_of(tmp_path / "parts/r") == penalty_of(tmp_path / "whole/r")
-
-
-def test_what_a_run_has_chosen_goes_on_unless_another_is_given():
-    reward = Reward(function=len, reasoning=False, missing_eos_penalty=None)
-    server = {"count": 2, "mean": 0.0, "squares": 2.0}
-    reward.load_state_dict({"missing_eos_penalty": 1.0, "server": server})
-    assert reward.missing_eos_penalty == 1.0 and reward.running.keys() == {"server"}
-    given = Reward(function=len, reasoning=False, missing_eos_penalty=0.3)
-    given.load_state_dict(reward.state_dict())
-    assert given.missing_eos_penalty == 0.3
-    same = {"total_steps": 1, "fingerprints": {}, "versions": {}, "threads": 1, "processes": 1}
-    same["script"] = "train_ppo.py"
-    kinds = {"missing_eos_penalty": train_ppo.flag_parser().flags["missing_eos_penalty"]}
-    old = same | {"missing_eos_penalty": 1.0}
-    assert check_same_run(old, same | {"missing_eos_penalty": None}, kinds) == []
-    with pytest.raises(InputError, match=r"was 1\.0 and is now 0\.5; set it back"):
-        check_same_run(old, same | {"missing_eos_penalty": 0.5}, kinds)
+    assert len(read_jsonl(scores)) == 1  # step 3
+    same_run(one / "r", out / "r", 3)
+    assert penalty_of(out) == penalty_of(one)

@@ -16,32 +16,27 @@ MASK = torch.tensor([[True, True, True], [True, False, False]])
 CLIP = (0.2, 0.2)
 
 
-def test_length_mask():
+def alone(total):
+    """The sum over the processes of a run that has one."""
+    return total
+
+
+def test_padding_may_hold_anything():
     assert length_mask(torch.tensor([3, 1]), 3).equal(MASK)
-
-
-def test_masked_sum_ignores_whatever_padding_holds():
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, float("nan"), float("inf")]])
     assert ppo.masked_sum(x, MASK) == 10
 
 
-def test_kl_estimators_by_hand():
-    """p = 1/2, q = 1/4 at the sampled token: k1 = ln 2, k2 = ln^2(2) / 2, k3 = 1/2 - 1 + ln 2."""
-    k1, k2, k3 = ppo.kl_estimators(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
-    assert k1.item() == pytest.approx(math.log(2))
-    assert k2.item() == pytest.approx(math.log(2) ** 2 / 2)
-    assert k3.item() == pytest.approx(math.log(2) - 0.5)
-
-
-def test_kl_estimators_in_expectation():
-    """Under p: E[k1] = E[k3] = KL(p || q), and k3 is never negative where k1 is."""
+def test_kl_estimators_by_hand_and_in_expectation():
+    """p = 1/2, q = 1/4 at the sampled token: k1 = ln 2, k2 = ln^2(2) / 2, k3 = 1/2 - 1 + ln 2. Under p:
+    E[k1] = E[k3] = KL(p || q), and k3 is never negative where k1 is."""
+    found = ppo.kl_estimators(torch.tensor(0.5).log(), torch.tensor(0.25).log())
+    assert [k.item() for k in found] == pytest.approx([math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5])
     p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     k1, _, k3 = ppo.kl_estimators(p.log(), q.log())
     kl = (p * (p / q).log()).sum().item()
-    assert (p * k1).sum().item() == pytest.approx(kl)
-    assert (p * k3).sum().item() == pytest.approx(kl)
-    assert (k1 < 0).any()
-    assert (k3 >= 0).all()
+    assert [(p * k).sum().item() for k in (k1, k3)] == pytest.approx([kl, kl])
+    assert (k1 < 0).any() and (k3 >= 0).all()
 
 
 def gradient_of_expected(estimator):
@@ -66,14 +61,11 @@ def test_the_gradients_of_k1_k2_k3():
     assert not torch.allclose(reverse, forward, atol=1e-2)
 
 
-def test_the_score_lands_on_the_last_response_token():
+def test_the_score_lands_on_the_last_token_and_the_kl_penalty_on_every_one_but_padding():
     scores, lengths = torch.tensor([5.0, -1.0]), torch.tensor([3, 1])
     assert ppo.token_rewards(scores, lengths, MASK).tolist() == [[0, 0, 5], [-1, 0, 0]]
-
-
-def test_the_kl_penalty_comes_off_every_token_but_not_off_padding():
     penalty = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0]])
-    rewards = ppo.token_rewards(torch.tensor([5.0, -1.0]), torch.tensor([3, 1]), MASK, penalty)
+    rewards = ppo.token_rewards(scores, lengths, MASK, penalty)
     assert rewards.tolist() == [pytest.approx([-0.1, -0.2, 4.7]), pytest.approx([-1.4, 0, 0])]
 
 
@@ -101,23 +93,18 @@ REWARDS = torch.tensor([[1.0, 0.0, 2.0], [5.0, 9.0, math.nan], [1.0, 1.0, 1.0], 
 FOUR = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, True, True]])
 
 
-def test_leave_one_out_by_hand():
-    """Two answers to each of two prompts, of rewards 3, 5 and 2, 7: each less the other."""
-    advantages = ppo.leave_one_out(REWARDS, FOUR, 2)
-    assert advantages.tolist() == [[-2, -2, -2], [2, 0, 0], [-5, -5, 0], [5, 5, 5]]
-
-
-def test_leave_one_out_of_four_by_hand():
-    """Rewards 3, 5, 2, 7: 3 - 14/3, 5 - 12/3, 2 - 15/3, 7 - 10/3."""
-    advantages = ppo.leave_one_out(REWARDS, FOUR, 4)
-    assert advantages[:, 0].tolist() == pytest.approx([-5 / 3, 1, -3, 11 / 3])
-
-
-def test_group_normalized_by_hand():
-    """Rewards 3, 5: the mean is 4, the std of a sample sqrt(2). Rewards that are equal give 0."""
+def test_estimators_without_a_critic_by_hand():
+    """Rewards 3, 5 and 2, 7 of two answers to each of two prompts: each less the other. As four answers to
+    one prompt: 3 - 14/3, 5 - 12/3, 2 - 15/3, 7 - 10/3. The std of 3 and 5 as a sample is sqrt(2)."""
+    two, four = (ppo.leave_one_out(REWARDS, FOUR, count) for count in (2, 4))
+    assert two.tolist() == [[-2, -2, -2], [2, 0, 0], [-5, -5, 0], [5, 5, 5]]
+    assert four[:, 0].tolist() == pytest.approx([-5 / 3, 1, -3, 11 / 3])
     advantages = ppo.group_normalized(REWARDS, FOUR, 2)
     assert advantages[:2].tolist() == [pytest.approx([-(0.5**0.5)] * 3), pytest.approx([0.5**0.5, 0, 0])]
-    assert ppo.group_normalized(torch.ones(4, 3), FOUR[:1].expand(4, 3), 4).tolist() == [[0, 0, 0]] * 4
+    for size in (1.0, 1e-5, 1e5):  # it has no unit
+        rewards = size * torch.tensor([[0.0], [1.0], [2.0], [1.0]])
+        advantages = ppo.group_normalized(rewards, torch.ones(4, 1, dtype=torch.bool), 4)
+        assert advantages[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
 
 
 def test_without_the_std_the_groups_advantages_are_those_of_leave_one_out():
@@ -125,7 +112,7 @@ def test_without_the_std_the_groups_advantages_are_those_of_leave_one_out():
     total = ppo.response_rewards(REWARDS, FOUR, 4)
     centred = torch.where(FOUR, (total - total.mean(1, keepdim=True)).view(-1, 1), 0.0)
     one, other = (
-        x / ppo.root_mean_square(x, FOUR, lambda t: t) for x in (centred, ppo.leave_one_out(REWARDS, FOUR, 4))
+        x / ppo.root_mean_square(x, FOUR, alone) for x in (centred, ppo.leave_one_out(REWARDS, FOUR, 4))
     )
     assert torch.allclose(one, other, atol=1e-6)
 
@@ -136,7 +123,7 @@ def test_the_root_mean_square_is_of_the_answers_that_say_something_on_all_proces
     mask = torch.tensor([[True, True, True, False]])
     there = torch.tensor([6.0, 20.0, 3.0]).double()
     assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(6**0.5)
-    assert ppo.root_mean_square(torch.zeros(1, 4), mask, lambda t: t) == 0
+    assert ppo.root_mean_square(torch.zeros(1, 4), mask, alone) == 0
 
 
 def test_rloo_has_the_same_size_with_one_lesson_as_with_many():
@@ -146,7 +133,7 @@ def test_rloo_has_the_same_size_with_one_lesson_as_with_many():
     right = torch.tensor([[1.0], [0.0], [0.0], [0.0]])
     for rewards in (right.repeat(32, 1), torch.cat([right, torch.zeros(124, 1)])):
         advantages = ppo.leave_one_out(rewards, mask, 4)
-        size = ppo.root_mean_square(advantages, mask, lambda t: t)
+        size = ppo.root_mean_square(advantages, mask, alone)
         assert size == pytest.approx((1 / 3) ** 0.5)
         assert (advantages / size).max().item() == pytest.approx(3**0.5)
 
@@ -159,10 +146,10 @@ def test_centred_by_hand_over_processes_and_zeros_where_there_is_only_rounding()
     assert x[mask].tolist() == [-3, -1]
     assert std == pytest.approx(5**0.5)
     for size in (1.0, 1e-5, 1e5):
-        x, std = ppo.centred(torch.tensor([[size, -size, math.nan]]), mask, lambda t: t)
+        x, std = ppo.centred(torch.tensor([[size, -size, math.nan]]), mask, alone)
         assert x[mask].tolist() == pytest.approx([size, -size])
         assert std == pytest.approx(size)
-    x, std = ppo.centred(torch.tensor([[2.31, 2.31, math.nan]]), mask, lambda t: t)
+    x, std = ppo.centred(torch.tensor([[2.31, 2.31, math.nan]]), mask, alone)
     assert (x.tolist(), std) == ([[0, 0, 0]], 0)
 
 
@@ -175,7 +162,7 @@ def test_a_lambda_below_one_turns_an_error_of_the_values_into_a_slope(knows, las
     rewards = ppo.token_rewards(scores, torch.tensor([256, 256]), mask)
     values = (scores[:, None] if knows else torch.zeros(2, 1)).expand(2, 256) - 1
     for lam, ends in ((0.95, [first, last]), (1.0, [0, 0])):
-        x, std = ppo.centred(ppo.gae(rewards, values, mask, 1.0, lam)[0], mask, lambda t: t)
+        x, std = ppo.centred(ppo.gae(rewards, values, mask, 1.0, lam)[0], mask, alone)
         mean = x.mean(0) / (std or 1.0)  # over scores
         assert [mean[0].item(), mean[-1].item()] == [pytest.approx(end, abs=0.01) for end in ends]
 
@@ -187,17 +174,13 @@ def test_regression_by_hand_over_processes():
     there = iter([[80.0, 3400.0, 2.0], [6.0, 26.0, 2.0], 20.0 * 3 + 0.0 * -1])
     line = ppo.regression(x, y, mask, lambda t: t + torch.tensor(next(there)).double())
     assert line == (pytest.approx(0.1), pytest.approx(-1))
-    alone = lambda x, y: ppo.regression(torch.tensor([x]), torch.tensor([y]), mask[:, :2], lambda t: t)  # noqa: E731
-    assert alone([1.0, 3.0], [7.0, 2.0]) == (0, 4.5)  # never a slope below 0
-    assert alone([0.3, 0.3], [7.0, 2.0]) == (0, 4.5)
-    assert alone([1.0, 3.0], [0.3, 0.3]) == (0, pytest.approx(0.3))
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-5, 1e5])
-def test_group_normalized_has_no_unit(size):
-    rewards = size * torch.tensor([[0.0], [1.0], [2.0], [1.0]])
-    advantages = ppo.group_normalized(rewards, torch.ones(4, 1, dtype=torch.bool), 4)
-    assert advantages[:, 0].tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
+    for x, y, intercept in (
+        ([1.0, 3.0], [7.0, 2.0], 4.5),  # never a slope below 0
+        ([0.3, 0.3], [7.0, 2.0], 4.5),
+        ([1.0, 3.0], [0.3, 0.3], 0.3),
+    ):
+        found = ppo.regression(torch.tensor([x]), torch.tensor([y]), mask[:, :2], alone)
+        assert found == (0, pytest.approx(intercept))
 
 
 @pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])
@@ -230,58 +213,29 @@ def rows(advantages, mask=None, old_logprobs=None, **fields):
     )
 
 
-def test_policy_loss_by_hand():
-    """clip 0.2. Ratios 1.5 and 0.5 with A = 1: min(1.5, 1.2) + min(.5, .8) = 1.7; with A = -1:
-    min(-1.5, -1.2) + min(-.5, -.8) = -2.3. The loss is the negative sum."""
-    ratio = torch.tensor([[1.5, 0.5, 99.0], [1.5, 0.5, 99.0]])
-    advantages = torch.tensor([[1.0, 1.0, 7.0], [-1.0, -1.0, 7.0]])
-    mask = torch.tensor([[True, True, False]] * 2)
-    loss, metrics = ppo.policy_loss(ratio.log(), rows(advantages, mask), *CLIP)
-    assert loss.item() == pytest.approx(-1.7 + 2.3)
-    assert metrics["policy/clip_fraction"] == 4
-    assert metrics["policy/ratio"].item() == pytest.approx(4.0)
-    k3 = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.5, 0.5))
+@pytest.mark.parametrize(
+    ("ratio", "advantages", "limits", "loss", "grad", "outside"),
+    [
+        # A = 1: min(1.5, 1.2) + min(0.5, 0.8); A = -1: min(-1.5, -1.2) + min(-0.5, -0.8)
+        ([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0], CLIP, -1.7 + 2.3, [0.0, -0.5, 1.5, 0.0], 4),
+        ([1.0, 1.0], [0.3, -0.7], CLIP, 0.4, [-0.3, 0.7], 0),  # the policy gradient
+        ([1.4, 1.6, 0.7], [1.0, 1.0, -1.0], (0.2, 0.5), -1.4 - 1.5 + 0.8, [-1.4, 0.0, 0.0], 2),
+        ([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], (*CLIP, 0.0), 5 + 2 - 1.2, [5.0, 2.0, 0.0], 3),
+        ([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], (*CLIP, 3.0), 3 + 2 - 1.2, [0.0, 2.0, 0.0], 3),  # dual clip
+    ],
+)
+def test_policy_loss_by_hand(ratio, advantages, limits, loss, grad, outside):
+    """The gradient is -A * ratio where the surrogate is not clipped. Behind the tokens there is padding."""
+    logprobs = torch.tensor([[*ratio, 99.0]]).log().requires_grad_()
+    mask = torch.arange(len(ratio) + 1)[None] < len(ratio)
+    found, metrics = ppo.policy_loss(logprobs, rows(torch.tensor([[*advantages, 7.0]]), mask), *limits)
+    found.backward()
+    assert (found.item(), metrics["policy/loss"].item()) == pytest.approx((loss, loss))
+    assert logprobs.grad.tolist() == [pytest.approx([*grad, 0.0])]
+    assert metrics["policy/clip_fraction"] == outside
+    assert metrics["policy/ratio"].item() == pytest.approx(sum(ratio))
+    k3 = sum(r - 1 - math.log(r) for r in ratio)
     assert metrics["policy/approx_kl"].item() == pytest.approx(k3, abs=1e-6)
-
-
-def test_policy_gradient_stops_where_the_clip_binds():
-    logprobs = torch.tensor([[1.5, 0.5, 1.5, 0.5]]).log().requires_grad_()
-    advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
-    ppo.policy_loss(logprobs, rows(advantages), *CLIP)[0].backward()
-    # -A * ratio where the surrogate is unclipped: ratio 0.5 with A = 1, ratio 1.5 with A = -1
-    assert logprobs.grad.tolist() == [pytest.approx([0.0, -0.5, 1.5, 0.0])]
-
-
-def test_at_ratio_one_the_gradient_is_the_policy_gradient():
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    advantages = torch.tensor([[0.3, -0.7]])
-    mb = rows(advantages, old_logprobs=logprobs.detach())
-    loss, metrics = ppo.policy_loss(logprobs, mb, *CLIP)
-    loss.backward()
-    assert logprobs.grad.tolist() == [pytest.approx([-0.3, 0.7])]
-    assert metrics["policy/approx_kl"] == 0
-
-
-def test_the_clip_may_be_higher_above_one():
-    """0.2 below and 0.5 above: ratio 1.4 is not clipped, 1.6 is; 0.7 is, for a negative advantage."""
-    logprobs = torch.tensor([[1.4, 1.6, 0.7]]).log().requires_grad_()
-    loss, metrics = ppo.policy_loss(logprobs, rows(torch.tensor([[1.0, 1.0, -1.0]])), 0.2, 0.5)
-    loss.backward()
-    assert loss.item() == pytest.approx(-1.4 - 1.5 + 0.8)
-    assert logprobs.grad.tolist() == [pytest.approx([-1.4, 0.0, 0.0])]
-    assert metrics["policy/clip_fraction"] == 2
-
-
-def test_dual_clip_limits_the_loss_of_a_bad_token_whose_ratio_has_grown():
-    """A = -1: the loss is the ratio, at most 3. A = 1 is not concerned: min(5, 1.2)."""
-    logprobs = torch.tensor([[5.0, 2.0, 5.0]]).log().requires_grad_()
-    advantages = torch.tensor([[-1.0, -1.0, 1.0]])
-    for dual, loss, grad in ((0.0, 5 + 2 - 1.2, [5.0, 2.0, 0.0]), (3.0, 3 + 2 - 1.2, [0.0, 2.0, 0.0])):
-        logprobs.grad = None
-        found, _ = ppo.policy_loss(logprobs, rows(advantages), *CLIP, dual)
-        found.backward()
-        assert found.item() == pytest.approx(loss)
-        assert logprobs.grad.tolist() == [pytest.approx(grad)]
 
 
 def test_importance_weights_by_hand():
@@ -298,7 +252,7 @@ def test_effective_sample_size_by_hand():
 
     def of(*weights):
         logprobs = torch.tensor([weights], dtype=torch.float64).log().float()
-        return ppo.effective_sample_size(logprobs, torch.zeros(1, 4), mask, lambda x: x)
+        return ppo.effective_sample_size(logprobs, torch.zeros(1, 4), mask, alone)
 
     assert of(1.5, 0.5, 8.0, math.nan) == pytest.approx(100 / 199.5)
     assert of(1.0, 1.0, 1.0, 9.0) == 1
@@ -398,11 +352,11 @@ def test_a_useless_critic_is_seen_as_such_at_any_length(length):
     critics = {"noise": torch.randn(2048, 1).expand(mask.shape), "wrong sign": -known, "too low": known - 1}
     wanted = {"noise": (-1, 0), "wrong sign": (-3, 0), "too low": (1, -1)}
     for name, values in critics.items():
-        explained = ppo.explained_variance(outcome, values, mask, lambda x: x)
+        explained = ppo.explained_variance(outcome, values, mask, alone)
         bias = ppo.masked_sum(values - outcome, mask).item() / mask.sum().item()
         assert (explained, bias) == pytest.approx(wanted[name], abs=0.25), name
     _, returns = ppo.gae(rewards, critics["noise"], mask, 1.0, 0.95)
-    assert ppo.explained_variance(returns, critics["noise"], mask, lambda x: x) > 0.4  # why not those
+    assert ppo.explained_variance(returns, critics["noise"], mask, alone) > 0.4  # why not those
 
 
 def test_load_balance_loss_by_hand():
@@ -421,36 +375,24 @@ def test_load_balance_loss_of_a_dense_model_is_zero():
     assert load_balance_loss((), Layout([3, 1]), 1) == 0
 
 
-def rates_of(total, warmup=0, schedule="cosine", count=None):
-    """The learning rates of a model that begins with the fourth of the run's optimizer steps."""
-    learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
-    return [learner.learning_rate(3 + step) for step in range(count or total)]
+def test_learning_rates_by_hand():
+    """A model that begins with the fourth of the run's optimizer steps: up in equal parts, then a cosine to a
+    tenth in exactly the steps given; a constant rate does not depend on the length of the run."""
 
+    def rates(total, warmup=0, schedule="cosine", count=None):
+        learner = Learner(None, None, 2.0, total + 3, 1, 3, warmup, schedule)
+        return [learner.learning_rate(3 + step) for step in range(count or total)]
 
-def test_cosine_goes_from_the_peak_to_a_tenth_in_exactly_the_steps_given():
-    rates = rates_of(11)
-    assert rates[0] == 2.0
-    assert rates[5] == pytest.approx(1.1)  # halfway between 2 and 0.2
-    assert rates[10] == pytest.approx(0.2)
-    assert rates == sorted(rates, reverse=True)
-    assert rates_of(1) == [2.0]
-
-
-def test_warm_up_rises_in_equal_parts_to_the_peak():
-    rates = rates_of(14, warmup=3)
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[3:] == rates_of(11)
-    assert rates[13] == pytest.approx(0.2)
-
-
-def test_a_constant_rate_does_not_depend_on_the_length_of_the_run():
-    rates = rates_of(14, warmup=3, schedule="constant")
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert set(rates[3:]) == {2.0}
-    assert rates == rates_of(10**6, warmup=3, schedule="constant", count=14)
+    falling = rates(11)
+    assert [falling[0], falling[5], falling[10]] == pytest.approx([2.0, 1.1, 0.2])
+    assert falling == sorted(falling, reverse=True)
+    assert rates(1) == [2.0]
+    assert rates(14, warmup=3) == [0.5, 1.0, 1.5, *falling]
+    constant = rates(14, 3, "constant")
+    assert constant == [0.5, 1.0, 1.5, *[2.0] * 11] == rates(10**6, 3, "constant", count=14)
 
 
 def test_equal_returns_leave_nothing_to_explain():
     returns = torch.full((3, 7), 0.3)
     mask = length_mask(torch.tensor([7, 5, 3]), 7)
-    assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, lambda x: x))
+    assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, alone))

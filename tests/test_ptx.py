@@ -9,7 +9,6 @@ from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.precision import LossScale
-from trainer.memory_plan import Case, Sizes, memory_plan
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -85,16 +84,6 @@ def test_in_fp16_both_losses_have_the_same_scale(files, ptx_path):
         assert torch.allclose(grad / run.loss_scale.value, plain[name], atol=1e-6), name
 
 
-def test_the_critic_learns_no_demonstrations(files, ptx_path):
-    found = {}
-    for path in ("", ptx_path):
-        run, prompts = make_run(files, ptx_data_path=path)
-        minibatch, metrics = minibatch_of(run, prompts), Metrics()
-        train_ppo.train(run, "critic", minibatch, minibatch.response_len.sum(), 0, metrics)
-        found[path] = run.critic.state_dict()
-    assert all(x.equal(found[""][name]) for name, x in found[ptx_path].items())
-
-
 def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):
     run, _ = make_run(files, ptx_data_path=ptx_path, ppo_epochs=2)
     alone, both = run.ptx, []
@@ -158,21 +147,6 @@ def test_memory_that_runs_out_does_demonstrations_again_too(files, ptx_path, mon
     assert metrics._totals["policy/ptx_loss"][1] == learned  # counted once
 
 
-def test_demonstrations_keep_their_likelihood(tmp_path):
-    """Two runs with a reward that asks for something else: held-out demonstrations stay likelier with PTX."""
-    found, losses = run_files(tmp_path), {}
-    path = write_jsonl(tmp_path / "demonstrations.jsonl", demonstrations(64))
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", demonstrations(90)[70:])
-    more = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 8, "epochs": 9}
-    more |= {"learning_rate": 2e-3, "critic_warmup_steps": 0, "kl_coef": 0}
-    for name, options in {"without": {}, "with": {"ptx_data_path": path, "ptx_coef": 1.0}}.items():
-        train(**found, **more, **options, out_dir=tmp_path / name, run_name="r")
-        run, _ = make_run(found, ptx_data_path=held_out, model=tmp_path / name / "ppo_actor_32.pth")
-        losses[name] = nll(run.actor, [run.ptx.data[i] for i in range(len(run.ptx.data))]).item()
-    start = nll(make_run(found)[0].actor, [run.ptx.data[i] for i in range(20)]).item()
-    assert losses["with"] < 0.85 * min(start, losses["without"])
-
-
 def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
     found = run_files(tmp_path) | {"out_dir": tmp_path, "run_name": "r", "lr_schedule": "constant"}
     options = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "critic_warmup_steps": 1}
@@ -205,14 +179,3 @@ def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
     assert (len(run.ptx.data), run.ptx.data.dropped) == (1, 1)
     with pytest.raises(InputError, match=r"no answer to learn from"):
         make_run(files, ptx_data_path=files["data_path"])
-
-
-def test_longer_demonstrations_need_more_memory(files, ptx_path):
-    run, _ = make_run(files, ptx_data_path=ptx_path)
-    plans = []
-    for length in (0, 50, 500):
-        size = Sizes(run.actor, torch.float32)
-        case = Case(run.args, torch.device("cpu"), torch.float32, {"actor": size}, [], 8, 20, length)
-        plan = memory_plan(case, 1 << 20)
-        plans.append(sum(plan.phases["update"].values()))
-    assert plans[0] <= plans[1] < plans[2]

@@ -4,18 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-from test_invariants import ALONE, files, make_run
+from test_invariants import ALONE, files
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
-from trainer import ppo, train_ppo
 from trainer.compute.rollout_data import join_rollouts
-from trainer.compute.scoring import PolicyScorer
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay
 from trainer.runs.distributed import World
-from trainer.runs.metrics import Metrics
 
 assert files  # the fixture
 CPU = torch.device("cpu")
@@ -89,54 +86,6 @@ def test_what_a_checkpoint_keeps_restores_it():
     restored.load_state_dict(dict(sorted(replay.state_dict().items())))  # a file sorts them by their names
     new = rollout_of(12)
     same_rows(restored.join(new), replay.join(new))
-
-
-def test_older_responses_are_scored_anew_and_weighed(files):
-    """In the second step the first batch's old log-probs, values and KL are those of today's models, and its
-    weights compare today's actor with the one that sampled."""
-    run, prompts = make_run(files, replay_batches=1, learning_rate=1e-2, kl_in="reward", kl_coef=0.3)
-    batches = iter([[prompts[i] for i in range(16)]] * 2)
-    first = train_ppo.collect(run, 0, batches, list(range(16)))
-    train_ppo.learn(run, 0, first)
-    second = train_ppo.collect(run, 1, batches, list(range(16)))
-    rollout = train_ppo.fill_rollout(run, 1, second, Metrics())
-    assert len(rollout.tokens) == 32
-    old = rollout.rows(range(16))
-    assert old.responses() == first.rollout.responses()
-    with torch.no_grad():
-        now = PolicyScorer(run.actor)(*old.sequences, 1.0)[0]
-    assert torch.allclose(old.old_logprobs[old.mask], now[old.mask], atol=1e-5)
-    moved = now - first.rollout.sampler_logprobs[:, : now.shape[1]]
-    assert moved[old.mask].abs().max() > 0.05  # the actor has learned since
-    weights = torch.where(old.mask, moved, 0.0).exp().clamp(max=2.0)
-    assert torch.allclose(old.importance_weights, weights, atol=1e-4)
-    k1 = ppo.kl_estimators(now, first.rollout.ref_logprobs[:, : now.shape[1]])[0]
-    rewards = ppo.token_rewards(first.scores["score"], old.response_len, old.mask, 0.3 * k1)
-    assert torch.allclose(old.rewards, rewards, atol=1e-4)
-
-
-def test_a_step_makes_as_many_optimizer_steps_as_without(files, monkeypatch):
-    """Minibatches are drawn from new and old batches, each at most once in a PPO epoch."""
-    run, prompts = make_run(files, replay_batches=2, ppo_epochs=2)
-    batches, seen, train = iter([[prompts[i] for i in range(16)]] * 4), [], train_ppo.train
-
-    def note(run, name, minibatch, *rest):
-        seen.append((name, tuple(map(tuple, minibatch.responses()))))
-        return train(run, name, minibatch, *rest)
-
-    monkeypatch.setattr(train_ppo, "train", note)
-    for step in range(4):
-        seen.clear()
-        batch = train_ppo.collect(run, step, batches, list(range(16)))
-        metrics, _ = train_ppo.learn(run, step, batch)
-        actors = [responses for name, responses in seen if name == "actor"]
-        assert len(actors) == 4  # two epochs of two minibatches
-        assert len(set(actors[:2])) == len(set(actors[2:])) == 2
-        new = {tuple(map(tuple, batch.rollout.rows(range(k, k + 8)).responses())) for k in (0, 8)}
-        assert (set(actors) <= new) == (step == 0)
-        assert metrics["kl/sequence"] is not None
-        length = batch.rollout.response_len.sum().item() / 16
-        assert metrics["rollout/length"] == length  # metrics are those of the new batch
 
 
 @pytest.mark.parametrize("older", [0, 1, 2, 8])

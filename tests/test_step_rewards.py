@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from tiny import flags, load_weights, read_jsonl, request_of, save_policy_dir, word_tokenizer, write_jsonl
+from tiny import request_of, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, ids_of
 
-from trainer import ppo, train_ppo
+from trainer import ppo
 from trainer.collect import step_rewards, token_places
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.stops import HALF, response_texts
@@ -96,62 +96,3 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     rewards = ppo.token_rewards(scores["score"], rollout.response_len, rollout.mask, steps=steps)
     assert rewards.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0, 2.5, 0.0, 0.0], [0.0, 0.0, -0.5, 0.0]]
     assert step_rewards([], texts, rollout, tokenizer) is None  # no reward function
-
-
-# ---------------------------------------------------------------------------------------------------- a run
-
-# Words number 0, 2 and 4 of six should be "a", the others "b": 1 for each that is right.
-STEPS = """
-def right(response):
-    return [(2 * i, 1.0) for i, word in enumerate(response.split()) if word == "ab"[i % 2]]
-
-def steps(prompts, responses, answers):
-    return [right(r) for r in responses]
-
-def whole(prompts, responses, answers):
-    return [float(len(right(r))) for r in responses]
-
-def at_the_end(prompts, responses, answers):
-    return [[(None, float(len(right(r))))] for r in responses]
-"""
-SIZES = {"batch_size": 32, "mini_batch_size": 16, "max_gen_len": 6, "max_steps": 16, "epochs": 99}
-SIZES |= {"learning_rate": 0.01, "critic_warmup_steps": 0, "kl_coef": 0, "missing_eos_penalty": 0}
-SIZES |= {"min_gen_len": 6, "device": "cpu", "dtype": "float32", "eval_interval": 0, "log_interval": 1000}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "steps.py").write_text(STEPS)
-    policy = save_policy_dir(folder / "policy", word_tokenizer(WORDS, chat=True))
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 3))} for n in range(64)]
-    return {"model": policy, "data_path": write_jsonl(folder / "prompts.jsonl", prompts), "folder": folder}
-
-
-def run(files, out, function, **more):
-    named = {"model": files["model"], "data_path": files["data_path"]}
-    named["reward_fn"] = f"{files['folder'] / 'steps.py'}:{function}"
-    train_ppo.main(flags(**{**named, **SIZES, "out_dir": out, "run_name": function, **more}))
-    return out / function
-
-
-def test_steps_teach_each_token_what_a_score_at_the_end_cannot(files, tmp_path):
-    """With --gamma 0 a reward reaches the token that it lands on and no other: the score at the end teaches
-    what the last word should be, and that is wrong for half of the words."""
-    share = {}
-    for function in ("steps", "whole"):
-        lines = read_jsonl(run(files, tmp_path, function, gamma=0.0, ppo_epochs=4) / "metrics.jsonl")
-        share[function] = lines[-1]["reward/function"] / 6
-    assert share["steps"] > 0.7 > 0.5 > share["whole"], share
-
-
-def test_a_step_at_the_end_is_a_score_bit_for_bit(files, tmp_path):
-    one, other = (run(files, tmp_path, name, max_steps=3) for name in ("whole", "at_the_end"))
-    one, other = (load_weights(folder, 3) for folder in (one, other))
-    assert all(one[key].equal(other[key]) for key in one)
-
-
-def test_samples_show_the_sum(files, tmp_path):
-    for row in read_jsonl(run(files, tmp_path, "steps", max_steps=1) / "samples.jsonl"):
-        words = row["response"].split()
-        assert row["parts"]["function"] == sum(word == "ab"[i % 2] for i, word in enumerate(words))

@@ -35,90 +35,41 @@ def steps(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c == "a"] for r in responses]
     return [[(None, -0.1 * len(r)), *((i, 1) for i in mine)] for r, mine in zip(responses, places)]
 """
-FLAGS = {
-    "batch_size": 16,
-    "mini_batch_size": 4,
-    "ppo_epochs": 2,
-    "max_steps": STEPS + 2,
-    "critic_warmup_steps": 1,
-    "update_old_actor_freq": 2,
-    "accumulation_steps": 2,
-    "max_gen_len": 8,
-    "temperature": 0.7,
-    "gamma": 0.9,
-    "lam": 0.7,
-    "kl_coef": 0.3,
-    "grad_clip": 1.5,
-    "clip_epsilon": 0.15,
-    "cliprange_value": 0.3,
-    "vf_coef": 0.4,
-    "missing_eos_penalty": 0.75,
-    "learning_rate": 1e-3,
-    "critic_learning_rate": 4e-3,
-    "seed": 5,
-    "dtype": "float32",
-    "critic_init": "actor",
-}
+
+
+def options(text):
+    """ "batch_size 16 seed 5" -> {"batch_size": "16", "seed": "5"}"""
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+FLAGS = options(
+    f"batch_size 16 mini_batch_size 4 ppo_epochs 2 max_steps {STEPS + 2} critic_warmup_steps 1 max_gen_len 8 "
+    "update_old_actor_freq 2 accumulation_steps 2 temperature 0.7 gamma 0.9 lam 0.7 kl_coef 0.3 "
+    "grad_clip 1.5 clip_epsilon 0.15 cliprange_value 0.3 vf_coef 0.4 missing_eos_penalty 0.75 "
+    "learning_rate 1e-3 critic_learning_rate 4e-3 seed 5 dtype float32 critic_init actor"
+)
 NO_CRITIC = dict.fromkeys(
     ["critic_warmup_steps", "lam", "cliprange_value", "vf_coef", "critic_learning_rate", "critic_init"]
 )
 CASES = {
-    "all options": {
-        "kl_in": "loss",
-        "critic_lam": 0.6,
-        "importance_cap": 1.05,
-        "cliprange_value": 0.1,
-        "vf_coef": 1.2,
-        "clip_epsilon_high": 0.3,
-        "dual_clip": 1.4,
-        "lr_schedule": "constant",
-        "lr_warmup_steps": 1,
-        "critic_warmup_steps": 1,
-        "max_steps": 12,
-        "replay_batches": 1,
-        "overlong_buffer": 5,
-        "overlong_penalty": 0.6,
-        "min_gen_len": 3,
-        "steps": True,
-        "entropy_coef": 0.2,
-        "entropy_top": 0.6,
-        "ptx_coef": 0.3,
-    },
-    "KL in the reward, early stop": {
-        "kl_in": "reward",
-        "target_kl": 0.03,
-        "replay_batches": 2,
-        "kl_target": 0.5,
-        "kl_horizon": 20,
-    },
-    "experts": {"kl_in": "loss", "experts": True, "grad_clip": 2.0, "ptx_coef": 0.5},
-    "logged answers": {
-        "kl_in": "loss",
-        "logged": True,
-        "ptx_coef": 0.2,
-        "update_old_actor_freq": 1,
-        "cliprange_value": 0.1,
-    },
-    "four answers": {"kl_in": "loss", "num_generations": 4, "replay_batches": 1},
-    "RLOO": {
-        **NO_CRITIC,
-        "advantage": "rloo",
-        "num_generations": 4,
-        "kl_in": "reward",
-        "gamma": 1,
-        "replay_batches": 1,
-    },
-    "group, early stop": {
-        **NO_CRITIC,
-        "advantage": "group",
-        "num_generations": 2,
-        "kl_in": "loss",
-        "gamma": 1,
-        "target_kl": 0.05,
-        "grad_clip": 1.8,
-    },
-    "REINFORCE": {**NO_CRITIC, "advantage": "reinforce", "kl_in": "reward"},
-    "options off": {"kl_in": "loss", "importance_cap": 0, "cliprange_value": 0, "lr_warmup_steps": 1},
+    "all options": options(
+        "kl_in loss critic_lam 0.6 importance_cap 1.05 cliprange_value 0.1 vf_coef 1.2 clip_epsilon_high 0.3 "
+        "dual_clip 1.4 lr_schedule constant lr_warmup_steps 1 max_steps 12 replay_batches 1 "
+        "overlong_buffer 5 overlong_penalty 0.6 min_gen_len 3 entropy_coef 0.2 entropy_top 0.6 ptx_coef 0.3 "
+        "steps 1"
+    ),
+    "KL in the reward, early stop": options(
+        "kl_in reward target_kl 0.03 replay_batches 2 kl_target 0.5 kl_horizon 20"
+    ),
+    "experts": options("kl_in loss experts 1 grad_clip 2.0 ptx_coef 0.5"),
+    "logged answers": options("kl_in loss logged 1 ptx_coef 0.2 update_old_actor_freq 1 cliprange_value 0.1"),
+    "four answers": options("kl_in loss num_generations 4 replay_batches 1"),
+    "RLOO": NO_CRITIC | options("advantage rloo num_generations 4 kl_in reward gamma 1 replay_batches 1"),
+    "group, early stop": NO_CRITIC
+    | options("advantage group num_generations 2 kl_in loss gamma 1 target_kl 0.05 grad_clip 1.8"),
+    "REINFORCE": NO_CRITIC | options("advantage reinforce kl_in reward"),
+    "options off": options("kl_in loss importance_cap 0 cliprange_value 0 lr_warmup_steps 1"),
 }
 
 

@@ -7,7 +7,6 @@ a reward, and neither is the judge (rewards/combine.py): if the score rises whil
 exploits the reward. docs/report.md has the files of responses.
 """
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,8 +57,8 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, rows to keep: the
     answers to the first prompts).
 
-    Names of greedy results end in "_greedy". With ``--num_generations`` n, "eval/pass@k" with k = 2, 4, … up
-    to n is the chance that one of k sampled answers is right.
+    Names of greedy results end in "_greedy". With ``--num_generations`` n, "eval/pass@n" is the share of the
+    prompts of which one of the n sampled answers is right.
     """
     args = run.args
     metrics = Metrics()
@@ -80,10 +79,9 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
                     continue
                 answers = answer_rows(texts, rollout, parts)[::count]  # the first one to each
                 for place, prompt, row in zip(places, prompts, answers, strict=True):
-                    if place < SHOWN and kind:
-                        mine[place]["greedy"] = row
-                    elif place < SHOWN:
-                        mine[place] = {"place": place, "prompt": prompt.prompt, "answer": prompt.answer} | row
+                    if place < SHOWN:
+                        known = {"place": place, "prompt": prompt.prompt, "answer": prompt.answer} | row
+                        mine[place] = mine[place] | {"greedy": row} if kind else known
                 if held_out.has_accuracy:
                     right = [
                         is_correct(text, prompt.answer, args.reasoning)
@@ -91,10 +89,9 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
                         if prompt.answer is not None and comparable(prompt.answer)
                     ]
                     metrics.add(f"eval/accuracy{kind}", sum(right), len(right))
-                    groups = [right[i : i + count] for i in range(0, len(right), count)]
-                    for k in (2**i for i in range(1, count.bit_length())):
-                        solved = sum(pass_rate(group, k) for group in groups)
-                        metrics.add(f"eval/pass@{k}", solved, len(groups))
+                    if count > 1:
+                        solved = [any(right[i : i + count]) for i in range(0, len(right), count)]
+                        metrics.add(f"eval/pass@{count}", sum(solved), len(solved))
                 measured = parts | {"length": rollout.response_len, "finished": rollout.finished}
                 if "format" in parts:
                     measured["format_rate"] = parts["format"] > 0
@@ -121,13 +118,6 @@ def answer(
         with run.world.all_or_none():
             parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
     return rollout, texts, parts
-
-
-def pass_rate(right: list[bool], k: int) -> float:
-    """The chance that one of ``k`` answers to a prompt is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
-    arXiv:2107.03374, eq. 1). right: n bools, c of them True; k <= n."""
-    wrong = len(right) - sum(right)
-    return 1 - math.comb(wrong, k) / math.comb(len(right), k)
 
 
 @torch.no_grad()

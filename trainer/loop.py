@@ -69,7 +69,7 @@ def train_to_the_end(
             run.begin(logger)
             metrics, rows = evaluate(run, {}, {})
             log_step(run, logger, 0, metrics, rows)
-            run.keep_best(logger, metrics)
+            run.keep_best(metrics)
         for step in steps:
             try:
                 batch = collect(run, step, batches, positions)
@@ -89,7 +89,7 @@ def train_to_the_end(
                 except InputError as error:  # a reward failed: first log and save what has been learned
                     failed = error
             log_step(run, logger, done, metrics, rows)
-            run.keep_best(logger, metrics)
+            run.keep_best(metrics)
             if last or signal or failed or done % args.save_interval == 0:
                 save(run, logger)
             if failed:

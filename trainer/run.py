@@ -38,7 +38,7 @@ from trainer.models import (
     shard_models,
     shares_reward_models,
 )
-from trainer.options.best import WEIGHTS, Best, read_best, remove_saved, write_best
+from trainer.options.best import WEIGHTS, Best, read_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import suited_penalty
@@ -51,6 +51,8 @@ from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
 
+AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
+
 
 class PpoRun(Run):
     """What every phase of PPO needs: the models, how they are trained, and what does not change in a run."""
@@ -60,6 +62,7 @@ class PpoRun(Run):
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
     result_path: Path
+    folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts
     fingerprints = fingerprints  # before frozen weights are rounded
@@ -73,7 +76,12 @@ class PpoRun(Run):
         self.tokenizer = inputs.tokenizer
         self.data = self.prompts = inputs.prompts
         self.held_out = inputs.held_out
-        self._name_files(args)
+        moe = "_moe" if is_moe(self.actor) else ""
+        self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
+        if Path(args.model).resolve() == self.result_path.resolve():
+            raise InputError(
+                f"--model {args.model}: this run would write its result there; copy it elsewhere"
+            )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
         sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
         self.in_step = InStep(world) if sharded else None
@@ -137,19 +145,6 @@ class PpoRun(Run):
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
-
-    def _name_files(self, args: Flags) -> None:
-        """Where the trained actor is written, the actor of the best evaluation, and the averaged one."""
-        moe = "_moe" if is_moe(self.actor) else ""
-        name = f"ppo_actor_{self.actor.config.hidden_size}{moe}"
-        self.result_path = Path(args.out_dir) / f"{name}.pth"
-        self.best_path = self.result_path.with_name(f"{name}_best.pth")
-        self.ema_path = self.result_path.with_name(f"{name}_ema.pth")
-        written = (self.result_path, self.best_path, self.ema_path)
-        if Path(args.model).resolve() in [path.resolve() for path in written]:
-            raise InputError(
-                f"--model {args.model}: this run would write its result there; copy it elsewhere"
-            )
 
     def _load_rewards(self, args: Flags) -> tuple[Reward, Judge]:
         """The ``Reward`` of the run and its ``Judge``, with their reward models."""
@@ -268,22 +263,16 @@ class PpoRun(Run):
     # --------------------------------------------------------------------------------- what is saved
 
     def save_result(self) -> None:
-        """Write the actor, and its average if there is one, as a ``.pth`` and the folder beside it. The best
-        and the average of an earlier run go."""
+        """Write the actor as a ``.pth`` and the folder beside it, and its average into the run folder."""
         self.save_actor(self.result_path)
         if self.ema.batches:
             with self.ema.in_place():
-                self.save_actor(self.ema_path)
-        else:
-            remove_saved(self.ema_path)
-        if not self.best.step:
-            remove_saved(self.best_path)
+                self.save_actor(self.folder / AVERAGE)
 
-    def save_actor(self, path: Path, ready: Path | None = None) -> None:
-        """Write the actor, or the weights of a ``.pth`` that is ready, as ``path`` and the folder beside."""
+    def save_actor(self, path: Path) -> None:
+        """Write the actor as ``path`` and the folder beside it."""
         with writing(path):
-            state = torch.load(ready, weights_only=True) if ready else self.state
-            save_policy(self.actor, self.tokenizer, path, state=state)
+            save_policy(self.actor, self.tokenizer, path, state=self.state)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -296,9 +285,8 @@ class PpoRun(Run):
         finally:
             self.state = None
 
-    def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
-        """If a step's evaluation is the best so far, write the actor's weights: as best.pth in the run
-        folder, and from there as ``best_path``.
+    def keep_best(self, metrics: dict[str, float]) -> None:
+        """If a step's evaluation is the best so far, write the actor's weights into the run folder.
 
         All processes must call it, after the step was logged and before its checkpoint. Raises InputError
         where the disk is full or a weight is not finite in fp16; then a resumed run evaluates this step
@@ -309,36 +297,32 @@ class PpoRun(Run):
             return
         with self.world.all_or_none(), self.gathered():
             if self.world.is_main:
-                folder = logger.folder.path
                 if better.step:  # the weights before are those of --model
-                    self.save_actor(folder / WEIGHTS)
-                    self.save_actor(self.best_path, folder / WEIGHTS)
-                write_best(folder, better)
+                    self.save_actor(self.folder / WEIGHTS)
+                write_best(self.folder, better)
         self.best = better
 
     def restore_best(self, logger: Any) -> None:
-        """The best of a resumed run is that of its folder. ``best_path`` becomes it again: another run may
-        have written its own there."""
-        world = self.world
-        with world.all_or_none():
-            found = read_best(logger.folder.path) if world.is_main else None
-        found = world.from_main(found)
-        if found and not self.best.follows(found):
-            logger.say("note: the best so far was evaluated otherwise; it begins anew")
-        elif found:
+        """The best of a resumed run is that of its folder."""
+        found = None
+        with self.world.all_or_none():
+            if self.world.is_main:
+                self.folder = logger.folder.path
+                found = read_best(self.folder)
+        found = self.world.from_main(found)
+        if found and self.best.follows(found):
             self.best = found
-        with world.all_or_none():
-            if world.is_main and self.best.step:
-                self.save_actor(self.best_path, logger.folder.path / WEIGHTS)
+        elif found:
+            logger.say("note: the best so far was evaluated otherwise; it begins anew")
 
     def best_note(self) -> str:
-        return self.best.describe(self.best_path.name)
+        return self.best.describe(WEIGHTS)
 
     def results(self) -> str:
         best = self.best
         words = ""
         if best.value is not None:
-            words = f"best     {best.describe(self.best_path)}\n"
-        words += f"average  {self.ema_path} (--ema_beta)\n" if self.ema.batches else ""
+            words = f"best     {best.describe(self.folder / WEIGHTS)}\n"
+        words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"

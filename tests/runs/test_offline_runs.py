@@ -1,8 +1,16 @@
 """Whole runs of offline PPO: several processes, resuming, adapters, half precision."""
 
 import pytest
-from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
-from tiny import flags, read_jsonl, same_run, train, write_jsonl
+from same_runs import (
+    CRITIC,
+    EXACT,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from tiny import flags, read_jsonl, train, write_jsonl
 from tiny import run_files as policy_files
 
 from errors import InputError
@@ -38,6 +46,7 @@ def one(files, tmp_path_factory):
     return out / "r"
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(files, one, tmp_path):
     run_in_two_processes(flags(**files, **RUN, **TWO, out_dir=tmp_path))
     same_weights(one, tmp_path / "r", 4, ("actor", "critic"))
@@ -47,18 +56,17 @@ def test_two_processes_equal_one(files, one, tmp_path):
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(files, one, tmp_path):
-    options = {**files, **RUN, **ONE, "out_dir": tmp_path}
-    train_ppo.main([*flags(**options, keep_checkpoints=9), "--max_steps", "2"])
+    argv = flags(**files, **RUN, **ONE, out_dir=tmp_path)
+    resumed_is_the_same(one, argv, tmp_path, last=4)
     with pytest.raises(InputError, match=r"offline_data_path .* does not hold what the run began with"):
         other = write_jsonl(tmp_path / "other.jsonl", map(pair, range(1, 51)))
-        train_ppo.main(flags(**options | {"offline_data_path": other}, resume="auto"))
-    train_ppo.main(flags(**options, resume="auto"))
-    same_run(one, tmp_path / "r", 4)
+        train_ppo.main([*argv, "--resume", "auto", "--offline_data_path", other])
 
 
-@pytest.mark.parametrize(
-    "options", [{"lora_r": 4, "gradient_checkpointing": 1}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
-)
+HALF = [pytest.param({"dtype": dtype}, marks=pytest.mark.slow) for dtype in ("float16", "bfloat16")]
+
+
+@pytest.mark.parametrize("options", [{"lora_r": 4, "gradient_checkpointing": 1}, *HALF])
 def test_it_works_with(options, files, tmp_path, capsys):
     train(**files, **ONE, max_gen_len=8, max_steps=3, **options, out_dir=tmp_path, run_name="r")
     lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
@@ -71,19 +79,3 @@ def test_it_works_with(options, files, tmp_path, capsys):
     assert "the scores of" in said and "answers  100, 7 prompts held out" in said  # 50 pairs
     assert "3 steps of 16 logged answers, 1 x cpu" in said
     assert (tmp_path / "r" / "report.html").is_file()
-
-
-def test_without_pairs_the_answers_to_held_out_prompts_are_compared(files, tmp_path):
-    held_out = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "c", "answer": "a"}] * 6)
-    more = {"eval_data_path": held_out, "max_gen_len": 8, "max_steps": 2, "run_name": "r"}
-    train(**files | ONE | more, out_dir=tmp_path)
-    text = (tmp_path / "r" / "summary.md").read_text()
-    assert "The accuracy " in text and "on 6 held-out prompts" in text
-    assert "Nothing was measured" not in text
-
-
-def test_a_run_without_evaluation_says_that_nothing_was_compared(files, tmp_path):
-    left = {name: path for name, path in files.items() if name != "eval_data_path"}
-    train(**left, **ONE, max_gen_len=8, max_steps=2, out_dir=tmp_path, run_name="r")
-    text = (tmp_path / "r" / "summary.md").read_text()
-    assert "Nothing was measured that says whether the run helped" in text

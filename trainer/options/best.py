@@ -1,19 +1,17 @@
 """The best actor of a run: which evaluation it was, by ``--best_metric`` (higher is better), and its files.
 
-The run folder has its weights, best.pth, and best.json, which says what evaluation these had. A copy of the
-weights is out/ppo_actor_{hidden_size}{_moe}_best.pth, with a folder beside it. The evaluation before training
-is the value to beat; no weights are written for it. In a run that is evaluated in another way the best begins
-anew.
+The run folder has its weights, best.pth and the folder best beside it, and best.json, which says what
+evaluation these had. The evaluation before training is the value to beat; no weights are written for it. In a
+run that is evaluated in another way the best begins anew.
 """
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from atomic_files import one_at_a_time, write_whole, writing
+from atomic_files import write_whole, writing
 from errors import InputError
 
 WEIGHTS = "best.pth"  # in the run folder
@@ -76,15 +74,3 @@ def usual_metric(found: Mapping[str, float]) -> str:
     right = ["accuracy"] if found.get("eval/accuracy") else []
     names = ("chosen_preferred", "judge", "function", *right, "score_raw", "score", "accuracy")
     return next((f"eval/{name}" for name in names if f"eval/{name}" in found), "")
-
-
-def remove_saved(path: Path) -> None:
-    """Remove a ``.pth`` and the folder beside it. Without the ``.pth`` the folder may be of someone else, and
-    stays. Raises InputError if that fails."""
-    with writing(path):
-        if not path.exists():
-            return
-        if (beside := path.with_suffix("")).is_dir():
-            with one_at_a_time(beside):  # another run may write to the same name
-                shutil.rmtree(beside)
-        path.unlink()

@@ -148,7 +148,7 @@ class Run(ABC):
     def restore_best(self, logger: Any) -> None:
         """After a checkpoint was loaded: take over the best evaluation so far."""
 
-    def keep_best(self, logger: Any, metrics: dict[str, float]) -> None:
+    def keep_best(self, metrics: dict[str, float]) -> None:
         """After a step was logged: keep its weights if its evaluation is the best so far."""
 
     def best_note(self) -> str:
