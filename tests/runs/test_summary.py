@@ -395,7 +395,7 @@ def test_stages_say_their_verdict_too(tmp_path, capsys):
     files = run_files(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 4}
-    more = {"out_dir": tmp_path / "out", "max_gen_len": 4, "epochs": 9}
+    more = {"out_dir": tmp_path / "out", "epochs": 9}
     train_reward.main(flags(model=files["model"], data_path=tmp_path / "pairs.jsonl", **sizes, **more))
     said = capsys.readouterr().out
     assert "on 4 held-out pairs" in said
