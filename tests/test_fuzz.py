@@ -233,7 +233,7 @@ def test_data_files(data, number, folder, tokenizers):
 
 
 def test_many_of_these_files_could_be_read_and_many_not():
-    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 200
+    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 80
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_many_of_these_files_could_be_read_and_many_not():
         ("fine: numbers JSON has not", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
         ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
     ],
-    ids=str,
+    ids=map(str, range(8)),
 )
 def test_corpus_of_lines(what, line, tmp_path, tokenizers):
     path = tmp_path / "corpus.jsonl"
@@ -368,7 +368,7 @@ CHOICES = [(name, value) for name, these in (OF_NUMBERS | OTHERS).items() for va
 
 
 @fuzz(
-    30,
+    20,
     chosen=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True),
     steps=st.integers(1, 2),
 )
