@@ -233,7 +233,7 @@ def test_data_files(data, number, folder, tokenizers):
 
 
 def test_many_of_these_files_could_be_read_and_many_not():
-    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 200
+    assert not READ or min(READ.count(0), len(READ) - READ.count(0)) > 80
 
 
 @pytest.mark.parametrize(
@@ -243,17 +243,17 @@ def test_many_of_these_files_could_be_read_and_many_not():
         ("RecursionError", '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),
         ("ValueError: Exceeds the limit (4300 digits)", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),
         ("TypeError from the template", '{"prompt": "a", "answer": "a"}'),
-        ("fine: a few MB in a line", '{"prompt": "' + "hi you " * 300_000 + '", "answer": "x"}'),
-        ("fine: a few MB of special tokens", '{"prompt": "' + "<|im_end|> " * 30_000 + '", "answer": "x"}'),
+        ("fine: 200 KB in a line", '{"prompt": "' + "hi you " * 30_000 + '", "answer": "x"}'),
+        ("fine: 5,000 special tokens", '{"prompt": "' + "<|im_end|> " * 5_000 + '", "answer": "x"}'),
         ("fine: numbers JSON has not", '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),
         ("fine: marks of our own", '{"prompt": "\ufdd0\U000f0001\ufdd0", "answer": "\ufdd0\U000ffffd"}'),
     ],
-    ids=str,
+    ids=map(str, range(8)),
 )
 def test_corpus_of_lines(what, line, tmp_path, tokenizers):
     path = tmp_path / "corpus.jsonl"
     path.write_text(line + "\n", "utf-8")
-    for tokenizer in tokenizers if len(line) < 10**6 else tokenizers[:1]:
+    for tokenizer in tokenizers if len(line) < 50_000 else tokenizers[:1]:
         read_all(path, tokenizer)
 
 
@@ -368,7 +368,7 @@ CHOICES = [(name, value) for name, these in (OF_NUMBERS | OTHERS).items() for va
 
 
 @fuzz(
-    30,
+    20,
     chosen=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=3, unique=True),
     steps=st.integers(1, 2),
 )
@@ -502,16 +502,14 @@ CONFIGS = ["config.json", "config.json", "generation_config.json"]
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 
 
-@fuzz(300, mutate=mutations | value_changes | value_changes, file=st.sampled_from(CONFIGS))
-def test_model_folders(mutate, file, model_folder):
-    with suppress(UnicodeDecodeError), changed(model_folder / file, mutated(model_folder / file, mutate)):
-        read_model(model_folder)
+of_config = st.tuples(st.sampled_from(CONFIGS), mutations | value_changes | value_changes)
+of_weights = st.tuples(st.just("model.safetensors"), mutations)
 
 
-@fuzz(60, mutate=mutations)
-def test_weights(mutate, model_folder):
-    path = model_folder / "model.safetensors"
-    with changed(path, mutated(path, mutate)):
+@fuzz(300, change=of_config | of_config | of_weights)
+def test_model_folders(change, model_folder):
+    file, mutate = change
+    with changed(model_folder / file, mutated(model_folder / file, mutate)):
         read_model(model_folder)
 
 
@@ -566,16 +564,13 @@ def read_tokenizer(folder):
 
 
 OF_TOKENIZER = ["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+of_json = st.tuples(st.sampled_from(OF_TOKENIZER), mutations | value_changes)
+of_template = st.tuples(st.just("chat_template.jinja"), mutations)
 
 
-@fuzz(150, mutate=value_changes, file=st.sampled_from(OF_TOKENIZER))
-def test_changed_tokenizers(mutate, file, tokenizer_folder):
-    with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
-        read_tokenizer(tokenizer_folder)
-
-
-@fuzz(150, mutate=mutations, file=st.sampled_from([*OF_TOKENIZER[1:], "chat_template.jinja"]))
-def test_mutated_tokenizers(mutate, file, tokenizer_folder):
+@fuzz(300, change=of_json | of_json | of_json | of_template)
+def test_tokenizers(change, tokenizer_folder):
+    file, mutate = change
     with changed(tokenizer_folder / file, mutate((tokenizer_folder / file).read_bytes())):
         read_tokenizer(tokenizer_folder)
 

@@ -302,20 +302,25 @@ def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path
 
 def test_a_run_counts_its_held_out_prompts_and_reward_models(monkeypatch, tmp_path):
     counted = []
-    check = ppo_run.check_memory
 
     def noted(case, in_step):
-        counted.append((len(case.rewards), case.responses))
-        return check(case, in_step)
+        counted.append((len(case.rewards), case.responses, case.width))
+        raise InputError("enough")
+
+    def run(**more):
+        with pytest.raises(InputError, match="enough"):
+            train(**TINY, out_dir=tmp_path / "out", max_seq_len=100, **more)
 
     monkeypatch.setattr(ppo_run, "check_memory", noted)
     files = run_files(tmp_path, count=8)
-    more = {"out_dir": tmp_path / "out", "max_seq_len": 100}
-    train(**files, eval_data_path=files["data_path"], **TINY, **more, run_name="r")
-    held_out = {"eval_data_path": files["data_path"], "eval_reward_model": files.pop("reward_model")}
-    train(**files, **TINY, **more, run_name="s")
-    train(**files, **held_out, **TINY, **more, run_name="t")
-    assert counted == [(1, 8), (0, 4), (1, 8)]
+    held_out = {"eval_data_path": files["data_path"]}
+    run(**files, **held_out)
+    judge = {"eval_reward_model": files.pop("reward_model")}
+    run(**files)
+    run(**files, **held_out, **judge)
+    assert [(models, responses) for models, responses, _ in counted] == [(1, 8), (0, 4), (1, 8)]
+    (width,) = {width for *_, width in counted}
+    assert width < 30  # as long as the prompts are, whatever the limit
 
 
 def test_a_run_that_does_not_fit_ends_with_code_2(monkeypatch, tmp_path, capsys):
@@ -350,6 +355,7 @@ def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
     same_run(tmp_path / "kept" / "r", tmp_path / "released" / "r", step=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["critic", "no critic"])
 def test_the_plan_is_near_what_a_run_takes(monkeypatch, name):
     """A model of 14M parameters in fp32. Larger ones, of which Python's libraries are a smaller part:

@@ -60,7 +60,10 @@ class Sizes:
         wide = self.all if case.args.lora_r else self.table  # numbers that stay fp32
         if self.exact:
             wide = 0
-        return min(case.dtype.itemsize * (self.all - wide) + 4 * wide, self.bytes)
+        size = case.dtype.itemsize * (self.all - wide) + 4 * wide
+        if case.args.lora_r and "critic" in case.models:  # whose adapters make what it shares fp32
+            return size
+        return min(size, self.bytes)
 
 
 @dataclass

@@ -132,7 +132,7 @@ def damage(path: Path) -> str:
         for name in ("state.json", *wanted):
             if wanted.get(name) != _sha256(path / name):
                 return f"{name} is damaged"
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name in them may be none
         return first_line(error)
     return ""
 
