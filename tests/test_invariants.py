@@ -143,7 +143,7 @@ def test_padding_changes_no_gradient(files):
     garbage, padded = copy.copy(minibatch), 0
     for name, x in vars(minibatch).items():
         if isinstance(x, torch.Tensor) and x.dim() == 2:
-            real = length_mask(minibatch.lengths, x.shape[1]) if name == "tokens" else minibatch.mask
+            real = length_mask(minibatch.layout.length, x.shape[1]) if name == "tokens" else minibatch.mask
             setattr(garbage, name, x.masked_fill(~real, 3 if name == "tokens" else 1e6))
             padded += (~real).sum().item()
     assert padded > 50

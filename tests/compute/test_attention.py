@@ -180,19 +180,19 @@ def test_a_kernel_that_does_not_work_is_named_once_and_never_used(here, monkeypa
         attention._flash_works.cache_clear()
         monkeypatch.setattr(varlen, "varlen_attn", kernel)
         with pytest.warns(UserWarning, match=f"no flash attention of packed rows, .*{reason}"):
-            assert attention._flash_attention(*rows, packing, None, None) is None
+            assert attention._flash_attention(*rows, packing, None, 0.3) is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert attention._flash_attention(*rows, packing, None, None) is None
+            assert attention._flash_attention(*rows, packing, None, 0.3) is None
     attention._flash_works.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", _is_full)
     with pytest.raises(torch.OutOfMemoryError):
-        attention._flash_attention(*rows, packing, None, None)
-    assert attention._flash_attention(*(x.float() for x in rows), packing, None, None) is None
+        attention._flash_attention(*rows, packing, None, 0.3)
+    assert attention._flash_attention(*(x.float() for x in rows), packing, None, 0.3) is None
     monkeypatch.setattr(varlen, "varlen_attn", by_definition)
-    assert attention._flash_attention(*rows, packing, None, None) is not None
+    assert attention._flash_attention(*rows, packing, None, 0.3) is not None
     monkeypatch.setattr(attention, "FLASH_DEVICE", "cuda")
-    assert attention._flash_attention(*rows, packing, None, None) is None
+    assert attention._flash_attention(*rows, packing, None, 0.3) is None
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -1,14 +1,13 @@
 """The C kernels: the same values and gradients as torch's operations; machines without a C compiler."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_llama
 
-from trainer.compute import attention, fused_layers, logprobs
+from trainer.compute import attention, fused_layers
 from trainer.compute.batching import Layout
 from trainer.compute.cpu import kernels
 from trainer.compute.kernels import kernels_for
@@ -18,29 +17,12 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no C compiler here")
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def both_ways(function, inputs, monkeypatch):
-    """Values and gradients of ``function(*inputs)`` -> (compiled, torch's), each a list of fp32 tensors."""
-    results = []
-    for compiled in (True, False):
-        with monkeypatch.context() as patch:
-            if not compiled:
-                patch.setattr(kernels, "library", lambda: None)
-            leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-            out = function(*leaves)
-            out = out if isinstance(out, tuple) else (out,)
-            loss = sum((x.float() * draw(*x.shape, seed=9)).sum() for x in out)
-            grads = torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
-            results.append([x.detach().float() for x in (*out, *grads)])
-    return results
 
 
 def assert_close(compiled, plain, tolerance):
@@ -82,20 +64,6 @@ def test_attention(dtype, window, heads, groups, dim):
         grads = torch.autograd.grad((out * upstream.to(kind)).sum(), leaves)
         results.append([x.detach().double() for x in (out, *grads)])
     assert_close(*results, {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])
-
-
-@pytest.mark.parametrize("size", [1, 5, 16, 3000])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs(dtype, size, monkeypatch):
-    targets = torch.randint(size, (11,), generator=torch.Generator().manual_seed(0))
-
-    def logs(states, weight, bias):
-        module = SimpleNamespace(weight=weight, bias=bias)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return logprobs.token_logprobs(module, states, targets, 0.7)[0]
-
-    inputs = draw(11, 8), 2 * draw(size, 8, seed=3), draw(size, seed=4)
-    assert_close(*both_ways(logs, inputs, monkeypatch), TOLERANCE[dtype] * 4)
 
 
 def test_a_masked_logit_and_one_that_is_no_number():

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def _compile(kernel, grid, args, constants, arch):
     """Compile a launch for a GPU that need not be there. -> what is wrong, or None"""
     from triton.runtime import driver
 
-    driver.set_active(_Gpu(arch))
+    driver.set_active(_gpu(arch))
     try:
         shared = kernel.run(*args, grid=grid, warmup=True, **constants).metadata.shared
     except Exception as error:
@@ -137,22 +138,15 @@ def _compile(kernel, grid, args, constants, arch):
     return None if shared <= SHARED[arch] else f"{shared} bytes of shared memory, of {SHARED[arch]}"
 
 
-class _Gpu:
-    """What Triton's compiler asks the driver of a GPU"""
+def _gpu(arch):
+    """What Triton's compiler asks the driver of a GPU; compiled kernels are kept by device"""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, arch):
-        self.arch = arch
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self):
-        return self.arch  # compiled kernels are kept by device
-
-    def get_current_stream(self, device):
-        return 0
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device: 0,
+    )
 
 
 if __name__ == "__main__":

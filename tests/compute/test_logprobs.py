@@ -69,13 +69,13 @@ def test_by_hand(head, temperature, p):
     assert entropy.item() == pytest.approx(-sum(x * math.log(x) for x in (p, 1 - p) if x), abs=1e-7)
 
 
-def draw(spread=1.0, bias=True):
-    """A head of 50 tokens whose logits vary by ``spread``, 33 states, targets, upstream gradients."""
+def draw(spread=1.0, bias=True, size=50):
+    """A head of ``size`` tokens whose logits vary by ``spread``, 33 states, targets, upstream gradients."""
     torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, 50, bias=bias), torch.randn(33, 16)
+    head, states = torch.nn.Linear(16, size, bias=bias), torch.randn(33, 16)
     with torch.no_grad():
         head.weight.mul_(spread)
-    return head, states, torch.randint(4, 49, (33,)), torch.randn(2, 33)
+    return head, states, torch.randint(size, (33,)), torch.randn(2, 33)
 
 
 def gradients(head, states, targets, upstream, forbid_=None, dtype=None, learn_entropy=True):
@@ -111,7 +111,9 @@ def same(ours, wanted, tolerance=1e-5):
     ("drawn", "tolerance"),
     [
         ({}, 1e-5),
-        ({"bias": False}, 1e-5),
+        ({"bias": False, "size": 1}, 1e-5),
+        ({"bias": False, "size": 16}, 1e-5),
+        ({"size": 3000}, 1e-5),
         ({"spread": 40.0}, 3e-5),  # probabilities down to e^-100 and below
     ],
     ids=str,
@@ -133,6 +135,7 @@ def test_of_impossible_tokens_they_are_0(sizes):
 def test_ids_that_come_too_early_have_no_probability_and_no_gradient(sizes):
     """Two responses of 20 and 13 tokens; ids 3 and 49 may not be among the first five of each."""
     head, states, targets, upstream = draw()
+    targets = targets.clamp(4, 48)
     targets[[5, 19, 32]] = torch.tensor([3, 3, 49])  # where they may be
     forbid_ = EarlyEnds(6, [3, 49, 1000]).of(Layout.of_responses([2, 4], [20, 13]))  # no model has id 1000
     early = torch.tensor([*range(5), *range(20, 25)])

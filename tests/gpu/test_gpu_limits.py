@@ -39,37 +39,24 @@ def argv_of(files, out, batch):
     return flags(**{**files, **SIZES, **more}, out_dir=out)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("limits") / "files")
-
-
-@pytest.fixture(scope="module")
-def one(files, tmp_path_factory):
-    """A run of one process with a batch of 16 -> its folder."""
-    out = tmp_path_factory.mktemp("one")
-    finish(launch(argv_of(files, out, 16)), seconds=120)
-    return out / "r"
-
-
-def assert_equal_runs(one, two):
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_two_processes_equal_one(tmp_path, gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("needs two GPUs")
+    files = run_files(tmp_path / "files")
+    finish(launch(argv_of(files, tmp_path / "one", 16)), seconds=120)
+    argv = argv_of(files, tmp_path / "two", 8)
+    if gpus == 1:
+        driver = tmp_path / "shared.py"
+        driver.write_text(SHARED)
+        finish(launch_torchrun(2, [str(SCRIPT), *argv], script=driver), seconds=180)
+    else:
+        finish(launch_torchrun(2, argv), seconds=180)
+    one, two = tmp_path / "one/r", tmp_path / "two/r"
     assert_near(read_jsonl(one / "metrics.jsonl"), read_jsonl(two / "metrics.jsonl"), 1e-3)
     for name in ("actor", "critic"):
         left, right = (load_weights(folder, 4, name) for folder in (one, two))
         assert max((left[key] - right[key]).abs().max().item() for key in left) < 1e-4, name
-
-
-def test_two_processes_on_one_gpu_equal_one(files, one, tmp_path):
-    driver = tmp_path / "shared.py"
-    driver.write_text(SHARED)
-    finish(launch_torchrun(2, [str(SCRIPT), *argv_of(files, tmp_path, 8)], script=driver), seconds=180)
-    assert_equal_runs(one, tmp_path / "r")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_processes_on_two_gpus_equal_one(files, one, tmp_path):
-    finish(launch_torchrun(2, argv_of(files, tmp_path, 8)), seconds=180)
-    assert_equal_runs(one, tmp_path / "r")
 
 
 def test_a_run_with_too_little_memory_takes_smaller_pieces(tmp_path):

@@ -7,11 +7,8 @@ from functools import partial
 import pytest
 import test_stages
 import torch
-from tiny import flags, run_files, same_run
 from torch.optim import AdamW
 
-from errors import InputError
-from trainer import train_ppo
 from trainer.runs import optimizer_step
 from trainer.runs.optimizer_step import make_optimizer, rounded_at_random
 
@@ -98,35 +95,6 @@ def test_bits_depend_on_seed_step_and_parameter_alone():
     assert not one[0].equal(one[1])  # another parameter
     ups = [x > x.float().mean() for x in (one[0], one[2])]
     assert not ups[0].equal(ups[1])  # another step
-
-
-FULL = ["--moments_dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
-
-
-SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2, "epochs": 9}
-SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "eval_interval": 0, "run_name": "r"}
-SIZES |= {"critic_warmup_steps": 1, "device": "cpu", "log_interval": 1000, "save_interval": 1}
-
-
-def test_a_resumed_run_is_the_same_bit_for_bit_and_another_type_is_another_run(files, tmp_path):
-    argv = flags(**files, **SIZES, keep_checkpoints=9, moments_dtype="bfloat16")
-    train_ppo.main([*argv, "--out_dir", str(tmp_path / "whole")])
-    half = shutil.copytree(tmp_path / "whole" / "r", tmp_path / "half" / "r")
-    at_half = str(half / "checkpoints" / "step_1")
-    train_ppo.main([*argv, "--out_dir", str(tmp_path / "half"), "--resume", at_half])
-    same_run(tmp_path / "whole" / "r", half, step=2)
-    last = "checkpoints/step_2/actor_optimizer.safetensors"
-    one, other = ((folder / last).read_bytes() for folder in (tmp_path / "whole" / "r", half))
-    assert one == other
-    weights = (half / last).with_name("actor.safetensors").stat().st_size
-    assert len(one) < 1.2 * weights  # two moments of 16 bits a weight of 32
-    with pytest.raises(InputError, match="--moments_dtype was 'bfloat16' and is now 'float32'"):
-        train_ppo.main([*argv, "--out_dir", str(tmp_path / "half"), "--resume", "auto", *FULL])
 
 
 stage_files = test_stages.files  # a fixture
