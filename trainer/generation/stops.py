@@ -73,20 +73,24 @@ class StopStrings:
     def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
-        stops = [text.encode() for text in texts]
+        stops = tuple(text.encode() for text in texts)
         starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
         states = {text: place for place, text in enumerate(starts)}  # the first of them is b""
-        longest = len(starts[-1])
+        count = len(states)
 
-        def after(begun: bytes, word: bytes) -> int:
-            text = begun + word
-            tails = (text[start:] for start in range(max(0, len(text) - longest), len(text) + 1))
-            state = next(states[tail] for tail in tails if tail in states)
-            ended = any(stop in text[max(0, len(begun) + 1 - len(stop)) :] for stop in stops)  # in the word
-            return state + len(states) * ended
+        def after(text: bytes) -> int:
+            longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in states)
+            return states[longest] + count * text.endswith(stops)
 
-        words = self._vocabulary()
-        self.table = torch.tensor([[after(begun, word) for word in words] for begun in starts])
+        single = torch.tensor([[after(begun + bytes([byte])) for byte in range(256)] for begun in starts])
+        words = dict(enumerate(self._vocabulary()))
+        self.table = torch.arange(count)[:, None].repeat(1, len(words))
+        for place in range(max(map(len, words.values()))):  # byte by byte, from every state
+            words = {i: word for i, word in words.items() if len(word) > place}
+            ids = torch.tensor(list(words))
+            before = self.table[:, ids]
+            found = single[before % count, torch.tensor([word[place] for word in words.values()])]
+            self.table[:, ids] = found % count + count * ((found >= count) | (before >= count))
 
     def _vocabulary(self):
         """-> by id the bytes that each token adds to a text, and none for an id more."""
