@@ -1,4 +1,4 @@
-"""Sampling on a GPU: captured steps beside plain ones, engines that are rebuilt, captures that fail."""
+"""Sampling on a GPU: captured steps beside plain ones, engines rebuilt, captures that fail, endings."""
 
 import gc
 import warnings
@@ -19,20 +19,21 @@ from on_gpu import (
     no_graphs,
     waits,
 )
-from tiny import llama_config
+from tiny import llama_config, word_tokenizer
 from transformers import LlamaForCausalLM
 
 from trainer.compute.scoring import PolicyScorer, score_all
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampling import noise_keys
+from trainer.generation.stops import StopStrings, early_ends
 
 pytestmark = needs_gpu
 FAMILIES = [*MODELS, *MOE]
 
 
-def drawn(sampler, prompts=PROMPTS, max_gen_len=10, temperature=1.0, step=3, eos=(0,)):
-    keys = noise_keys(7, step, range(len(prompts)))
-    return sampler.sample(prompts, keys, list(eos), max_gen_len, temperature)
+def drawn(sampler, prompts=PROMPTS, max_gen_len=10, temperature=1.0, eos=(0,), least=0, stops=None):
+    keys = noise_keys(7, 3, range(len(prompts)))
+    return sampler.sample(prompts, keys, list(eos), max_gen_len, temperature, least, stops)
 
 
 def share_of_equals(one, other):
@@ -178,6 +179,47 @@ def test_decoding_hardly_waits_for_the_gpu(model):
     with waits() as found:
         drawn(sampler, max_gen_len=64, eos=(99,))
     assert len(found) <= 64 // 8 + 12, [f"{w.filename}:{w.lineno}" for w in found]
+
+
+# ---------------------------------------------------------------- least lengths and stop strings
+
+
+@pytest.fixture(scope="module")
+def stops(model):
+    words = [chr(ord("a") + i % 26) * (1 + i // 26) for i in range(model.config.vocab_size - 2)]
+    return StopStrings(["b c", "d", "f a"], word_tokenizer(words))
+
+
+@pytest.mark.parametrize("slots", [5, 64])
+def test_endings_are_those_of_a_cpu(stops, slots):
+    on_cpu, on_gpu = Sampler(made("Llama, tied")), Sampler(made("Llama, tied").cuda(), slots=slots)
+    for least, strings in ((0, stops), (4, None), (4, stops), (2, stops)):
+        one, other = (drawn(sampler, least=least, stops=strings) for sampler in (on_cpu, on_gpu))
+        assert share_of_equals(one, other) > 0.9  # rounding may choose another token
+        assert other.response_len.min() >= least
+    assert on_gpu.engine.graphs.captured
+
+
+def test_the_scorer_forbids_the_same(model):
+    rollout, found = drawn(Sampler(model), least=5), []
+    for early in (None, early_ends(5, [0])):
+        scorer = PolicyScorer(model.requires_grad_(), early_ends=early)
+        scorer(*rollout.sequences, 1.0)  # ids and places are sent
+        with waits() as here:
+            logprobs, _, _ = scorer(*rollout.sequences, 1.0)
+            logprobs.sum().backward()
+        found.append(len(here))
+    assert found[1] == found[0]
+    assert (logprobs - rollout.sampler_logprobs).abs().max() < 1e-3
+
+
+def test_stop_strings_make_the_host_wait_no_more_often(model, stops):
+    sampler = Sampler(model, slots=24)
+    with torch.inference_mode():
+        for _ in range(2):
+            with waits() as found:
+                drawn(sampler, max_gen_len=64, eos=(39,), least=60, stops=stops)
+    assert len(found) <= 64 // 8 + 14, [f"{w.filename}:{w.lineno}" for w in found]
 
 
 @needs_real_gpu

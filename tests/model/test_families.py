@@ -5,10 +5,9 @@
 
 import pytest
 import torch
-import transformers
+import transformers as T
 from safetensors.torch import load_model
 from tiny import ROOT, WORDS, read_jsonl, train, word_tokenizer, write_jsonl
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from errors import InputError
 from model.loading import eos_ids, load_policy, load_tokenizer, quiet, tokenizer_source
@@ -17,15 +16,8 @@ from trainer.compute.scoring import pack_sequences
 
 VOCAB = len(WORDS) + 2  # of tiny.word_tokenizer
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 0}
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    **IDS,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, **IDS}
 OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **IDS}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -33,32 +25,30 @@ SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_atten
 
 # family -> a config like those of its models on the hub, but tiny
 FAMILIES = {
-    "Llama": lambda: transformers.LlamaConfig(**SIZES),
-    "Llama, tied": lambda: transformers.LlamaConfig(tie_word_embeddings=True, **SIZES),
-    "Mistral": lambda: transformers.MistralConfig(sliding_window=6, **SIZES),
-    "Mixtral": lambda: transformers.MixtralConfig(num_local_experts=4, **SIZES),
-    "Qwen2": lambda: transformers.Qwen2Config(tie_word_embeddings=True, **SIZES),
-    "Qwen2, mixed windows": lambda: transformers.Qwen2Config(
+    "Llama": lambda: T.LlamaConfig(**SIZES),
+    "Llama, tied": lambda: T.LlamaConfig(tie_word_embeddings=True, **SIZES),
+    "Mistral": lambda: T.MistralConfig(sliding_window=6, **SIZES),
+    "Mixtral": lambda: T.MixtralConfig(num_local_experts=4, **SIZES),
+    "Qwen2": lambda: T.Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "Qwen2, mixed windows": lambda: T.Qwen2Config(
         use_sliding_window=True, sliding_window=6, max_window_layers=1, **SIZES
     ),
-    "Qwen3": lambda: transformers.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SIZES),
-    "Qwen3-MoE": lambda: transformers.Qwen3MoeConfig(head_dim=16, **MOE, **SIZES),
-    "SmolLM3": lambda: transformers.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),
-    "Phi-3": lambda: transformers.Phi3Config(**SIZES),
-    "Phi": lambda: transformers.PhiConfig(**SIZES),
-    "OLMo 2": lambda: transformers.Olmo2Config(**SIZES),
-    "StableLM": lambda: transformers.StableLmConfig(**SIZES),
-    "Gemma": lambda: transformers.GemmaConfig(head_dim=16, **SIZES),
-    "Gemma 3": lambda: transformers.Gemma3TextConfig(head_dim=16, **SLIDING, **SIZES),
-    "GPT-2": lambda: transformers.GPT2Config(**GPT2),
-    "GPT-J": lambda: transformers.GPTJConfig(rotary_dim=8, **GPT2),
+    "Qwen3": lambda: T.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SIZES),
+    "Qwen3-MoE": lambda: T.Qwen3MoeConfig(head_dim=16, **MOE, **SIZES),
+    "SmolLM3": lambda: T.SmolLM3Config(no_rope_layers=[1, 0], **SIZES),
+    "Phi-3": lambda: T.Phi3Config(**SIZES),
+    "Phi": lambda: T.PhiConfig(**SIZES),
+    "OLMo 2": lambda: T.Olmo2Config(**SIZES),
+    "StableLM": lambda: T.StableLmConfig(**SIZES),
+    "Gemma": lambda: T.GemmaConfig(head_dim=16, **SIZES),
+    "Gemma 3": lambda: T.Gemma3TextConfig(head_dim=16, **SLIDING, **SIZES),
+    "GPT-2": lambda: T.GPT2Config(**GPT2),
+    "GPT-J": lambda: T.GPTJConfig(rotary_dim=8, **GPT2),
     "GPT-Neo": lambda: gpt_neo(window_size=32),
-    "Falcon": lambda: transformers.FalconConfig(**OPT),
-    "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
-    "OPT": lambda: transformers.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **OPT),
-    "OPT-350m": lambda: transformers.OPTConfig(
-        ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, **OPT
-    ),
+    "Falcon": lambda: T.FalconConfig(**OPT),
+    "GPT-NeoX": lambda: T.GPTNeoXConfig(**{**SIZES, "num_key_value_heads": None}),
+    "OPT": lambda: T.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **OPT),
+    "OPT-350m": lambda: T.OPTConfig(ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False, **OPT),
     "MiniMind 2": lambda: minimind(2, False),
     "MiniMind 2 MoE": lambda: minimind(2, True),
     "MiniMind 3": lambda: minimind(3, False),
@@ -66,38 +56,18 @@ FAMILIES = {
 }
 
 
+MORE, CACHE = "logits are more than", "KV cache"  # why
 REFUSED = {
-    "Gemma 2": (
-        lambda: transformers.Gemma2Config(head_dim=16, **SIZES),
-        "type gemma2 .* logits are more than",
-    ),
-    "Granite": (
-        lambda: transformers.GraniteConfig(logits_scaling=8.0, **SIZES),
-        "type granite .* logits are",
-    ),
-    "Cohere": (
-        lambda: transformers.CohereConfig(logit_scale=0.25, **SIZES),
-        "type cohere .* logits are more",
-    ),
-    "Mamba": (lambda: transformers.MambaConfig(**SIZES), "type mamba .* KV cache"),
-    "RWKV": (
-        lambda: transformers.RwkvConfig(hidden_size=32, num_hidden_layers=2, **IDS),
-        "type rwkv .* KV cache",
-    ),
-    "BERT": (
-        lambda: transformers.BertConfig(**{**SIZES, "num_key_value_heads": None}),
-        "type bert .* logits are more than",
-    ),
-    "Gemma 3 with images": (lambda: gemma3_with_images(), "type gemma3 .* KV cache"),
-    "LFM2": (
-        lambda: transformers.Lfm2Config(layer_types=["conv", "full_attention"], **SIZES),
-        "type lfm2 .* KV cache",
-    ),
-    "Qwen 3.5": (lambda: transformers.Qwen3_5TextConfig(**SIZES), "type qwen3_5_text .* KV cache"),
-    "BLOOM": (
-        lambda: transformers.BloomConfig(n_layer=2, n_head=4, **OPT),
-        "type bloom .* KV cache",
-    ),
+    "Gemma 2": (lambda: T.Gemma2Config(head_dim=16, **SIZES), f"type gemma2 .* {MORE}"),
+    "Granite": (lambda: T.GraniteConfig(logits_scaling=8.0, **SIZES), f"type granite .* {MORE}"),
+    "Cohere": (lambda: T.CohereConfig(logit_scale=0.25, **SIZES), f"type cohere .* {MORE}"),
+    "BERT": (lambda: T.BertConfig(**{**SIZES, "num_key_value_heads": None}), f"type bert .* {MORE}"),
+    "Mamba": (lambda: T.MambaConfig(**SIZES), f"type mamba .* {CACHE}"),
+    "RWKV": (lambda: T.RwkvConfig(hidden_size=32, num_hidden_layers=2, **IDS), f"type rwkv .* {CACHE}"),
+    "Gemma 3 with images": (lambda: gemma3_with_images(), f"type gemma3 .* {CACHE}"),
+    "LFM2": (lambda: T.Lfm2Config(layer_types=["conv", "full_attention"], **SIZES), f"type lfm2 .* {CACHE}"),
+    "Qwen 3.5": (lambda: T.Qwen3_5TextConfig(**SIZES), f"type qwen3_5_text .* {CACHE}"),
+    "BLOOM": (lambda: T.BloomConfig(n_layer=2, n_head=4, **OPT), f"type bloom .* {CACHE}"),
     "GPT-Neo, window smaller than an answer": (lambda: gpt_neo(window_size=16), "exceeds the 16 positions"),
     "Phi-3, long positions": (lambda: phi3_long(16), "exceeds the 16 positions"),
 }
@@ -110,26 +80,20 @@ def gpt_neo(**more):
         "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],
     }
-    return transformers.GPTNeoConfig(max_position_embeddings=64, **layers, **more, **IDS)
+    return T.GPTNeoConfig(max_position_embeddings=64, **layers, **more, **IDS)
 
 
 def gemma3_with_images():
     text = {"head_dim": 16, **SLIDING, **SIZES}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {"image_size": 28, "patch_size": 14, **sizes}
-    more = {"mm_tokens_per_image": 4, "image_token_index": 9}
-    return transformers.Gemma3Config(text_config=text, vision_config=vision, **more)
+    return T.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=9)
 
 
 def phi3_long(original):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": original,
-        **factors,
-    }
-    return transformers.Phi3Config(rope_parameters=rope, original_max_position_embeddings=original, **SIZES)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    return T.Phi3Config(rope_parameters=rope, original_max_position_embeddings=original, **SIZES)
 
 
 def minimind(version, use_moe):
@@ -150,7 +114,7 @@ def score(prompts, responses, answers):
 def build(config, spread=4.0):
     """A random model whose next token is far from uniform and whose norms and biases are not all alike."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = T.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(spread) if p.dim() > 1 else p.add_(0.1 * torch.randn_like(p))
@@ -241,7 +205,7 @@ def test_refused_family(family, tmp_path):
 
 def test_refused_before_it_is_loaded(tmp_path):
     flags = files(tmp_path, build(FAMILIES["Llama"]()))
-    transformers.T5Config().save_pretrained(tmp_path / "policy")
+    T.T5Config().save_pretrained(tmp_path / "policy")
     with pytest.raises(InputError, match=r"T5Config.* for this kind of AutoModel: AutoModelForCausalLM"):
         train(**flags)
 
@@ -294,7 +258,7 @@ def test_no_eos_at_all(tmp_path):
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3", "Phi-3", "Gemma 3", "GPT-2", "OPT"])
 def test_a_tokenizer_that_is_not_of_its_models_family(architecture, tmp_path):
     """It is read as its own file says. AutoTokenizer would read any tokenizer beside a Qwen2 as Qwen2's."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(ROOT / "model" / "demo" / "policy")
+    tokenizer = T.PreTrainedTokenizerFast.from_pretrained(ROOT / "model" / "demo" / "policy")
     FAMILIES[architecture]().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again, text = load_tokenizer(tmp_path), "What is 12 plus  seven?\n\n<think> It's 好 </think>"

@@ -73,20 +73,23 @@ class StopStrings:
     def __init__(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
-        stops = [text.encode() for text in texts]
+        stops = tuple(text.encode() for text in self.texts)
         starts = sorted({stop[:end] for stop in stops for end in range(len(stop))}, key=len)
-        states = {text: place for place, text in enumerate(starts)}  # the first of them is b""
-        longest = len(starts[-1])
-
-        def after(begun: bytes, word: bytes) -> int:
-            text = begun + word
-            tails = (text[start:] for start in range(max(0, len(text) - longest), len(text) + 1))
-            state = next(states[tail] for tail in tails if tail in states)
-            ended = any(stop in text[max(0, len(begun) + 1 - len(stop)) :] for stop in stops)  # in the word
-            return state + len(states) * ended
-
-        words = self._vocabulary()
-        self.table = torch.tensor([[after(begun, word) for word in words] for begun in starts])
+        states = {text: place for place, text in enumerate(starts)}
+        count = len(states)  # the first of them is b""
+        after = torch.zeros(2 * count, 256, dtype=torch.int64)  # the table of single bytes
+        for begun, state in states.items():
+            for byte in range(256):
+                text = begun + bytes([byte])
+                longest = next(text[start:] for start in range(len(text) + 1) if text[start:] in states)
+                after[state, byte] = states[longest] + count * text.endswith(stops)
+        after[count:] = after[:count] % count + count  # completed stays so
+        words = dict(enumerate(self._vocabulary()))
+        self.table = torch.arange(count)[:, None].repeat(1, len(words))
+        for place in range(max(map(len, words.values()))):  # byte by byte, from every state
+            words = {i: word for i, word in words.items() if len(word) > place}
+            ids = torch.tensor(list(words))
+            self.table[:, ids] = after[self.table[:, ids], torch.tensor([w[place] for w in words.values()])]
 
     def _vocabulary(self):
         """-> by id the bytes that each token adds to a text, and none for an id more."""
