@@ -276,8 +276,8 @@ def test_a_change_that_goes_with_better_answers_is_none(bad, good, name, unknown
 
 
 # Evaluations from the first to the last, what else is known, and the level. Two standard errors of a
-# difference are, of shares of 500 near 0.9, 2 sqrt(2) 0.3 / sqrt(500) = 0.038; of scores, where the mean of 128
-# varies by 0.0886 and one of them by 1, 2 sqrt(2) / sqrt(500) = 0.127; of offline pairs 2 sqrt(2) 0.1 /
+# difference are, of shares of 500 near 0.9, 2 sqrt(2) 0.3 / sqrt(500) = 0.038; of scores, where the mean of
+# 128 varies by 0.0886 and one of them by 1, 2 sqrt(2) / sqrt(500) = 0.127; of offline pairs 2 sqrt(2) 0.1 /
 # sqrt(500) = 0.0126, and change by change 2 * 0.02 / sqrt(500) = 0.0018.
 HELD_OUT = """
 accuracy     0.6  0.9  0.85   -                look
