@@ -253,7 +253,7 @@ def test_a_minibatch_that_does_not_fit_is_done_again_with_less_and_said(files, t
     train_ppo.main(argv_of(files, tmp_path, max_steps=2))
     assert "note: memory ran out in step 1; updates take fewer tokens at a time" in capsys.readouterr().out
     state = json.loads((tmp_path / "r" / "checkpoints" / "step_2" / "state.json").read_text())
-    assert state["token_budget"] == budgets[-1] <= fits < max(budgets)
+    assert state["token_budget"] <= fits < max(budgets)
     fits = 0
     with pytest.raises(InputError, match="out of memory for a single sequence of "):
         train_ppo.main(argv_of(files, tmp_path / "none", max_steps=2))
