@@ -120,18 +120,18 @@ def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
     """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
     evaluation."""
-    check_equal(one, two, 2)
+    check_equal(one, two)
 
 
 def test_two_sharded_processes_equal_one(one, sharded):
     """The same, where no process has a whole model. PTX, replayed batches and a reward model that starts the
     critic are among it."""
-    check_equal(one, sharded, 2)
+    check_equal(one, sharded)
 
 
 @pytest.mark.slow
 def test_four_sharded_processes_equal_one(one, in_four):
-    check_equal(one, in_four, 4)
+    check_equal(one, in_four)
     names = sorted(path.name for path in (in_four / "checkpoints" / "step_12").iterdir())
     assert names == sorted(path.name for path in (one / "checkpoints" / "step_12").iterdir())
 
@@ -140,10 +140,8 @@ def state_of(folder):
     return json.loads((folder / "checkpoints" / "step_12" / "state.json").read_text())
 
 
-def check_equal(one, two, processes):
-    difference = furthest(one, two)
-    print(f"largest weight difference between one and {processes} processes: {difference:.1e}")
-    assert difference < TOLERANCE
+def check_equal(one, two):
+    assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
     stops = {m["policy/early_stop"] > 0 for m in read_jsonl(one / "metrics.jsonl")[1:]}
     assert stops == {True, False}
@@ -189,9 +187,7 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
         assert [m[name] for m in left] == [m[name] for m in right]
     assert left[0]["policy/skipped_steps"] > 0
     assert left[-1]["policy/skipped_steps"] == 0
-    difference = furthest(one, two, step=6)
-    print(f"largest weight difference in fp16: {difference:.1e}")
-    assert difference < 6e-4
+    assert furthest(one, two, step=6) < 6e-4
 
 
 @pytest.mark.parametrize(
@@ -219,9 +215,7 @@ def test_resuming_with_another_number_of_processes(
     else:
         (out, _), *_ = map(finish, launch_all(argv, processes))
     assert f"note: processes were {was} and are {processes}" in out
-    difference = furthest(one, tmp_path / "r")
-    print(f"largest weight difference after going on with {processes}: {difference:.1e}")
-    assert difference < TOLERANCE
+    assert furthest(one, tmp_path / "r") < TOLERANCE
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
 
 
@@ -244,16 +238,8 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
     for process in launch_two(argv_of(files, tmp_path / "two", TWO, **more)):
         finish(process)
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
-    difference = furthest(one, two)
-    print(f"largest weight difference of {kind}: {difference:.1e}")
-    assert difference < TOLERANCE
+    assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
-
-
-def test_another_global_batch_is_another_run(files, two):
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
-        train_ppo.main(argv_of(files, two.parent, TWO, reward_fn=overflow, resume="auto"))
 
 
 # ------------------------------------------------------------------------------------ when a process fails
