@@ -179,7 +179,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     words = {
         word for row in read_jsonl(run_folder / "eval_samples.jsonl") for word in row["response"].split()
     }
-    words |= {HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model"}
+    words |= {HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"}
     for word in words | {"The longest", "clip fraction", "explained variance", "k1, true on average"}:
         assert word in page.text
     head = [a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
@@ -293,7 +293,7 @@ def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, m
     assert "The run was stopped, after step 2 of 9." in text
     summary = (tmp_path / "r" / "summary.md").read_text()
     assert "- The run was stopped, after step 2 of 9." in summary
-    assert "Files: ppo_actor_32.pth has the weights after step 2." in summary
+    assert "Files: ppo_actor_32.pth has the weights after step 2" in summary
     assert (tmp_path / "r" / "curves.png").stat().st_size > 10_000
     places = f"report   {tmp_path / 'r' / 'report.html'}, summary.md and curves.png\n"
     assert f"{summary}\n{places}" in capsys.readouterr().out
