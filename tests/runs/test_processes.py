@@ -37,19 +37,10 @@ RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_step
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
-ONE, TWO, FOUR = ({"batch_size": n, "mini_batch_size": n // 2} for n in (16, 8, 4))
-SAME = {
-    "reward/score",
-    "rollout/length",
-    "rollout/finished",
-    "kl/k1",
-    "policy/approx_kl",
-    "policy/early_stop",
-}
-SAME |= {"reward/model"}
-SAME |= {"policy/skipped_steps", "policy/entropy", "eval/score", "eval/length"}
-SAME |= {"reward/score_std", "reward/at_limit", "rollout/repetition", "rollout/distinct"}
-SAME |= {"rollout/score_length_corr", "rollout/importance_ess", "policy/first_ratio", "policy/ptx_loss"}
+SAME = "reward/score reward/score_std reward/at_limit reward/model "
+SAME += "rollout/length rollout/finished rollout/repetition rollout/distinct kl/k1 "
+SAME += "rollout/score_length_corr rollout/importance_ess policy/approx_kl policy/early_stop eval/length "
+SAME += "policy/skipped_steps policy/entropy policy/first_ratio policy/ptx_loss eval/score"
 TOLERANCE = 1e-5  # of the largest weight difference between runs with one and with two processes
 
 # One response scores so high that the value loss overflows: an optimizer step that is really not finite.
@@ -72,44 +63,34 @@ def files(tmp_path_factory):
     return found | {"eval_data_path": write_jsonl(folder / "eval.jsonl", prompts[5:10])}  # uneven shares
 
 
-def argv_of(files, out_dir, sizes, **more):
-    return flags(**{**files, **RUN, **sizes, "out_dir": out_dir, "eval_interval": 0, **more})
+SIZES = {n: {"batch_size": 16 // n, "mini_batch_size": 8 // n} for n in (1, 2, 4)}
+
+
+def argv_of(files, out_dir, processes, **more):
+    return flags(**{**files, **RUN, **SIZES[processes], "out_dir": out_dir, "eval_interval": 0, **more})
 
 
 @pytest.fixture(scope="module")
-def one(files, tmp_path_factory):
-    """A run of 12 steps in one process -> its run folder."""
-    out = tmp_path_factory.mktemp("one")
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    train_ppo.main(argv_of(files, out, ONE, reward_fn=overflow, keep_checkpoints=9))
-    return out / "r"
+def overflowing(files):
+    return {"reward_fn": files["reward_fn"].replace("combine.py", "overflow.py"), "keep_checkpoints": 9}
 
 
 @pytest.fixture(scope="module")
-def two(files, tmp_path_factory):
-    """The same run in two processes -> its run folder."""
-    return run_in(2, files, tmp_path_factory.mktemp("two"))
+def run_in(files, overflowing, tmp_path_factory):
+    """A function: the folder of a run of 12 steps in so many processes, which is made once."""
+    made = {}
 
+    def folder(processes, shard=0):
+        if (processes, shard) not in made:
+            out = made[processes, shard] = tmp_path_factory.mktemp(f"in_{processes}_{shard}")
+            argv = argv_of(files, out, processes, shard=shard, **overflowing)
+            if processes == 1:
+                train_ppo.main(argv)
+            for process in launch_all([*argv, "--ddp"], processes) if processes > 1 else ():
+                assert "FutureWarning" not in finish(process)[1]
+        return made[processes, shard] / "r"
 
-@pytest.fixture(scope="module")
-def sharded(files, tmp_path_factory):
-    """The same run in two processes that share all models -> its run folder."""
-    return run_in(2, files, tmp_path_factory.mktemp("sharded"), shard=1)
-
-
-@pytest.fixture(scope="module")
-def in_four(files, tmp_path_factory):
-    """The same in four processes."""
-    return run_in(4, files, tmp_path_factory.mktemp("four"), shard=1)
-
-
-def run_in(processes, files, out, **more):
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    sizes = {2: TWO, 4: FOUR}[processes]
-    argv = argv_of(files, out, sizes, reward_fn=overflow, keep_checkpoints=9, **more)
-    for process in launch_all([*argv, "--ddp"], processes):
-        assert "FutureWarning" not in finish(process)[1]
-    return out / "r"
+    return folder
 
 
 def furthest(left, right, step=12):
@@ -122,35 +103,20 @@ def furthest(left, right, step=12):
 # ----------------------------------------------------------------------------------------- the same result
 
 
-def test_two_processes_of_batch_n_equal_one_of_batch_2n(one, two):
-    """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
-    scores, critic warm-up, early stops, a step that was skipped, epochs that end inside a batch and uneven
-    evaluation."""
-    check_equal(one, two, 2)
-
-
-def test_two_sharded_processes_equal_one(one, sharded):
-    """The same, where no process has a whole model. PTX, replayed batches and a reward model that starts the
-    critic are among it."""
-    check_equal(one, sharded, 2)
-
-
-@pytest.mark.slow
-def test_four_sharded_processes_equal_one(one, in_four):
-    check_equal(one, in_four, 4)
-    names = sorted(path.name for path in (in_four / "checkpoints" / "step_12").iterdir())
-    assert names == sorted(path.name for path in (one / "checkpoints" / "step_12").iterdir())
-
-
 def state_of(folder):
     return json.loads((folder / "checkpoints" / "step_12" / "state.json").read_text())
 
 
-def check_equal(one, two, processes):
-    difference = furthest(one, two)
-    print(f"largest weight difference between one and {processes} processes: {difference:.1e}")
-    assert difference < TOLERANCE
-    same_metrics(one, two, SAME, rel=1e-4, abs=2e-5)
+@pytest.mark.parametrize(("processes", "shard"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, processes, shard):
+    """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
+    scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
+    inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
+    one, two = run_in(1), run_in(processes, shard)
+    names = [sorted(path.name for path in (run / "checkpoints" / "step_12").iterdir()) for run in (one, two)]
+    assert names[0] == names[1]
+    assert furthest(one, two) < TOLERANCE
+    same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
     stops = {m["policy/early_stop"] > 0 for m in read_jsonl(one / "metrics.jsonl")[1:]}
     assert stops == {True, False}
     assert state_of(one)["skipped_steps"] > 0
@@ -186,8 +152,8 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
     more = {"dtype": "float16", "vf_coef": 100, "max_steps": 6, "target_kl": 0, "normalize_reward": 0}
     more |= {"clip_epsilon": 0.999, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
     more |= {"clip_epsilon_high": 10, "critic_warmup_steps": 1, "best_metric": "score"}
-    train_ppo.main(argv_of(files, tmp_path / "one", ONE, **more))
-    for process in launch_two(argv_of(files, tmp_path / "two", TWO, **more)):
+    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
+    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
         finish(process)
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
     left, right = (read_jsonl(folder / "metrics.jsonl")[1:] for folder in (one, two))
@@ -195,39 +161,35 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
         assert [m[name] for m in left] == [m[name] for m in right]
     assert left[0]["policy/skipped_steps"] > 0
     assert left[-1]["policy/skipped_steps"] == 0
-    difference = furthest(one, two, step=6)
-    print(f"largest weight difference in fp16: {difference:.1e}")
-    assert difference < 6e-4
+    assert furthest(one, two, step=6) < 6e-4
 
 
 @pytest.mark.parametrize(
-    ("start", "was", "processes", "shard"),
+    ("was", "processes"),
     [
-        ("two", 2, 1, 0),
-        ("one", 1, 2, 0),
-        ("sharded", 2, 1, 0),
-        pytest.param("sharded", 2, 4, 1, marks=pytest.mark.slow),
-        ("one", 1, 2, 1),
+        ((2, 0), (1, 0)),
+        ((1, 0), (2, 0)),
+        ((2, 1), (1, 0)),
+        ((1, 0), (2, 1)),
+        pytest.param((2, 1), (4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_resuming_with_another_number_of_processes(
-    files, one, tmp_path, start, was, processes, shard, request, capsys
+    files, run_in, overflowing, tmp_path, was, processes, capsys
 ):
     """Only the batch size over all processes has to stay the same. Sharded runs go on as others, and others
     as sharded ones."""
-    shutil.copytree(request.getfixturevalue(start), tmp_path / "r")
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    more = {"reward_fn": overflow, "resume": tmp_path / "r" / "checkpoints" / "step_5", "keep_checkpoints": 9}
-    argv = argv_of(files, tmp_path, {1: ONE, 2: TWO, 4: FOUR}[processes], shard=shard, **more)
-    if processes == 1:
+    shutil.copytree(run_in(*was), tmp_path / "r")
+    count, shard = processes
+    step_5 = tmp_path / "r" / "checkpoints" / "step_5"
+    argv = argv_of(files, tmp_path, count, shard=shard, resume=step_5, **overflowing)
+    if count == 1:
         train_ppo.main(argv)
         out = capsys.readouterr().out
     else:
-        (out, _), *_ = map(finish, launch_all(argv, processes))
-    assert f"note: processes were {was} and are {processes}" in out
-    difference = furthest(one, tmp_path / "r")
-    print(f"largest weight difference after going on with {processes}: {difference:.1e}")
-    assert difference < TOLERANCE
+        (out, _), *_ = map(finish, launch_all(argv, count))
+    assert f"note: processes were {was[0]} and are {count}" in out
+    assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
 
 
@@ -246,20 +208,12 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
         policy.save_pretrained(tmp_path / "policy")
         AutoTokenizer.from_pretrained(files["model"]).save_pretrained(tmp_path / "policy")
         more |= {"model": tmp_path / "policy"}
-    train_ppo.main(argv_of(files, tmp_path / "one", ONE, **more))
-    for process in launch_two(argv_of(files, tmp_path / "two", TWO, **more)):
+    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
+    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
         finish(process)
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
-    difference = furthest(one, two)
-    print(f"largest weight difference of {kind}: {difference:.1e}")
-    assert difference < TOLERANCE
+    assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
-
-
-def test_another_global_batch_is_another_run(files, two):
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    with pytest.raises(InputError, match=r"batch_size was (16|8) and is now (8|4) over all"):
-        train_ppo.main(argv_of(files, two.parent, TWO, reward_fn=overflow, resume="auto"))
 
 
 # ------------------------------------------------------------------------------------ when a process fails
@@ -273,17 +227,17 @@ def failing(argv, fault, call=9):
 
 
 def test_when_one_process_dies_the_other_ends_and_the_run_resumes(files, tmp_path):
-    argv = argv_of(files, tmp_path, TWO, target_kl=0)
+    argv = argv_of(files, tmp_path, 2, target_kl=0)
     ((out, err), code), (_, killed) = failing(argv, DIE)
     assert (code, killed) == (1, -9)
     assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
     assert "error: process 0 lost contact with the others" in err
-    train_ppo.main(argv_of(files, tmp_path, ONE, target_kl=0, resume="auto"))
+    train_ppo.main(argv_of(files, tmp_path, 1, target_kl=0, resume="auto"))
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
 
 
 def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
-    found = failing(argv_of(files, tmp_path, TWO, target_kl=0), "raise KeyError('no such answer')")
+    found = failing(argv_of(files, tmp_path, 2, target_kl=0), "raise KeyError('no such answer')")
     assert [code for _, code in found] == [2, 2]
     (line,) = [line for (_, err), _ in found for line in err.splitlines() if line.startswith("error: ")]
     assert "process 1: --reward_fn: KeyError: 'no such answer' at" in line
@@ -300,7 +254,7 @@ World.check_identical = drift
 
 
 def test_processes_that_drift_apart_are_stopped_at_once(files, tmp_path):
-    found = failing(argv_of(files, tmp_path, TWO, target_kl=0), DRIFT)
+    found = failing(argv_of(files, tmp_path, 2, target_kl=0), DRIFT)
     assert [code for _, code in found] == [1, 1]
     assert "error: processes hold different weights" in found[0][0][1]
     assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(7))
@@ -308,7 +262,7 @@ def test_processes_that_drift_apart_are_stopped_at_once(files, tmp_path):
 
 
 def test_bad_input_is_said_once(files, tmp_path):
-    argv = argv_of(files, tmp_path / "out", TWO, data_path="/nowhere.jsonl")
+    argv = argv_of(files, tmp_path / "out", 2, data_path="/nowhere.jsonl")
     said = "".join(finish(process, code=2)[1] for process in launch_two(argv))
     assert said.count("error: ") == said.count("error: /nowhere.jsonl") == 1
     assert "Traceback" not in said
@@ -328,7 +282,7 @@ def wait_for_steps(folder, process):
 
 
 def test_a_signal_to_one_process_saves_and_ends_all(files, tmp_path):
-    one, two = launch_two(argv_of(files, tmp_path, TWO, max_steps=900, save_interval=1000))
+    one, two = launch_two(argv_of(files, tmp_path, 2, max_steps=900, save_interval=1000))
     wait_for_steps(tmp_path / "r", one)
     two.send_signal(signal.SIGTERM)
     finish(two, code=128 + signal.SIGTERM)
@@ -339,7 +293,7 @@ def test_a_signal_to_one_process_saves_and_ends_all(files, tmp_path):
 @pytest.mark.parametrize("group", [True, False])
 def test_signals_under_torchrun_save_once_and_end(files, tmp_path, group):
     """Ctrl-C reaches every process, and torchrun sends it once more: it must count as one request."""
-    process = launch_torchrun(2, argv_of(files, tmp_path, TWO, max_steps=900, save_interval=1000))
+    process = launch_torchrun(2, argv_of(files, tmp_path, 2, max_steps=900, save_interval=1000))
     wait_for_steps(tmp_path / "r", process)
     if group:
         os.killpg(process.pid, signal.SIGINT)
@@ -367,7 +321,7 @@ train_ppo.main(sys.argv[1:])
 def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault):
     """A C function that does not return and holds the GIL: the other process waits as long as it may."""
     (tmp_path / "hang.py").write_text(HANG)
-    argv = [str(ROOT), *argv_of(files, tmp_path, TWO, target_kl=0)]
+    argv = [str(ROOT), *argv_of(files, tmp_path, 2, target_kl=0)]
     environment = {"FAULT": fault, "FAULT_RANK": "1", "FAULT_AT": "9"}
     process = launch_torchrun(2, argv, script=tmp_path / "hang.py", **environment)
     _, err = finish(process, code=1, seconds=200)
@@ -384,16 +338,15 @@ def launch_two_nodes(argv):
 
 
 @pytest.mark.slow
-def test_two_nodes(files, one, tmp_path):
-    overflow = files["reward_fn"].replace("combine.py", "overflow.py")
-    for node in launch_two_nodes(argv_of(files, tmp_path, TWO, reward_fn=overflow)):
+def test_two_nodes(files, run_in, overflowing, tmp_path):
+    for node in launch_two_nodes(argv_of(files, tmp_path, 2, **overflowing)):
         finish(node)
-    assert furthest(one, tmp_path / "r") < TOLERANCE
+    assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
 
 
 @pytest.mark.slow
 def test_a_node_that_dies_ends_the_other(files, tmp_path):
-    nodes = launch_two_nodes(argv_of(files, tmp_path, TWO, max_steps=900))
+    nodes = launch_two_nodes(argv_of(files, tmp_path, 2, max_steps=900))
     wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), nodes[0])
     for process in psutil.Process(nodes[1].pid).children():
         process.kill()

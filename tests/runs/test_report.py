@@ -179,7 +179,7 @@ def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     words = {
         word for row in read_jsonl(run_folder / "eval_samples.jsonl") for word in row["response"].split()
     }
-    words |= {HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --model"}
+    words |= {HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"}
     for word in words | {"The longest", "clip fraction", "explained variance", "k1, true on average"}:
         assert word in page.text
     head = [a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
@@ -275,9 +275,7 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
 # ----------------------------------------------------------------------------------- when it is written
 
 
-def test_it_is_written_as_the_run_goes_and_at_the_end_and_says_that_a_run_was_stopped(
-    files, tmp_path, monkeypatch
-):
+def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
     def noted(run, folder, health, state, saved_step):
@@ -293,6 +291,12 @@ def test_it_is_written_as_the_run_goes_and_at_the_end_and_says_that_a_run_was_st
     text = Page(tmp_path / "r" / "report.html").text
     assert "step 2 of 9, stopped" in text
     assert "The run was stopped, after step 2 of 9." in text
+    summary = (tmp_path / "r" / "summary.md").read_text()
+    assert "- The run was stopped, after step 2 of 9." in summary
+    assert "Files: ppo_actor_32.pth has the weights after step 2" in summary
+    assert (tmp_path / "r" / "curves.png").stat().st_size > 10_000
+    places = f"report   {tmp_path / 'r' / 'report.html'}, summary.md and curves.png\n"
+    assert f"{summary}\n{places}" in capsys.readouterr().out
 
 
 def test_writing_it_takes_at_most_a_hundredth_of_the_time(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, flags, health_of, read_jsonl, run_files, train, write_jsonl
+from tiny import ROOT, flags, health_of, read_jsonl, run_files, write_jsonl
 
 from errors import InputError
 from trainer import train_ppo, train_reward, train_sft
@@ -305,20 +305,6 @@ def test_a_run_says_its_rewards_its_warm_up_and_what_came_of_it(files, tmp_path,
     assert f"--model '{out}/ppo_actor_32.pth'\n" in said
 
 
-def test_a_stopped_run_has_curves_and_a_summary(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FAULT", "os.kill(os.getpid(), 15)")  # SIGTERM, while the third batch is scored
-    monkeypatch.setenv("FAULT_AT", "3")
-    with pytest.raises(SystemExit) as end:
-        train_ppo.main(argv_of(files, tmp_path, run_name="r", max_steps=9))
-    assert end.value.code == 128 + 15
-    summary = (tmp_path / "r" / "summary.md").read_text()
-    assert "- The run was stopped, after step 3 of 9." in summary
-    assert "Files: ppo_actor_32.pth has the weights after step 3." in summary
-    assert (tmp_path / "r" / "curves.png").stat().st_size > 10_000
-    said = capsys.readouterr().out
-    assert f"{summary}\nreport   {tmp_path / 'r' / 'report.html'}, summary.md and curves.png\n" in said
-
-
 def fail_at_once(files, out_dir, monkeypatch, call=1, **more):
     monkeypatch.setenv("FAULT", "raise ValueError('at once')")
     monkeypatch.setenv("FAULT_AT", str(call))
@@ -331,11 +317,14 @@ def test_a_run_that_has_learned_nothing_leaves_no_folder_unless_it_was_there(
     files, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "out"
+    out.mkdir()
+    result = out / "ppo_actor_32.pth"
+    result.write_bytes(b"of an earlier run")
     fail_at_once(files, out, monkeypatch)
-    assert list(out.iterdir()) == []
+    assert [path.read_bytes() for path in out.iterdir()] == [b"of an earlier run"]
     assert f"nothing was learned, so {out / 'run_1'} was removed" in capsys.readouterr().out
     fail_at_once(files, out, monkeypatch, resume="auto")
-    assert list(out.iterdir()) == []
+    assert list(out.iterdir()) == [result]
     fail_at_once(files, out, monkeypatch, call=2, critic_warmup_steps=0, resume="auto")
     said = capsys.readouterr().out
     assert f"note: --resume: no checkpoint in {out / 'run_1'}, so it begins at step 1\n" in said
@@ -354,11 +343,3 @@ def test_stages_say_their_verdict_too(files, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "on 4 held-out pairs" in said
     assert "Files: reward_32 has the weights after step 4." in said
-
-
-def test_a_fault_in_the_curves_does_not_end_a_run(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "draw_panel", lambda *more: 1 / 0)
-    sizes = {"batch_size": 4, "mini_batch_size": 4, "max_gen_len": 4, "max_steps": 1, "reasoning": 0}
-    train(**files, **sizes, out_dir=tmp_path / "out", run_name="r")
-    assert "report.html cannot be made (ZeroDivisionError: division by zero)" in capsys.readouterr().out
-    assert (tmp_path / "out" / "ppo_actor_32.pth").exists()

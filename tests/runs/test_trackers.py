@@ -83,30 +83,26 @@ def in_wandb(folder):
     return scalars, texts
 
 
-def wandb_run(path):
-    """The records of a run of wandb. Its own process writes the last of them a moment after the end."""
-    end = time.monotonic() + 20
-    while True:
-        records = [wandb_records.Record.FromString(data) for data in blocks(path.read_bytes())]
+def wandb_run(path, header=7):
+    """The records of a run of wandb, in its LevelDB log. Its own process writes the last of them a moment
+    after the end."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        data, place, whole, records = path.read_bytes(), header, b"", []
+        while place + 7 <= len(data):
+            if (left := 32768 - place % 32768) < 7:
+                place += left
+                continue
+            _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+            whole += data[place + 7 : place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):  # a whole record, or the last piece of one
+                records.append(wandb_records.Record.FromString(whole))
+                whole = b""
         if records and records[-1].HasField("exit"):
             return records
-        assert time.monotonic() < end, "the end of the run is missing"
         time.sleep(0.02)
-
-
-def blocks(data, header=7):
-    """The records of a LevelDB log, in which wandb writes."""
-    place, whole = header, b""
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
-        whole += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            yield whole
-            whole = b""
+    raise AssertionError("the end of the run is missing")
 
 
 def in_swanlab(folder):
