@@ -197,7 +197,7 @@ def test_the_table_has_first_and_last():
 def test_every_part_of_the_reward_and_the_evaluations_score_have_a_curve(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    parts = {"reward/function": 1.0, "reward/missing_eos": 0.0, "reward/model_mean": 0.0, "reward/score": 2.0}
+    parts = {"reward/function": 1.0, "reward/missing_eos": 0.0, "reward/score": 2.0}
     records = [
         {"step": 0, "eval/score": 1.0},
         *({"step": n, **parts, "rollout/finished": 1.0} for n in (1, 2)),
