@@ -48,16 +48,6 @@ def test_the_model_has_the_average_inside_the_block_only():
     assert ema.weights["weight"].item() == pytest.approx(3.5 / 1.5)
 
 
-def test_what_a_checkpoint_keeps_restores_it():
-    _, one = average_of([1.0, 3.0])
-    _, other = average_of([7.0])
-    other.load_state_dict(one.state_dict())
-    for ema in (one, other):
-        ema.learner.model.weight.data.fill_(5.0)
-        ema.follow(2)
-    assert other.weights["weight"].item() == one.weights["weight"].item() == pytest.approx(6.75 / 1.75)
-
-
 def test_with_adapters_only_these_are_averaged(files):
     run, _ = make_run(files, lora_r=2, ema_beta=0.9)
     assert run.ema.weights

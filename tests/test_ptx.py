@@ -8,7 +8,6 @@ from tiny import WORDS, flags, read_jsonl, run_files, train, write_jsonl
 from dataset.data_order import global_batch
 from errors import InputError
 from trainer import train_ppo
-from trainer.compute.precision import LossScale
 from trainer.options.ptx import Ptx
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
@@ -72,16 +71,6 @@ def test_the_gradient_is_the_policys_plus_the_coefficient_times_the_mean_nlls(fi
     for name, grad in mixed.items():
         assert torch.allclose(grad, policy[name] + alone[name], atol=1e-6), name
     run.ptx = ptx
-
-
-def test_in_fp16_both_losses_have_the_same_scale(files, ptx_path):
-    run, prompts = make_run(files, ptx_data_path=ptx_path)
-    minibatch = minibatch_of(run, prompts)
-    plain, _ = actor_gradient(run, minibatch, 0, 4096)
-    run.loss_scale = LossScale(torch.float16)
-    scaled, _ = actor_gradient(run, minibatch, 0, 4096)
-    for name, grad in scaled.items():
-        assert torch.allclose(grad / run.loss_scale.value, plain[name], atol=1e-6), name
 
 
 def test_each_step_has_its_own_records_the_same_for_any_number_of_processes(ptx_path, files):

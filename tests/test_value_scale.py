@@ -115,16 +115,6 @@ def test_how_the_scale_follows_the_batches(stds, variance):
     assert scale.critic.scale == pytest.approx(variance**0.5, rel=1e-3)
 
 
-def test_equal_returns_that_are_no_binary_fractions_have_no_scale():
-    """Their variance is computed as 1e-17 or so."""
-    scale, mask = ValueScale(make_critic()), length_mask(torch.arange(1, 129), 128)
-    rows = Rows([[0.0] * 3] * 2)
-    rows.mask, rows.values, rows.outcomes = mask, torch.zeros(mask.shape), torch.full(mask.shape, 0.3)
-    update(scale, rows)
-    assert scale.critic.scale == 1
-    assert rows.values[mask].mean().item() == pytest.approx(0.3)
-
-
 def test_returns_and_values_that_are_no_numbers_leave_the_critic_alone():
     critic, tokens = make_critic(), torch.randint(10, (2, 5))
     scale, before = ValueScale(critic), critic(tokens)
@@ -162,22 +152,6 @@ def test_rewards_of_any_size_and_level_are_learned_alike(files, factor, offset, 
         assert other["value/scale"] == pytest.approx(factor * one["value/scale"], rel=1e-3)
         assert other["value/mean"] == pytest.approx(factor * one["value/mean"] + offset, abs=0.02 * factor)
     assert abs(metrics[-1]["value/mean"] - metrics[0]["value/mean"]) > 0.05  # the critic does learn
-
-
-def test_what_a_checkpoint_keeps_restores_it():
-    critic, other = make_critic(), make_critic()
-    scale, outlier = ValueScale(critic), [[90.0, 0.0, 90.0], [0.0, 9.0, 9.0]]
-    update(scale, Rows([[1.0, 1.0, 5.0], [1.0, 9.0, 9.0]]), Rows(outlier))
-    other.load_state_dict(critic.state_dict())
-    restored = ValueScale(other)
-    restored.load_state_dict(scale.state_dict())
-    tokens = torch.randint(10, (2, 5))
-    assert other(tokens).equal(critic(tokens))
-    for each in (scale, restored):
-        update(each, Rows(outlier))  # the second counts in full
-    assert critic.scale > 20
-    assert other.scale == critic.scale
-    assert other(tokens).equal(critic(tokens))
 
 
 def test_what_advantages_are_divided_by():
