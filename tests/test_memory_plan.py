@@ -150,6 +150,8 @@ def test_keys_and_values_and_activations_by_hand():
     for case.responses in (8, 20, 1000):
         caches.append(memory_plan(case, 2048).cache / sequence)
     assert caches == [8, 24, 256]  # in eights, at most 256 at a time
+    case.responses = 8
+    assert memory_plan(case, 2048).phases["rollout"]["logits"] == 16 * 8 * 10  # rows of ten words
 
     def activations(*argv):
         args = ["--batch_size", "64", "--mini_batch_size", "64", "--max_gen_len", "200", *argv]

@@ -155,7 +155,7 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
         (
             "Qwen3",
             {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'},
-            "--thinking_ratio 0.9: --chat_template_kwargs sets enable_thinking; leave one of them out",
+            "--thinking_ratio 0.9: not with --chat_template_kwargs ",
         ),
         ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
     ],
