@@ -100,8 +100,7 @@ pieces = st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scal
 roles = st.sampled_from(["user", "assistant", "system", "tool", "bad", "<|im_end|>"])
 text = st.text(max_size=20)
 turns = st.fixed_dictionaries(
-    {},
-    optional={"role": roles | json_values, "content": json_values | pieces, "tool_calls": json_values},
+    {}, optional={"role": roles | json_values, "content": json_values | pieces, "tool_calls": json_values}
 )
 good_turns = st.fixed_dictionaries({"role": roles, "content": text})
 conversations = st.lists(turns | good_turns, max_size=4) | json_values

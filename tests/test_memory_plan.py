@@ -1,7 +1,6 @@
 """The memory that a run needs: by hand, against a measured run, and what is said where it is too little."""
 
 import importlib
-import json
 import re
 from argparse import Namespace
 
@@ -150,6 +149,8 @@ def test_keys_and_values_and_activations_by_hand():
     for case.responses in (8, 20, 1000):
         caches.append(memory_plan(case, 2048).cache / sequence)
     assert caches == [8, 24, 256]  # in eights, at most 256 at a time
+    case.responses = 8
+    assert memory_plan(case, 2048).phases["rollout"]["logits"] == 16 * 8 * 10  # rows of ten words
 
     def activations(*argv):
         args = ["--batch_size", "64", "--mini_batch_size", "64", "--max_gen_len", "200", *argv]
@@ -271,31 +272,27 @@ def test_too_little_memory_is_said_before_anything_is_built(monkeypatch):
         check_memory(case_of("--offload_frozen", "1"))
 
 
-def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "number"),  # bytes of the file for a number
+    [
+        ('{"a": "é", "dtype": "bfloat16"}', 2),
+        ('{"torch_dtype": "float16"}', 2),
+        ("{}", 4),
+        ("{", 4),
+    ],
+)
+def test_a_policy_that_would_fill_the_memory_is_not_loaded(monkeypatch, tmp_path, config, number):
     """In fp32, with two copies for the test of sampling: 12 bytes a number."""
-    free = [0]
-    numbers = 1_000_000
-    monkeypatch.setattr(plans, "free_memory", lambda device: free[0])
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    (policy / "model.safetensors").write_bytes(bytes(2 * numbers))
-    (policy / "pytorch_model.bin").write_bytes(bytes(10 * numbers))  # the same weights once more: not loaded
-    for settings, bytes_each in (
-        ({"a": "é", "dtype": "bfloat16"}, 2),
-        ({"torch_dtype": "float16"}, 2),
-        ({}, 4),
-        (None, 4),
-    ):
-        (policy / "config.json").write_text(json.dumps(settings) if settings is not None else "{")
-        free[0] = 12 * 2 * numbers // bytes_each
-        check_loading(policy)
-        free[0] -= 1
-        with pytest.raises(InputError, match=r"policy: loading takes about (6|12) MB of main memory"):
-            check_loading(policy)
-    (tmp_path / "a.pth").write_bytes(bytes(400))
-    with pytest.raises(InputError, match=r"a\.pth: loading takes"):
-        free[0] = 1199
-        check_loading(tmp_path / "a.pth")
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(9_000_000))  # the same weights once more: not loaded
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "a.pth").write_bytes(bytes(2_000_000))
+    for path, needed in ((tmp_path, 12 * 2_000_000 // number), (tmp_path / "a.pth", 6_000_000)):
+        monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed)
+        check_loading(path)
+        monkeypatch.setattr(plans, "free_memory", lambda device, needed=needed: needed - 1)
+        with pytest.raises(InputError, match=rf"{path}: loading takes about {needed // 10**6} MB of main"):
+            check_loading(path)
     check_loading("hub/name")
     check_loading(tmp_path / "missing.pth")
 

@@ -67,6 +67,7 @@ def run(folder, argv, code=0, **environment):
     return out, err
 
 
+@pytest.mark.slow
 def test_every_script_runs_without_what_only_unix_has(folder):
     files, out = run_files(folder), folder / "out dir"
     said = [{"prompt": " ".join(WORDS[n % 8 :]) or "a", "answer": WORDS[-n % 8]} for n in range(16)]
@@ -107,7 +108,7 @@ path = pathlib.Path(sys.argv[1])
 folder = RunFolder(path.parent, path.name, "auto")
 with atomic_files.one_at_a_time(path):
     print("locked", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -132,7 +133,7 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
     finally:
         process.kill()  # both locks end with their process
         process.communicate()
-    waiter.join(10)
+    waiter.join(60)
     assert entered
     folder = RunFolder(tmp_path.parent, tmp_path.name, "auto")
     with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
