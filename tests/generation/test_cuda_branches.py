@@ -118,7 +118,7 @@ def test_other_families_can_be_captured(name, gpu):
         found = answers(sampler).responses()
     assert found == plain(policy).responses()
     assert sampler.graphs.possible
-    assert len(sampler.graphs.captured) >= 3
+    assert len(sampler.graphs.captured) >= 2
 
 
 def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
