@@ -118,16 +118,16 @@ def test_other_families_can_be_captured(name, gpu):
         found = answers(sampler).responses()
     assert found == plain(policy).responses()
     assert sampler.graphs.possible
-    assert len(sampler.graphs.captured) >= 3
+    assert len(sampler.graphs.captured) >= 2
 
 
 def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
     sampler = Sampler(model, slots=7)
     answers(sampler, range(3), limit=4)
-    old = set(sampler.graphs.captured)
+    captures = sampler.graphs.warm_ups
     assert answers(sampler).responses() == plain(model).responses()
     assert sampler.engine.sizes == (24, 16, 10)
-    assert not old & set(sampler.graphs.captured) or sampler.graphs.warm_ups > len(sampler.graphs.captured)
+    assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
 
 
 def test_newer_weights_are_used_by_captured_steps(model, gpu):

@@ -1,6 +1,7 @@
 """What ends a response: stop strings, however tokens cut them, and --min_gen_len; the scorers do the same."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -224,6 +225,8 @@ def draw(model, least, slots=256, temperature=1.0):
     return Sampler(model, slots=slots).sample(PROMPTS, KEYS, ENDS, 8, temperature, least)
 
 
+@cache
+@torch.no_grad()
 def by_hand(model, least):
     """The responses, token by token: the ends of a response get probability 0 where they are too early."""
     found = []
@@ -240,7 +243,6 @@ def by_hand(model, least):
     return found
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("least", [2, 5, 8])
 def test_responses_are_those_of_the_renormalised_distribution(model, least):
     rollout = draw(model, least)
@@ -264,7 +266,7 @@ def test_slots_change_no_token(model):
 
 def test_a_captured_step_of_another_least_length_is_not_replayed(model, captured):
     sampler = Sampler(model, slots=7)
-    for least in (5, 3, 5):
+    for least in (5, 2, 5):
         got = sampler.sample(PROMPTS, KEYS, ENDS, 8, 1.0, least).responses()
         assert got == by_hand(model, least)
     assert sampler.graphs.captured
