@@ -32,7 +32,7 @@ def steps_of(rise=0.0, name="reward/score"):
     return [{"step": n + 1, name: 1.0 + x + rise * (n >= 20)} for n, x in enumerate(NOISY)]
 
 
-def tested(steps, before, after):
+def with_evaluations(steps, before, after):
     """These steps with what an evaluation found before them and at the last one."""
     evaluations = [{f"eval/{name}": x for name, x in values.items()} for values in (before, after)]
     return [{"step": 0} | evaluations[0], *steps[:-1], steps[-1] | evaluations[1]]
@@ -118,7 +118,7 @@ def test_the_verdict_tells_a_change_of_what_is_held_out_from_chance(row):
     more = {f"{name}_{kind}": float(value)} if value else {}
     group = "reward" if display in ("PPO", "OFFLINE", "PROMPTS") else "train"
     steps = steps_of(name=f"{group}/{name}") if group == "train" or name == "score" else steps_of()
-    records = tested(steps, {name: float(before)} | more, {name: float(after)} | more)
+    records = with_evaluations(steps, {name: float(before)} | more, {name: float(after)} | more)
     shown = displays.offline(False, f"eval/{name}") if display == "PROMPTS" else getattr(displays, display)
     first = verdict(records, shown, held_out=int(held_out))[0]
     assert first.startswith(f"The {name} {text}")
@@ -130,7 +130,7 @@ def test_the_verdict_tells_a_change_of_what_is_held_out_from_chance(row):
 def test_what_cannot_be_told_is_said():
     assert "too few steps" in verdict(steps_of()[:2])[0]
     assert "Nothing was measured that says" in verdict([{"step": 0}])[0]
-    records = tested(steps_of(), {"length": 5.0}, {"length": 9.0})
+    records = with_evaluations(steps_of(), {"length": 5.0}, {"length": 9.0})
     assert "Nothing was measured" in verdict(records, displays.offline(False, ""), held_out=9)[0]
 
 
@@ -152,7 +152,9 @@ def test_what_cannot_be_told_is_said():
     ],
 )
 def test_what_else_was_evaluated_is_said_as_well(before, after, text):
-    assert text in verdict(tested(steps_of(), before | {"score": 1}, after | {"score": 2}), held_out=32)
+    assert text in verdict(
+        with_evaluations(steps_of(), before | {"score": 1}, after | {"score": 2}), held_out=32
+    )
 
 
 def test_normalised_scores_are_not_compared_but_the_raw_ones():
@@ -162,7 +164,7 @@ def test_normalised_scores_are_not_compared_but_the_raw_ones():
         for n in range(40)
     ]
     steps = [step | more for step, more in zip(steps_of(), raw, strict=True)]
-    records = tested(steps, {"score": 3, "score_raw": 5}, {"score": 1, "score_raw": 6})
+    records = with_evaluations(steps, {"score": 3, "score_raw": 5}, {"score": 1, "score_raw": 6})
     words = verdict(records, held_out=32)
     assert words[0] == "The raw score rose from 5.000 to 6.000 on 32 held-out prompts."
     assert any("--normalize_reward" in text for text in words)
