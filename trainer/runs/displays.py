@@ -64,10 +64,11 @@ def logged(records: Records) -> list[str]:
 def metric_names(pattern: str, records: Records) -> list[str]:
     """A metric, or ``PARTS`` -> the names of the metrics in these records that it stands for.
 
-    ``PARTS`` is without the sum of the parts and the share of scores at the limit."""
+    ``PARTS`` is without the sum of the parts, the statistics of ``--normalize_reward`` and the share of
+    scores at the limit."""
     if pattern != PARTS:
         return [pattern] if any(pattern in record for record in records) else []
-    no_part = ("/score", "/score_raw", "/at_limit")
+    no_part = ("/score", "_raw", "_mean", "_std", "/at_limit")
     return [name for name in logged(records) if name.startswith("reward/") and not name.endswith(no_part)]
 
 
