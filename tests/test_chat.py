@@ -165,7 +165,7 @@ class Terminal:
         except OSError:  # the other end is closed
             pass
 
-    def wait_for(self, text, seconds=60):
+    def wait_for(self, text, seconds=300):
         """-> what came since the last wait, up to and including ``text``"""
         deadline = time.monotonic() + seconds
         while (at := self.text.find(text, self.seen)) < 0:
