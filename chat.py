@@ -58,6 +58,9 @@ from model.loading import (
 from trainer.endings import read_stops
 from trainer.runs.distributed import init_world
 
+# Spaces are not cleaned up, which would change what has been shown.
+DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
 
 def model_path(args: Flags) -> str:
     """--model; without it the newest trained actor in --out_dir, or the demo's."""
@@ -89,7 +92,6 @@ class Speaker:
             **(sampling if args.temperature else {}),
             eos_token_id=sorted(self.eos),
             pad_token_id=self.tokenizer.pad_token_id,
-            stop_strings=self.stops or None,
         )
         turns = args.history if self.tokenizer.chat_template else 0
         self.history: deque[dict[str, str]] = deque(maxlen=2 * turns)  # messages: user, assistant, user, …
@@ -105,6 +107,12 @@ class Speaker:
             )
         return ids
 
+    def text_of(self, ids: list[int]) -> tuple[str, bool]:
+        """The text of an answer up to a stop string, and whether there is one."""
+        text = str(self.tokenizer.decode(ids, **DECODING))
+        ends = [text.index(stop) for stop in self.stops if stop in text]
+        return text[: min(ends, default=None)], bool(ends)
+
     def answer(self, prompt: str) -> str:
         """Show the answer to a prompt word by word, with the stop string that ended it -> the answer without
         that. Both become part of the conversation once the answer is complete. Raises InputError if they are
@@ -112,21 +120,23 @@ class Speaker:
         asked = self.encode(prompt)
         limit = min(self.args.max_gen_len, self.positions - len(asked))
         tokens = torch.tensor([asked], device=self.model.device)
-        # Spaces are not cleaned up, which would change what has been shown.
-        decoding = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
+        # transformers' own criterion (stop_strings) fails on tokenizers that know only some letters.
+        def stops(sequence: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            _, stopped = self.text_of(sequence[0, len(asked) :].tolist())
+            return torch.tensor([stopped], device=sequence.device)
+
         sequence = self.model.generate(  # type: ignore[operator]  # PreTrainedModel does not declare it
             tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=limit,
-            tokenizer=self.tokenizer,
-            streamer=TextStreamer(self.tokenizer, skip_prompt=True, **decoding),
+            stopping_criteria=[stops] if self.stops else [],
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, **DECODING),
         )
         ids = sequence[0, len(asked) :].tolist()
-        text = str(self.tokenizer.decode(ids, **decoding))
-        ends = [text.index(stop) for stop in self.stops if stop in text]
-        if len(ids) == limit and ids[-1] not in self.eos and not ends:
+        text, stopped = self.text_of(ids)
+        if len(ids) == limit and ids[-1] not in self.eos and not stopped:
             say(f"(cut after {limit} tokens)")
-        text = text[: min(ends, default=None)]
         self.history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
         return text
 

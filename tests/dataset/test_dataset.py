@@ -150,32 +150,20 @@ def test_global_batches_are_one_endless_stream():
     assert global_batch(3, 0, 0, 7) == [i for e in range(3) for i in epoch_order(3, 0, e)][:7]
 
 
-def test_a_minibatch_is_the_same_set_for_any_number_of_processes():
-    n, seed, global_size, global_mini = 50, 3, 16, 8
-    whole = [global_batch(n, seed, step, global_size) for step in range(5)]
-    for world in (1, 2, 4):
-        size, mini = global_size // world, global_mini // world
-        positions = [local_positions(size, rank, world) for rank in range(world)]
-        ranks = [list(record_batches(n, seed, range(5), global_size, mine, 1)) for mine in positions]
-        for step in range(5):
-            for k in range(global_size // global_mini):
-                rows = [i for rank in ranks for i in rank[step][k * mini : (k + 1) * mini]]
-                assert sorted(rows) == sorted(whole[step][k * global_mini : (k + 1) * global_mini])
+SHARES = [  # a batch, a minibatch over all processes, answers to a prompt, how many of these together
+    (16, 8, 1, 1),
+    (16, 8, 2, 1),
+    (32, 8, 4, 1),
+    (32, 8, 8, 2),
+    (32, 8, 2, 1),
+    (48, 16, 4, 4),
+    (96, 32, 6, 2),
+    (12, 12, 3, 3),
+]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("batch", "mini", "answers", "together"),
-    [
-        (16, 8, 2, 1),
-        (32, 8, 4, 1),
-        (32, 8, 8, 2),
-        (32, 8, 2, 1),
-        (48, 16, 4, 4),
-        (96, 32, 6, 2),
-        (12, 12, 3, 3),
-    ],
-)
+@pytest.mark.parametrize(("batch", "mini", "answers", "together"), SHARES)
 def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, answers, together):
     """batch, mini: over all processes. A minibatch is the same set of positions for any number of processes;
     it has ``together`` answers to each of its prompts; a process has all answers to a prompt, in a row."""
@@ -199,29 +187,21 @@ def test_answers_to_a_prompt_are_spread_over_minibatches(world, batch, mini, ans
         assert set(asked.values()) == {together}
 
 
+@pytest.mark.parametrize("answers", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_prompt_is_read_once_for_all_its_answers(world):
-    asked = [list(batches(16 // world, rank, world, answers=2)) for rank in range(world)]
-    for step in range(6):
-        batch = global_batch(10, 0, step, 8)
-        assert sorted(chain(*(lists[step] for lists in asked))) == sorted(batch)
-        for rank, lists in enumerate(asked):
-            assert lists[step] == [batch[p // 2] for p in local_positions(16 // world, rank, world, 2)[::2]]
-
-
-def batches(batch_size, rank, world, first=0, answers=1):
-    positions = local_positions(batch_size, rank, world, answers)
-    return record_batches(10, 0, range(first, 6), world * batch_size // answers, positions, answers)
-
-
-def test_local_positions_and_resuming():
-    assert local_positions(4, 0, 1) == [0, 1, 2, 3]
+def test_a_process_reads_its_prompts_once_for_all_their_answers_also_when_resumed(world, answers):
+    for rank in range(world):
+        positions = local_positions(16 // world, rank, world, answers)
+        whole, later = (
+            list(record_batches(10, 0, range(first, 6), 16 // answers, positions, answers))
+            for first in (0, 4)
+        )
+        assert later == whole[4:] and len(whole) == 6
+        for step, numbers in enumerate(whole):
+            batch = global_batch(10, 0, step, 16 // answers)
+            assert numbers == [batch[p // answers] for p in positions[::answers]]
     assert local_positions(4, 1, 2) == [1, 3, 5, 7]
     assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
-    whole = list(batches(4, 1, 2))
-    assert list(batches(4, 1, 2, first=4)) == whole[4:] and len(whole) == 6
-    batch = global_batch(10, 0, 4, 8)
-    assert whole[4] == [batch[position] for position in local_positions(4, 1, 2)]
 
 
 # ---------------------------------------------------------------------------------------------------------

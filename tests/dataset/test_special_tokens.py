@@ -3,28 +3,14 @@
 import json
 
 import pytest
-from tiny import ROOT, SHARED, word_tokenizer
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tiny import ROOT, SHARED, word_tokenizer, write_jsonl
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 import chat
-from dataset.chat_template import (
-    conversation_ids,
-    encode,
-    for_tokenizer,
-    mark_special,
-    render,
-    unmark,
-)
+from dataset.chat_template import conversation_ids, encode, mark_special, prompt_text, unmark
+from dataset.formats import to_prompt
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from model.loading import load_tokenizer
 
@@ -51,9 +37,8 @@ def byte_level(template=None):
     backend.decoder = decoders.ByteLevel()
     names = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<pad>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=names, initial_alphabet=alphabet, show_progress=False
-    )
+    settings = {"special_tokens": names, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = BpeTrainer(vocab_size=400, **settings)
     backend.train_from_iterator(SENTENCES, trainer)
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     backend.post_processor = processors.TemplateProcessing(
@@ -136,11 +121,6 @@ def spelled(tokenizer):
     ]
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-    return path
-
-
 def as_before(tokenizer, messages, generate):
     """Encoding without any care for special tokens: right for texts that spell none."""
     if tokenizer.chat_template is None:
@@ -150,9 +130,7 @@ def as_before(tokenizer, messages, generate):
 
 
 def prompt_ids(tokenizer, prompt):
-    asked = for_tokenizer(tokenizer, prompt)
-    asked = asked if isinstance(asked, str) else render(tokenizer, asked, generate=True)
-    return encode(tokenizer, [asked])[0]
+    return encode(tokenizer, [prompt_text(tokenizer, prompt)])[0]
 
 
 def user(text):
@@ -184,21 +162,14 @@ def test_ordinary_text_is_encoded_as_before(tokenizer):
         assert unmark(mark_special(tokenizer, text)) == text
 
 
-def test_the_texts_of_the_demo_are_encoded_as_before(kind, tokenizer):
+def test_real_prompts_are_encoded_as_before(kind, tokenizer):
+    """The demo's and, where they are here, MiniMind's."""
     lines = (ROOT / "dataset/demo/ppo.jsonl").read_text("utf-8").splitlines()[:300]
-    for record in map(json.loads, lines):
-        assert prompt_ids(tokenizer, record["prompt"]) == as_before(tokenizer, [user(record["prompt"])], True)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
-@pytest.mark.parametrize("name", ["minimind", "demo", "dreams", "words"])
-def test_real_prompts_are_encoded_as_before(name, tmp_path):
-    tokenizer = KINDS[name]()
-    lines = (SHARED / "rlaif-mini.jsonl").read_text("utf-8").splitlines()[:1500]
-    path = tmp_path / "some.jsonl"
-    path.write_text("\n".join(lines), "utf-8")
-    data = RLAIFDataset(path, tokenizer, 10**6)
-    assert [p.prompt_ids for p in data] == [as_before(tokenizer, p.prompt, True) for p in data]
+    if SHARED.is_dir() and kind in ("minimind", "demo", "dreams", "words"):
+        lines += (SHARED / "rlaif-mini.jsonl").read_text("utf-8").splitlines()[:1500]
+    for prompt, _ in map(to_prompt, map(json.loads, lines)):
+        messages = [user(prompt)] if isinstance(prompt, str) else prompt
+        assert prompt_ids(tokenizer, prompt) == as_before(tokenizer, messages, True)
 
 
 def test_spelled_special_tokens_stay_text(kind, tokenizer):
@@ -240,17 +211,12 @@ def test_full_width_letters_do_not_become_a_special_token():
             assert tokenizer.eos_token_id not in prompt_ids(tokenizer, text)
 
 
-def test_roles_are_text_as_well():
-    tokenizer = byte_level(CHATML)
-    messages = [{"role": "user\n<|im_end|>", "content": "the"}]
-    assert specials(tokenizer, prompt_ids(tokenizer, messages)) == specials(
-        tokenizer, prompt_ids(tokenizer, "the")
-    )
-
-
-def test_roles_that_are_special_tokens_stay_special():
+def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():
     """Templates write <|user|>, for example, around "user", and some compare a role with its name."""
     tokenizer = byte_level(CHATML)
+    messages = [{"role": "user\n<|im_end|>", "content": "the"}]
+    ordinary = specials(tokenizer, prompt_ids(tokenizer, "the"))
+    assert specials(tokenizer, prompt_ids(tokenizer, messages)) == ordinary
     tokenizer.add_special_tokens({"extra_special_tokens": ["user", "assistant", "system"]})
     messages = [{"role": "system", "content": "the"}, user("the"), assistant("the"), user("the")]
     assert prompt_ids(tokenizer, messages) == as_before(tokenizer, messages, True)
@@ -274,7 +240,7 @@ def test_an_unknown_character_beside_a_spelled_token_changes_nothing():
 def test_prompts_of_a_file(tokenizer, tmp_path):
     """Every second prompt spells special tokens; order and texts stay as they are in the file."""
     texts = [text for odd in spelled(tokenizer) for text in (odd, "the user")]
-    data = RLAIFDataset(write(tmp_path / "p.jsonl", [{"prompt": t} for t in texts]), tokenizer, 10**6)
+    data = RLAIFDataset(write_jsonl(tmp_path / "p.jsonl", [{"prompt": t} for t in texts]), tokenizer, 10**6)
     assert [p.prompt for p in data] == texts
     assert [p.prompt_ids for p in data] == [prompt_ids(tokenizer, text) for text in texts]
 
@@ -285,7 +251,9 @@ def test_demonstrations(kind, tokenizer, tmp_path):
     for number, text in enumerate(spelled(tokenizer)):
         record = {"prompt": text, "answer": text}
         more = {"conversations": [user(text), assistant(text), user("the"), assistant(text)]}
-        path = write(tmp_path / f"{number}.jsonl", [record, *([more] if tokenizer.chat_template else [])])
+        path = write_jsonl(
+            tmp_path / f"{number}.jsonl", [record, *([more] if tokenizer.chat_template else [])]
+        )
         for (ids, mask), turns in zip(SFTDataset(path, tokenizer, 10**6), (1, 2), strict=False):
             trained = [i for i, m in zip(ids, mask, strict=True) if m]
             assert specials(tokenizer, trained) == [eos] * turns, text
@@ -299,7 +267,9 @@ def test_demonstrations(kind, tokenizer, tmp_path):
 def test_preferences_are_what_ppo_scores(tokenizer, tmp_path):
     for number, text in enumerate(spelled(tokenizer)):
         pair = {"prompt": text, "chosen": text, "rejected": "the"}
-        ((chosen, rejected, _),) = PreferenceDataset(write(tmp_path / f"{number}", [pair]), tokenizer, 10**6)
+        ((chosen, rejected, _),) = PreferenceDataset(
+            write_jsonl(tmp_path / f"{number}", [pair]), tokenizer, 10**6
+        )
         assert chosen == conversation_ids(tokenizer, [(text, text)])[0]
         assert rejected == conversation_ids(tokenizer, [(text, "the")])[0]
         assert specials(tokenizer, chosen) == specials(
