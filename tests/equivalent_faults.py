@@ -1,0 +1,57 @@
+"""The lists of mutations.py: faults that change no result, and a few that no rule makes or no formula has."""
+
+# {file: {the line as the fault leaves it: why no result changes}}
+EQUIVALENT: dict[str, dict[str, str]] = {}
+
+# {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
+HAND_WRITTEN = {
+    "trainer/compute/scoring.py": [
+        (
+            "F.pad(part, (0, width - part.shape[-1]))",
+            "F.pad(part, (width - part.shape[-1], 0))",
+            "tests/compute/test_scoring.py",
+        ),
+    ],
+    "trainer/rewards/reward_models.py": [
+        ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
+        ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
+        ("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py"),
+    ],
+    "trainer/rewards/combine.py": [
+        (
+            "rules.answer_text(text) if self.reasoning else None",
+            "rules.answer_text(text)",
+            "tests/rewards/test_rewards.py",
+        ),
+    ],
+    "trainer/rewards/rules.py": [
+        ("len(response.strip())", "len(response)", "tests/rewards/test_rewards.py"),
+    ],
+    "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
+    "trainer/options/best.py": [
+        ('if name.startswith("judge") else []', "if False else []", "tests/test_best.py")
+    ],
+    "trainer/inputs.py": [
+        ("rest = steps - warmup", "rest = steps", "tests/test_inputs.py"),
+        ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        ("run.progress.token_budget = budget", "pass", "tests/compute/test_batching.py"),
+    ],
+    "trainer/runs/learning_rate.py": [
+        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
+    ],
+    "trainer/generation/sampling.py": [
+        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_engine.py"),
+        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_engine.py"),
+    ],
+    "trainer/compute/precision.py": [
+        ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),
+    ],
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_logged_answers.py"),
+    ],
+    "trainer/options/replay.py": [
+        ("for number in sorted(batches)]", "for number in batches]", "tests/test_replay.py"),
+    ],
+}
