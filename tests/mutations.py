@@ -267,7 +267,8 @@ def faults_of(file, source, tests=()):
                     new, meaning = f"({new})", meant
             if meaning not in meanings:
                 meanings.add(meaning)
-                line = replaced(source, start, old, new).splitlines()[node.lineno - 1].strip()
+                wrong = replaced(text, start - first, old, new).splitlines()
+                line = wrong[node.lineno - 1 - source.encode()[:first].count(b"\n")].strip()
                 faults.append(Fault(file, node.lineno, start, old, new, line, tests))
     return sorted(faults, key=lambda fault: fault.start)
 
