@@ -30,7 +30,7 @@ from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 ROOT = Path.cwd()
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "node_modules", ".*_cache")
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
-SAMPLE = 60  # of a file, where no file is named
+SAMPLE = 25  # of a file, where no file is named
 
 WHOLE_STEP, FORMULAS = "tests/test_whole_step.py", "tests/test_ppo.py"
 TESTS = {  # the quickest first
@@ -449,7 +449,7 @@ def main(argv=None):
         tests = dict.fromkeys(test for fault in faults for test in fault.tests)
         seconds = check_unchanged(file, tests, imports=True)
         print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
-        run(faults, max(1, args.jobs), report, limit=60 + 3 * int(seconds))
+        run(faults, max(1, args.jobs), report, limit=20 + 4 * int(seconds))
     count, seconds = sum(map(len, plan.values())), time.perf_counter() - begun
     print(f"\n{count} faults, {len(survivors)} not noticed, {seconds:.0f} s with {args.jobs} at a time")
     print(*(f"{fault.file}:{fault.number}: {fault.line}" for fault in survivors), sep="\n")
