@@ -1,7 +1,34 @@
 """The lists of mutations.py: faults that change no result, and a few that no rule makes or no formula has."""
 
-# {file: {the line as the fault leaves it: why no result changes}}
-EQUIVALENT: dict[str, dict[str, str]] = {}
+EXACTLY = "only a number that stands exactly at the limit is concerned, where both sides are right"
+PADDING = "only padding is concerned, which no sum takes in"
+VALUE_CLIPS = '"value/clip_fraction"'
+# {file: {why no result changes: [the line as the fault leaves it]}}
+EQUIVALENT: dict[str, dict[str, list[str]]] = {
+    "trainer/ppo.py": {
+        "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
+        "where all values are 0, only gamma * lambda counts": [
+            "return gae(rewards, torch.zeros_like(rewards), mask, 1.0, gamma)[1]",
+        ],
+        "with lambda 1 the values cancel out": [
+            "return gae(rewards, torch.ones_like(rewards), mask, gamma, 1.0)[1]",
+        ],
+        EXACTLY: [
+            "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
+            "return std if std >= ROUNDING * abs(mean) else 0.0",
+            "outside = (ratio <= 1 - clip.low) | (ratio > 1 + clip.high)",
+            "outside = (ratio < 1 - clip.low) | (ratio >= 1 + clip.high)",
+            f"{VALUE_CLIPS}: masked_sum((change.abs() >= limit).float() * (clipped_error > error), mask),",
+            f"{VALUE_CLIPS}: masked_sum((change.abs() > limit).float() * (clipped_error >= error), mask),",
+        ],
+        "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
+        "the last sum adds nothing": ["while n <= x.shape[1]:"],
+        PADDING: ["log_ratio = torch.where(mask, logprobs - old_logprobs, 1.0)"],
+        "an advantage of 0 has no loss": [
+            "per_token = torch.where(advantages <= 0, torch.min(per_token, most), per_token)",
+        ],
+    },
+}
 
 # {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
 HAND_WRITTEN = {

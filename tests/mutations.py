@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 
-ROOT = Path.cwd()
+ROOT = Path.cwd()  # of the checkout
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "node_modules", ".*_cache")
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 SAMPLE = 25  # of a file, where no file is named
 
 WHOLE_STEP, FORMULAS = "tests/test_whole_step.py", "tests/test_ppo.py"
 TESTS = {  # the quickest first
-    "trainer/ppo.py": [FORMULAS, WHOLE_STEP],
+    "trainer/ppo.py": [FORMULAS, "tests/test_entropy_top.py", WHOLE_STEP],
     "trainer/train_ppo.py": [WHOLE_STEP, "tests/test_value_scale.py", "tests/test_ptx.py"],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],
@@ -300,11 +300,12 @@ def hand_written(file):
 def chosen(file, tests, sample=None, seed=0, lines=None):
     """The faults to try in a file -> (list of ``Fault``, misfits of the lists). A sample depends on the texts
     of the lines, not on their places."""
-    faults = faults_of(file, (ROOT / file).read_text(encoding="utf-8"), tuple(tests))
-    reasons = EQUIVALENT.get(file, {})
+    source = (ROOT / file).read_text(encoding="utf-8")
+    faults = faults_of(file, source, tuple(tests)) if sample != 0 else []
+    known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
-    misfits = [f"{file}: no rule makes this: {line}" for line in reasons if line not in made]
-    faults = [fault for fault in faults if fault.line not in reasons]
+    misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
+    faults = [fault for fault in faults if fault.line not in known]
     if lines:
         first, _, last = lines.partition("-")
         faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
@@ -328,9 +329,9 @@ def start(fault, folder, limit):
 
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # a fault that never ends is noticed as well
         os.chdir(folder)
-        with open("log.txt", "w", encoding="utf-8") as log:
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
+        sys.stdout = sys.stderr = log = open("log.txt", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
         path = Path(fault.file)
         source = path.read_text(encoding="utf-8")
         path.write_text(replaced(source, fault.start, fault.old, fault.new), encoding="utf-8")

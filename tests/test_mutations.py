@@ -1,10 +1,8 @@
 """mutations.py: what its rules make, and that it tells a noticed fault from one that is not."""
 
-import subprocess
-
 import mutations
 import pytest
-from tiny import LINUX, PYTHON, ROOT
+from tiny import LINUX, ROOT
 
 SOURCE = '''"""Text 1."""
 import numpy as np
@@ -57,18 +55,19 @@ def test_each_rule_makes_its_fault_and_text_is_left_alone():
     assert sorted(fault.line for fault in found) == sorted(FAULTS.strip().splitlines())
 
 
-def test_the_lists_fit_the_code(monkeypatch):
-    monkeypatch.setattr(mutations, "ROOT", ROOT)
-    for file in mutations.TESTS | mutations.HAND_WRITTEN | mutations.EQUIVALENT:
-        faults, misfits = mutations.chosen(file, (), sample=5)
-        assert misfits == []
-        assert len(faults) >= 5 + len(mutations.HAND_WRITTEN.get(file, ()))
+@pytest.mark.parametrize("file", mutations.TESTS | mutations.HAND_WRITTEN)
+def test_the_lists_fit_the_code(file):
+    sample = 5 if file in mutations.EQUIVALENT else 0
+    faults, misfits = mutations.chosen(file, mutations.TESTS.get(file, ()), sample)
+    assert misfits == []
+    assert len(faults) == sample + len(mutations.HAND_WRITTEN.get(file, ()))
+    assert all((ROOT / test).is_file() for test in mutations.TESTS.get(file, ()))
 
 
 def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
-    monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": {"return a + b - 0": "", "return 1": ""}})
+    monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": {"why": ["return a + b - 0", "return 1"]}})
     monkeypatch.setattr(mutations, "HAND_WRITTEN", {"right.py": [("a + b", "b", "t"), ("c", "d", "t")]})
     faults, misfits = mutations.chosen("right.py", ("t",))
     assert [fault.line for fault in faults] == ["return a - b + 0", "return a + b + 1", "a + b -> b"]
@@ -78,13 +77,13 @@ def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not LINUX, reason="mutations.py forks")
-def test_a_fault_is_noticed_or_not(tmp_path):
+def test_a_fault_is_noticed_or_not(monkeypatch, tmp_path, capfd):
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "test_right.py").write_text(TEST)
-    command = [PYTHON, ROOT / "tests" / "mutations.py", "right.py", "--tests", "test_right.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    lines = [line.split(" s  ") for line in done.stdout.splitlines() if " s  " in line]
-    assert done.returncode == 1
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="True"):
+        mutations.main(["right.py", "--tests", "test_right.py"])
+    lines = [line.split(" s  ") for line in capfd.readouterr().out.splitlines() if " s  " in line]
     assert sorted((word.rpartition("  ")[0].strip(), fault) for word, fault in lines) == [
         ("NOT NOTICED", "right.py:2: return a + b - 0  []"),
         ("noticed", "right.py:2: return a + b + 1  [test_add]"),
