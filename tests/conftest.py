@@ -15,14 +15,14 @@ torch.set_num_threads(1)
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = """
-fused_layers processes whole_step resume lora cuda_kernels cuda_compiles engine fuzz faults offline_runs checkpoints
-closed_form cuda_decode export stages logprobs cuda_branches memory_plan loss_scale trackers entropy_gradient chat
-families real_data
-""".split()
+fused_layers processes whole_step resume lora cuda_kernels cuda_compiles engine fuzz faults offline_runs
+checkpoints closed_form cuda_decode export stages logprobs cuda_branches memory_plan loss_scale trackers
+entropy_gradient chat families real_data
+"""
 
 
 def pytest_collection_modifyitems(items):
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
@@ -38,7 +38,7 @@ def no_pictures_unless_asked(request):
 
 @pytest.fixture(autouse=True)
 def objects_of_earlier_tests():
-    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and earlier tests have
-    made and still hold, far more than the run itself, is not looked through each time."""
+    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and earlier tests
+    have made and still hold, far more than the run itself, is not looked through each time."""
     gc.collect()
     gc.freeze()
