@@ -45,7 +45,7 @@ TESTS = {  # the quickest first
     "trainer/options/ptx.py": ["tests/test_ptx.py"],
     "trainer/options/replay.py": ["tests/test_replay.py"],
     "trainer/options/value_scale.py": ["tests/test_value_scale.py"],
-    "trainer/generation/sampling.py": ["tests/generation/test_engine.py", WHOLE_STEP],
+    "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
     "trainer/compute/scoring.py": ["tests/compute/test_scoring.py", "tests/compute/test_balance_loss.py"],
 }
 # Functions whose lines are text or a table of defaults: tests of flags and messages are about these.
@@ -69,7 +69,8 @@ NEGATIONS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)  # their s
 NAMES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "any": "all"}
 NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "new_zeros": "new_ones", "floor": "ceil"}
 NAMES |= {wrong: right for right, wrong in NAMES.items()}
-OF_THE_MACHINE = ("device", "non_blocking", "pin_memory")  # arguments that no test on a CPU can miss
+# Arguments that no test on a CPU can miss, and safeguards.
+LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel")
 
 
 class Fault(NamedTuple):
@@ -137,7 +138,7 @@ def wrong_expressions(node, modules):
                 if keyword.arg in NAMES:
                     keyword = changed(keyword, arg=NAMES[keyword.arg])
                     yield changed(node, keywords=[*without(keywords, place), keyword])
-                elif keyword.arg not in OF_THE_MACHINE:
+                elif keyword.arg not in LEFT_ALONE:
                     yield changed(node, keywords=without(keywords, place))
             for place, x in enumerate(args):
                 if isinstance(x, ast.Tuple) and len(x.elts) == 2:
@@ -238,6 +239,10 @@ class Rules(ast.NodeVisitor):
 
     def visit_Raise(self, node):
         self.found.append((node, None))  # what the message says is for people
+
+    def visit_keyword(self, node):
+        if node.arg not in LEFT_ALONE:
+            self.visit(node.value)
 
     def visit_JoinedStr(self, node):
         pass  # text; and Python 3.11 does not know where its parts stand
