@@ -28,6 +28,20 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "per_token = torch.where(advantages <= 0, torch.min(per_token, most), per_token)",
         ],
     },
+    "trainer/generation/sampling.py": {
+        "blocks of any size give the same sums": [
+            "BLOCK = 65  # tokens in one block of the CDF's coarse level",
+        ],
+        "the dimension meant is of that size, or at that place": [
+            "probs = logits.softmax(1, dtype=torch.float32)",
+            "inside = probs.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)  # [B, BLOCK]",
+        ],
+        "a guard against the last bit of a sum": [
+            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 2 * -33))",
+            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 3**-33))",
+            "column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK + 1)",
+        ],
+    },
 }
 
 # {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
