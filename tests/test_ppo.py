@@ -513,3 +513,24 @@ def test_a_value_that_moved_by_less_than_the_clip_in_units_of_the_scale_is_free(
     one = torch.ones(1, 1)
     loss, _ = ppo.value_loss(3 * one, one, 2 * one, one.bool(), cliprange=0.5, scale=8.0)
     assert loss.item() == 0.5 / 64
+
+
+def test_metrics_of_a_rollout_by_hand():
+    """log p -1 under the old actor, -1.5 under the reference, -1.25 of the sampler; value 3, outcome 5."""
+    numbers = {
+        "old_logprobs": -1.0,
+        "ref_logprobs": -1.5,
+        "sampler_logprobs": -1.25,
+        "importance_weights": 1.5,
+    }
+    numbers |= {"values": 3.0, "outcomes": 5.0}
+    rollout = SimpleNamespace(mask=MASK, response_len=torch.tensor([3, 1]), tokens=torch.zeros(2, 9))
+    for name, x in numbers.items():
+        setattr(rollout, name, torch.full((2, 3), x))
+    found = ppo.rollout_metrics(rollout)
+    wanted = {"kl/k1": 0.5, "kl/k2": 0.125, "kl/k3": math.exp(-0.5) - 0.5, "rollout/sampler_gap": 0.25}
+    wanted |= {"rollout/importance_weight": 1.5, "value/mean": 3, "value/return": 5, "value/bias": -2}
+    wanted |= {"kl/sequence": 0.5 * 4 / 2}
+    assert {name: (total / count).item() for name, (total, count) in found.items()} == pytest.approx(wanted)
+    rollout.values = None
+    assert found.keys() - ppo.rollout_metrics(rollout).keys() == {"value/mean", "value/return", "value/bias"}
