@@ -32,9 +32,9 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "no
 NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
 SAMPLE = 25  # of a file, where no file is named
 
-WHOLE_STEP, FORMULAS = "tests/test_whole_step.py", "tests/test_ppo.py"
+WHOLE_STEP = "tests/test_whole_step.py"
 TESTS = {  # the quickest first
-    "trainer/ppo.py": [FORMULAS, "tests/test_entropy_top.py", WHOLE_STEP],
+    "trainer/ppo.py": ["tests/test_ppo.py", "tests/test_entropy_top.py"],
     "trainer/train_ppo.py": [WHOLE_STEP, "tests/test_value_scale.py", "tests/test_ptx.py"],
     "trainer/options/best.py": ["tests/test_best.py"],
     "trainer/options/ema.py": ["tests/test_ema.py"],

@@ -119,3 +119,12 @@ def test_the_loss_and_the_rewards_take_the_weight_of_now(files):
 
 def weights_of(run):
     return torch.cat([p.detach().flatten() for p in run.actor.parameters()]).tolist()
+
+
+def test_the_kl_is_less_the_reference_and_a_horizon_of_one_batch_is_enough():
+    """Two tokens of log-prob -1, the reference's -2.1: KL 2.2, a tenth above the target."""
+    it = controller(horizon=4)
+    ones = torch.ones(4, 2)
+    newest = SimpleNamespace(old_logprobs=-ones, ref_logprobs=-2.1 * ones, mask=ones.bool(), tokens=ones)
+    it.follow(1, newest, lambda x: x)
+    assert it.coef == pytest.approx(0.1 * 1.1)
