@@ -133,7 +133,8 @@ def wrong_expressions(node, modules):
             ):
                 yield changed(node, args=[*args[:-2], pair[1], pair[0]])
             elif isinstance(function, ast.Attribute) and args and root(function) not in modules:
-                yield changed(node, args=args[:-1])
+                if not ast.unparse(args[-1]).endswith("device"):
+                    yield changed(node, args=args[:-1])
             for place, keyword in enumerate(keywords):
                 if keyword.arg in NAMES:
                     keyword = changed(keyword, arg=NAMES[keyword.arg])
