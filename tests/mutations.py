@@ -132,9 +132,8 @@ def wrong_expressions(node, modules):
                 and not any(isinstance(x, ast.Starred) for x in pair)
             ):
                 yield changed(node, args=[*args[:-2], pair[1], pair[0]])
-            elif isinstance(function, ast.Attribute) and args and root(function) not in modules:
-                if not ast.unparse(args[-1]).endswith("device"):
-                    yield changed(node, args=args[:-1])
+            elif is_method(function, modules) and args and "device" not in name_of(args[-1]):
+                yield changed(node, args=args[:-1])
             for place, keyword in enumerate(keywords):
                 if keyword.arg in NAMES:
                     keyword = changed(keyword, arg=NAMES[keyword.arg])
@@ -156,6 +155,10 @@ def is_negation(test):
     if isinstance(test, ast.Compare):
         return len(test.ops) == 1 and isinstance(test.ops[0], NEGATIONS)
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def is_method(function, modules):
+    return isinstance(function, ast.Attribute) and root(function) not in modules
 
 
 def name_of(node):
