@@ -17,7 +17,8 @@ test: .venv/dev.stamp
 proofs: .venv/dev.stamp
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-# Makes one line wrong at a time, and demands that a fast test fails. Some only: make mutations ARGS="gamma"
+# Makes one line of the formulas wrong at a time, and demands that a fast test fails. Another file:
+# make mutations ARGS="chat.py --tests tests/test_chat.py"
 mutations: .venv/dev.stamp
 	$(BIN)/python tests/mutations.py $(ARGS)
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start: sums depend on threads
 
@@ -15,30 +14,16 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
-LONGEST = [
-    "processes",
-    "checkpoints",
-    "closed_form",
-    "fuzz",
-    "export",
-    "cpu_kernels",
-    "chat",
-    "stages",
-    "real_data",
-    "faults",
-    "families",
-    "memory_plan",
-    "cuda_decode",
-    "sharding",
-    "trackers",
-    "cuda_compiles",
-    "offline_runs",
-]
+LONGEST = """
+fused_layers processes whole_step resume lora cuda_kernels cuda_compiles engine fuzz faults offline_runs
+checkpoints closed_form cuda_decode export stages logprobs cuda_branches memory_plan loss_scale trackers
+entropy_gradient chat families real_data
+"""
 
 
 def pytest_collection_modifyitems(items):
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(Path(item.fspath).stem, len(order)))
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,16 +36,9 @@ def no_pictures_unless_asked(request):
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_other_files():
-    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and the tests of
-    other files have made, far more than the run itself, is not looked through each time."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def objects_of_earlier_tests():
-    """The same again: the run of an earlier test has taken it back when it ended."""
+    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and earlier tests
+    have made and still hold, far more than the run itself, is not looked through each time."""
+    gc.collect()
     gc.freeze()

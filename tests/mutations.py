@@ -1,147 +1,469 @@
-"""Mutations: wrong lines, each of which must make a fast test fail.
+"""Mutations: lines made wrong by rule, each of which must make a fast test fail.
 
-    python tests/mutations.py                    all of them, as many at a time as there are cores
-    python tests/mutations.py gamma accuracy     those whose names or descriptions have one of these words
+    python tests/mutations.py                                  the formulas, each file with its tests (TESTS)
+    python tests/mutations.py trainer/ppo.py                   one file of them
+    python tests/mutations.py chat.py --tests tests/test_chat.py --sample 40 --seed 0
+    python tests/mutations.py trainer/ppo.py --lines 50-80 --list
 
-A mutation replaces one piece of a file in a copy of the repository. Then the test files that are named for it
-run there, up to the first failure. If none fails, nobody would notice this fault, and the exit code is 1. It
-is also 1 if these tests fail without any mutation, which is tried first, and 2 if the list does not fit the
-code: each piece must occur exactly once.
-
-The list is in wrong_lines.py. Each mutation runs in a forked process, so torch is imported once. Linux only.
+It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
+copy of the checkout, where the tests run in a forked process, file by file, up to the first failure. Exit
+code 1: a fault that no test noticed, or tests that fail without any; 2: a list that does not fit the code.
+equivalent_faults.py has the faults that change no result, and a few that no rule makes. Linux only.
 """
 
 import argparse
+import ast
+import contextlib
+import copy
+import importlib
 import os
 import shutil
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
-from wrong_lines import MUTATIONS, Mutation
+from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 
-ROOT = Path(__file__).resolve().parents[1]
-SKIPPED = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", ".*_cache")
-CPU_SECONDS = 300  # a mutation that never ends is noticed as well
-NOTICED, UNNOTICED, BROKEN = "noticed", "NOT NOTICED", "no test ran"
+ROOT = Path.cwd()  # of the checkout
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", "docs", "results", "node_modules", ".*_cache")
+NOTICED, UNNOTICED = "noticed", "NOT NOTICED"
+SAMPLE = 25  # of a file, where no file is named
+
+WHOLE_STEP = "tests/test_whole_step.py"
+TESTS = {  # the quickest first
+    "trainer/ppo.py": ["tests/test_ppo.py", "tests/test_entropy_top.py"],
+    "trainer/train_ppo.py": [WHOLE_STEP, "tests/test_value_scale.py", "tests/test_ptx.py"],
+    "trainer/options/best.py": ["tests/test_best.py"],
+    "trainer/options/ema.py": ["tests/test_ema.py"],
+    "trainer/options/filter_groups.py": ["tests/runs/test_several_answers.py"],
+    "trainer/options/kl_target.py": ["tests/test_kl_target.py"],
+    "trainer/options/missing_eos.py": ["tests/test_missing_eos.py"],
+    "trainer/options/offline.py": ["tests/test_offline.py"],
+    "trainer/options/ptx.py": ["tests/test_ptx.py"],
+    "trainer/options/replay.py": ["tests/test_replay.py"],
+    "trainer/options/value_scale.py": ["tests/test_value_scale.py"],
+    "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
+    "trainer/compute/scoring.py": ["tests/compute/test_scoring.py", "tests/compute/test_balance_loss.py"],
+}
+# Functions whose lines are text or a table of defaults: tests of flags and messages are about these.
+WITHOUT_FAULTS = ("flag_parser", "parse_args", "build", "describe", "__repr__")
+
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Mult: ast.Div,
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+    ast.And: ast.Or,
+    ast.BitAnd: ast.BitOr,
+    ast.LShift: ast.RShift,
+}
+OPERATORS |= {wrong: right for right, wrong in OPERATORS.items()}
+OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult}
+NEGATIONS = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)  # their swap is the negation
+NAMES = {"min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "any": "all"}
+NAMES |= {"zeros": "ones", "zeros_like": "ones_like", "new_zeros": "new_ones", "floor": "ceil"}
+NAMES |= {wrong: right for right, wrong in NAMES.items()}
+# Arguments that no test on a CPU can miss, and safeguards.
+LEFT_ALONE = ("device", "non_blocking", "pin_memory", "strict", "stacklevel")
 
 
-def misfits(mutations):
-    """-> a line for each mutation whose piece of code is not found exactly once, or that changes nothing."""
-    lines = []
-    for m in mutations:
-        count = (ROOT / m.file).read_text(encoding="utf-8").count(m.old)
-        if count != 1 or m.old == m.new:
-            lines.append(f"{m.file}: found {count} times instead of once: {m.old.strip()!r} ({m.fault})")
-        files = [test.split("::")[0] for test in m.tests]
-        lines += [f"{path}: no such test file ({m.fault})" for path in files if not (ROOT / path).is_file()]
-    return lines
+class Fault(NamedTuple):
+    """``old`` becomes ``new`` at the byte ``start`` of ``file``; ``line``: the changed line as it is then."""
+
+    file: str
+    number: int
+    start: int
+    old: str
+    new: str
+    line: str
+    tests: tuple = ()
 
 
-def start(mutation, folder):
-    """Fork a process that runs this mutation's tests in ``folder``, a copy of the repository -> its pid."""
+# ---------------------------------------------------------------------------------------------- the rules
+
+
+def changed(node, **fields):
+    """A copy of a node with other fields."""
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+def without(items, place):
+    return [*items[:place], *items[place + 1 :]]
+
+
+def wrong_expressions(node, modules):
+    """-> the wrong expressions for a right one. modules: the names that the file imports."""
+    match node:
+        case ast.BinOp(op=ast.BitOr(), right=ast.Dict()):
+            return
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in OPERATORS:
+            yield changed(node, op=OPERATORS[type(op)]())
+        case ast.Compare(ops=ops):
+            for place, op in enumerate(ops):
+                yield changed(node, ops=[*ops[:place], OPERATORS[type(op)](), *ops[place + 1 :]])
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield ast.Constant(-value or 1.0)
+        case ast.Name(id=name) if name in NAMES:
+            yield changed(node, id=NAMES[name])
+        case ast.Attribute(attr=name) if name in NAMES:
+            yield changed(node, attr=NAMES[name])
+        case ast.IfExp(test=test) if not is_negation(test):
+            yield changed(node, test=ast.UnaryOp(ast.Not(), test))
+        case ast.Call(func=function, args=args, keywords=keywords):
+            pair = args[-2:]
+            if (
+                len(pair) == 2
+                and name_of(function) not in NAMES
+                and not any(isinstance(x, ast.Starred) for x in pair)
+            ):
+                yield changed(node, args=[*args[:-2], pair[1], pair[0]])
+            elif is_method(function, modules) and args and "device" not in name_of(args[-1]):
+                yield changed(node, args=args[:-1])
+            for place, keyword in enumerate(keywords):
+                if keyword.arg in NAMES:
+                    keyword = changed(keyword, arg=NAMES[keyword.arg])
+                    yield changed(node, keywords=[*without(keywords, place), keyword])
+                elif keyword.arg not in LEFT_ALONE:
+                    yield changed(node, keywords=without(keywords, place))
+            for place, x in enumerate(args):
+                if isinstance(x, ast.Tuple) and len(x.elts) == 2:
+                    turned = changed(x, elts=x.elts[::-1])
+                    yield changed(node, args=[*args[:place], turned, *args[place + 1 :]])
+        case ast.ListComp(generators=[one, *rest]) | ast.GeneratorExp(generators=[one, *rest]) if one.ifs:
+            yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
+        case ast.DictComp(generators=[one, *rest]) | ast.SetComp(generators=[one, *rest]) if one.ifs:
+            yield changed(node, generators=[changed(one, ifs=one.ifs[1:]), *rest])
+
+
+def is_negation(test):
+    """Whether a rule for expressions already makes the opposite of this condition."""
+    if isinstance(test, ast.Compare):
+        return len(test.ops) == 1 and isinstance(test.ops[0], NEGATIONS)
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def is_method(function, modules):
+    return isinstance(function, ast.Attribute) and root(function) not in modules
+
+
+def name_of(node):
+    return getattr(node, "attr", None) or getattr(node, "id", "")
+
+
+def root(node):
+    """The name that a chain of attributes, calls and subscripts begins with."""
+    while not isinstance(node, ast.Name):
+        node = getattr(node, "value", None) or getattr(node, "func", None)
+        if node is None:
+            return ""
+    return node.id
+
+
+def may_be_left_out(node, bound):
+    """Whether a statement is left out. bound: the names that have had a value before it."""
+    match node:
+        case ast.Expr(value=ast.Constant()) | ast.Pass():
+            return False
+        case ast.Assign(targets=[target]):
+            names = [x.id for x in ast.walk(target) if isinstance(x, ast.Name)]
+            return isinstance(target, ast.Attribute | ast.Subscript) or set(names) <= bound
+    return isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Break | ast.Continue | ast.Delete)
+
+
+class Rules(ast.NodeVisitor):
+    """Collects (node, the text that takes its place) in ``found``."""
+
+    def __init__(self, tree):
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        self.modules = {(x.asname or x.name).split(".")[0] for node in imports for x in node.names}
+        self.bound, self.found = set(), []
+
+    def of(self, node):
+        """What they make in a statement of the module, but not in what puts the checkout on sys.path."""
+        self.found = []
+        names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) or not names & {"sys", "__file__"}:
+            self.visit(node)
+        return self.found
+
+    def generic_visit(self, node):
+        if isinstance(node, ast.expr):
+            for wrong in wrong_expressions(node, self.modules):
+                text = ast.unparse(ast.fix_missing_locations(wrong))
+                self.found.append((node, text))
+        elif isinstance(node, ast.stmt):
+            if may_be_left_out(node, self.bound):
+                self.found.append((node, None))
+            if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS.keys() - {ast.BitOr}:
+                self.found.append((node, ast.unparse(changed(node, op=OPERATORS[type(node.op)]()))))
+            if isinstance(node, ast.If) and not is_negation(node.test):
+                self.found.append((node.test, f"not ({ast.unparse(node.test)})"))
+        super().generic_visit(node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+
+    def visit_FunctionDef(self, node):
+        if node.name in WITHOUT_FAULTS:
+            return
+        outside, arguments = self.bound, node.args
+        self.bound = {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        for x in (*arguments.defaults, *arguments.kw_defaults, *node.body):
+            if x:
+                self.visit(x)
+        self.bound = outside
+
+    def visit_ClassDef(self, node):
+        for x in node.body:
+            self.visit(x)
+
+    def visit_AnnAssign(self, node):
+        if node.value:
+            self.visit(node.value)
+        if isinstance(node.target, ast.Name):
+            self.bound.add(node.target.id)
+
+    def visit_If(self, node):
+        if "__name__" not in ast.unparse(node.test):
+            self.generic_visit(node)
+
+    def visit_Raise(self, node):
+        self.found.append((node, None))  # what the message says is for people
+
+    def visit_keyword(self, node):
+        if node.arg not in LEFT_ALONE:
+            self.visit(node.value)
+
+    def visit_JoinedStr(self, node):
+        pass  # text; and Python 3.11 does not know where its parts stand
+
+    visit_Import = visit_ImportFrom = visit_Assert = visit_JoinedStr
+
+
+def faults_of(file, source, tests=()):
+    """All faults that the rules make in a file -> list of ``Fault``."""
+    begins = [0]
+    for line in source.encode().splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    tree = ast.parse(source)
+    rules, faults = Rules(tree), []
+    for whole in tree.body:
+        first = begins[min([whole, *getattr(whole, "decorator_list", ())], key=lambda x: x.lineno).lineno - 1]
+        text = source.encode()[first : begins[whole.end_lineno]].decode()
+        meanings = {None, meaning_of(text)}
+        for node, new in rules.of(whole):
+            start = begins[node.lineno - 1] + node.col_offset
+            old = source.encode()[start : begins[node.end_lineno - 1] + node.end_col_offset].decode()
+            new = f"pass  # {old.splitlines()[0]}" if new is None else new
+            meaning = meaning_of(replaced(text, start - first, old, new))
+            if isinstance(node, ast.expr):
+                meant = meaning_of(replaced(text, start - first, old, f"({new})"))
+                if meaning != meant:
+                    new, meaning = f"({new})", meant
+            if meaning not in meanings:
+                meanings.add(meaning)
+                wrong = replaced(text, start - first, old, new).splitlines()
+                line = wrong[node.lineno - 1 - source.encode()[:first].count(b"\n")].strip()
+                faults.append(Fault(file, node.lineno, start, old, new, line, tests))
+    return sorted(faults, key=lambda fault: fault.start)
+
+
+def meaning_of(text):
+    with contextlib.suppress(SyntaxError):
+        return ast.dump(ast.parse(text))
+
+
+def replaced(source, start, old, new):
+    raw = source.encode()
+    return (raw[:start] + new.encode() + raw[start + len(old.encode()) :]).decode()
+
+
+def hand_written(file):
+    """The faults that people found missing once -> (list of ``Fault``, what does not fit)."""
+    faults, misfits = [], []
+    source = (ROOT / file).read_text(encoding="utf-8")
+    for old, new, *tests in HAND_WRITTEN.get(file, ()):
+        if source.count(old) != 1:
+            misfits.append(f"{file}: found {source.count(old)} times instead of once: {old!r}")
+            continue
+        before = source.partition(old)[0]
+        line = f"{old} -> {new}"
+        faults.append(Fault(file, before.count("\n") + 1, len(before.encode()), old, new, line, tuple(tests)))
+    return faults, misfits
+
+
+def chosen(file, tests, sample=None, seed=0, lines=None):
+    """The faults to try in a file -> (list of ``Fault``, misfits of the lists). A sample depends on the texts
+    of the lines, not on their places."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    faults = faults_of(file, source, tuple(tests)) if sample != 0 else []
+    known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
+    made = {fault.line for fault in faults}
+    misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
+    faults = [fault for fault in faults if fault.line not in known]
+    if lines:
+        first, _, last = lines.partition("-")
+        faults = [fault for fault in faults if int(first) <= fault.number <= int(last or first)]
+    if sample is not None:
+        faults.sort(key=lambda fault: zlib.crc32(f"{seed} {fault.line} {fault.new}".encode()))
+        faults = sorted(faults[:sample], key=lambda fault: fault.start)
+    more, wrong = ([], []) if lines else hand_written(file)
+    return faults + more, misfits + wrong
+
+
+# --------------------------------------------------------------------------------------------- the runs
+
+
+def start(fault, folder, limit):
+    """Fork a process that runs a fault's tests in ``folder``, a copy of the checkout -> its pid."""
     if pid := os.fork():
         return pid
     code = 3
     try:
-        import resource  # Unix only, as fork is
+        import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # a fault that never ends is noticed as well
         os.chdir(folder)
-        with open("log.txt", "w", encoding="utf-8") as log:
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-        path = Path(mutation.file)
-        text = path.read_text(encoding="utf-8").replace(mutation.old, mutation.new)
-        path.write_text(text, encoding="utf-8")
+        sys.stdout = sys.stderr = log = open("log.txt", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        path = Path(fault.file)
+        source = path.read_text(encoding="utf-8")
+        path.write_text(replaced(source, fault.start, fault.old, fault.new), encoding="utf-8")
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *mutation.tests]))
+        for test in fault.tests:
+            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
+            if code := int(pytest.main([*options, test])):
+                break
+        imported = [x for x in list(sys.modules.values()) if ".venv" in str(getattr(x, "__file__", ""))]
+        Path("imported.txt").write_text("\n".join(x.__name__ for x in imported))
     finally:
         os._exit(code)
 
 
 def result_of(status, folder):
-    """The exit status of a mutation's process -> (word, the first test that failed, or "")."""
+    """The exit status of a fault's process -> (word, the first test that failed, or "")."""
     if os.WIFSIGNALED(status):
         return NOTICED, "it never ends, or crashes"
-    lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
-    failed = [line.split("::")[-1].split(" - ")[0] for line in lines if line.startswith("FAILED")]
-    word = {0: UNNOTICED, 1: NOTICED}.get(os.waitstatus_to_exitcode(status), BROKEN)
+    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    failed = [x.split("::")[-1].split(" - ")[0] for x in lines if x.startswith(("FAILED", "ERROR"))]
+    code = os.waitstatus_to_exitcode(status)
+    word = {0: UNNOTICED, 1: NOTICED, 2: NOTICED}.get(code, f"no test ran ({code})")
     return word, failed[0] if failed else ""
 
 
-def run(mutations, jobs, report):
-    """Run all of them, ``jobs`` at a time. Calls report(mutation, word, test, seconds) after each."""
-    waiting, running = list(mutations), {}
+def run(faults, jobs, report, limit=600):
+    """Try all of them, ``jobs`` at a time. Calls report(fault, word, test, seconds, folder) after each."""
+    waiting, running = list(faults), {}
     with tempfile.TemporaryDirectory() as parent:
         whole, *free = (Path(parent) / str(n) for n in range(1 + min(jobs, len(waiting))))
-        shutil.copytree(ROOT, whole, ignore=SKIPPED)  # once: the repository may change meanwhile
+        shutil.copytree(ROOT, whole, ignore=LEFT_OUT)  # once: the checkout may change meanwhile
         for folder in free:
             shutil.copytree(whole, folder)
         while waiting or running:
             while waiting and free:
-                mutation, folder = waiting.pop(0), free.pop()
-                running[start(mutation, folder)] = mutation, folder, time.perf_counter()
+                fault, folder = waiting.pop(0), free.pop()
+                running[start(fault, folder, limit)] = fault, folder, time.perf_counter()
             pid, status = os.wait()
-            mutation, folder, begun = running.pop(pid)
-            report(mutation, *result_of(status, folder), time.perf_counter() - begun)
-            shutil.copyfile(whole / mutation.file, folder / mutation.file)
+            fault, folder, begun = running.pop(pid)
+            report(fault, *result_of(status, folder), time.perf_counter() - begun, folder)
+            shutil.copyfile(whole / fault.file, folder / fault.file)
             free.append(folder)
 
 
-def check_unchanged(mutations):
-    """Run all tests of these mutations on the code as it is. SystemExit where they fail: then they prove
-    nothing."""
-    tests, found = tuple(dict.fromkeys(test for m in mutations for test in m.tests)), []
-    nothing = Mutation(mutations[0].file, "", "", "nothing", tests)
-    run([nothing], 1, lambda mutation, *result: found.extend(result))
-    word, test, seconds = found
-    if word != UNNOTICED:
-        raise SystemExit(f"error: without any mutation the tests fail, or do not run: {test}")
-    print(f"without any mutation these tests pass, in {seconds:.0f} s", flush=True)
+def check_unchanged(file, tests, imports):
+    """Run these tests on the code as it is -> seconds. SystemExit where they fail: then they prove nothing.
+    Afterwards this process has imported what they import from other packages, and need not again."""
+    found = []
+
+    def report(fault, word, test, seconds, folder):
+        if word != UNNOTICED:
+            log = (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-15:]
+            raise SystemExit(
+                "\n".join([*log, f"error: without any fault the tests do not pass: {word} {test}"])
+            )
+        found.extend([seconds, (folder / "imported.txt").read_text(encoding="utf-8").split()])
+
+    run([Fault(file, 1, 0, "", "", "nothing", tuple(tests))], 1, report)
+    seconds, modules = found
+    for name in modules if imports else ():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    return seconds
 
 
 def warm_up():
-    """Import what every test needs and no mutation changes, and write no bytecode of changed files."""
+    """Import what is slow to import and no fault changes, and write no bytecode of changed files."""
     sys.dont_write_bytecode = True
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process must have one thread
     os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does, before anything imports Triton
-    import tokenizers
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    names = "LlamaForCausalLM LlamaForSequenceClassification PreTrainedTokenizerFast Qwen3Model"
-    return tokenizers, [getattr(transformers, name) for name in names.split()]
+    return transformers
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("words", nargs="*", help="run only mutations with one of these words")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutations at a time")
+    parser.add_argument("files", nargs="*", help="default: all that stand in TESTS")
+    parser.add_argument(
+        "--tests", nargs="+", help="for all of them, the quickest first; default: as in TESTS"
+    )
+    parser.add_argument(
+        "--sample", type=int, help=f"so many of each file; default: all, or {SAMPLE} without files"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--lines", help="only of these lines, as 50 or 50-80")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    parser.add_argument("--list", action="store_true", help="only show them")
     args = parser.parse_args(argv)
-    if lines := misfits(MUTATIONS):
-        print(*lines, sep="\n", file=sys.stderr)
+    sample = args.sample if args.files or args.sample else SAMPLE
+    plan, misfits = {}, []
+    for file in args.files or TESTS | HAND_WRITTEN:
+        if not (tests := args.tests or TESTS.get(file, ())) and args.files:
+            parser.error(f"{file}: which tests? Give --tests")
+        plan[file], wrong = chosen(file, tests, sample if tests else 0, args.seed, args.lines)
+        misfits += wrong
+    if misfits:
+        print(*misfits, sep="\n", file=sys.stderr)
         raise SystemExit(2)
-    chosen = [m for m in MUTATIONS if not args.words or any(w in f"{m.file} {m.fault}" for w in args.words)]
-    if not chosen:
-        raise SystemExit("error: no mutation has one of these words")
-    begun, missed = time.perf_counter(), []
+    if args.list:
+        for fault in (fault for faults in plan.values() for fault in faults):
+            print(f"{fault.file}:{fault.number}: {fault.line}")
+        return
+    begun, survivors = time.perf_counter(), []
     warm_up()
 
-    def report(mutation, word, test, seconds):
+    def report(fault, word, test, seconds, folder):
         if word != NOTICED:
-            missed.append(mutation)
-        where = mutation.file.removeprefix("trainer/")
-        print(f"{word:12} {seconds:5.1f} s  {where}: {mutation.fault}  [{test}]", flush=True)
+            survivors.append(fault)
+        print(f"{word:12} {seconds:5.1f} s  {fault.file}:{fault.number}: {fault.line}  [{test}]", flush=True)
 
-    check_unchanged(chosen)
-    run(chosen, max(1, args.jobs), report)
-    seconds = time.perf_counter() - begun
-    print(f"\n{len(chosen)} mutations, {len(missed)} not noticed, {seconds:.0f} s with {args.jobs} at a time")
-    raise SystemExit(bool(missed))
+    for file, faults in plan.items():
+        tests = dict.fromkeys(test for fault in faults for test in fault.tests)
+        seconds = check_unchanged(file, tests, imports=True)
+        print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
+        run(faults, max(1, args.jobs), report, limit=20 + 4 * int(seconds))
+    count, seconds = sum(map(len, plan.values())), time.perf_counter() - begun
+    print(f"\n{count} faults, {len(survivors)} not noticed, {seconds:.0f} s with {args.jobs} at a time")
+    print(*(f"{fault.file}:{fault.number}: {fault.line}" for fault in survivors), sep="\n")
+    raise SystemExit(bool(survivors))
 
 
 if __name__ == "__main__":

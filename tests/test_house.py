@@ -1,76 +1,64 @@
-"""The structure of the code: imports go one way, and what is public has docstrings."""
+"""The structure of the code: imports go one way, and what is public has docstrings and types."""
 
 import ast
-from pathlib import Path
 
 import pytest
 from tiny import ROOT
 
 # Packages by level, the lowest first. A module imports from its own package and from lower levels only.
-LEVELS = (
-    ({"errors"},),
-    ({"atomic_files"}, {"progress_bar"}),
-    ({"model"},),
-    ({"dataset"},),
-    ({"trainer.compute"},),
-    ({"trainer.generation"}, {"trainer.rewards"}, {"trainer.runs"}, {"trainer.ppo"}),
-    ({"trainer.collect"},),
-    ({"trainer.options"},),
-    ({"trainer"},),  # what the scripts share
-    ({"trainer.train_ppo"}, {"trainer.train_sft"}, {"trainer.train_reward"}, {"chat"}, {"export"}),
-    ({"dataset.demo"},),
-)
+LEVELS = """
+errors
+atomic_files progress_bar
+model
+dataset
+trainer.compute
+trainer.generation trainer.rewards trainer.runs trainer.ppo
+trainer.collect
+trainer.options
+trainer
+trainer.train_ppo trainer.train_sft trainer.train_reward chat export
+dataset.demo
+"""
+LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
 SPECIAL = ("__init__", "__call__", "__len__", "__getitem__", "__iter__")  # what users of a class call
-FILES = [
-    path
-    for path in sorted(ROOT.rglob("*.py"))
-    if path.relative_to(ROOT).parts[0] in ("model", "dataset", "trainer") or path.parent == ROOT
+PATHS = [
+    *ROOT.glob("*.py"),
+    *(path for room in ("model", "dataset", "trainer") for path in (ROOT / room).rglob("*.py")),
 ]
+# {module: its tree}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
+    for path in PATHS
+}
 
 
 def room_of(module):
-    """A module's dotted name -> (its level, its package or, at the lowest level, itself)."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        for level, rooms in enumerate(LEVELS):
-            for room in rooms:
-                if name in room:
-                    return level, name if level else module
-    return None
+    """A module's dotted name -> the longest room of LEVELS that it is in."""
+    return max((room for room in LEVEL_OF if f"{module}.".startswith(f"{room}.")), key=len, default=None)
 
 
-def imports_of(path):
+def imports_of(tree):
     """The modules of this project that a file imports, inside functions as well."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide where something comes from"
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if exists(name)}
+            assert node.level == 0, "relative imports hide where something comes from"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & FILES.keys()
 
 
-def exists(module):
-    return ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file()
+def wrong_imports(module, imported):
+    """Those of the imported modules that a module must not import."""
+    room = room_of(module)
+    pairs = [(other, room_of(other)) for other in imported]
+    return [other for other, its in pairs if its != room and LEVEL_OF[its] >= LEVEL_OF[room]]
 
 
-def wrong_imports(name, imported):
-    """Those of the imported modules that the module ``name`` must not import."""
-    level, room = room_of(name)
-    return [
-        other
-        for other in imported
-        if room_of(other) and room_of(other)[1] != room and room_of(other)[0] >= level
-    ]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    assert wrong_imports(name, imports_of(path)) == []
+def test_imports_point_down():
+    wrong = {module: wrong_imports(module, imports_of(tree)) for module, tree in FILES.items()}
+    assert {module: found for module, found in wrong.items() if found} == {}
 
 
 def test_a_wrong_import_is_noticed():
@@ -83,24 +71,8 @@ def test_a_wrong_import_is_noticed():
 
 
 def test_every_file_has_a_place():
-    assert all(room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES)
+    assert all(map(room_of, FILES))
     assert len(FILES) > 50
-
-
-def test_public_functions_and_classes_have_docstrings():
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        public = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-        ]
-        if not Path(path).name.startswith(("make_", "__init__")):
-            assert ast.get_docstring(tree), path
-            silent = [
-                n.name for n in public if not ast.get_docstring(n) and n.name not in ("main", "parse_args")
-            ]
-            assert silent == [], f"{path.relative_to(ROOT)}: {silent}"
 
 
 def functions_of(body, inside=""):
@@ -114,38 +86,35 @@ def functions_of(body, inside=""):
 
 def is_untyped(name, node):
     """Whether an argument or the result has no type. Triton's kernels have none."""
-    arguments = node.args
-    given = [
-        *arguments.posonlyargs,
-        *arguments.args,
-        *arguments.kwonlyargs,
-        arguments.vararg,
-        arguments.kwarg,
-    ]
-    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
-    if "." in name and "staticmethod" not in decorators:
-        given = given[1:]
-    untyped = [one.arg for one in given if one and not one.annotation]
-    no_result = node.returns is None and not (node.name == "__init__" and any(given))
-    return "constexpr" not in ast.unparse(arguments) and (bool(untyped) or no_result)
+    given = [x for x in ast.walk(node.args) if isinstance(x, ast.arg)]
+    if "." in name and "staticmethod" not in map(ast.unparse, node.decorator_list):
+        given = [x for x in given if x.arg not in ("self", "cls")]
+    no_result = node.returns is None and not (node.name == "__init__" and given)
+    return "constexpr" not in ast.unparse(node.args) and (no_result or not all(x.annotation for x in given))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_functions_have_types(path):
-    functions = functions_of(ast.parse(path.read_text(encoding="utf-8")).body)
-    assert [name for name, node in functions if is_untyped(name, node)] == []
+def untyped(tree):
+    return [name for name, node in functions_of(tree.body) if is_untyped(name, node)]
+
+
+def test_public_functions_have_types():
+    assert {module: untyped(tree) for module, tree in FILES.items() if untyped(tree)} == {}
 
 
 def test_a_missing_type_is_noticed():
     source = "class A:\n def f(self, x) -> int: ...\n def g(self): ...\n def h(self, x: int) -> int: ..."
-    found = [name for name, node in functions_of(ast.parse(source).body) if is_untyped(name, node)]
-    assert found == ["A.f", "A.g"]
+    assert untyped(ast.parse(source)) == ["A.f", "A.g"]
 
 
-def test_docstrings_are_short():
+@pytest.mark.parametrize("module", FILES)
+def test_what_is_public_has_a_docstring_and_it_is_short(module):
     """The why stands in docs/. Scripts begin with the algorithm."""
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                lines = [line for line in (ast.get_docstring(node) or "").splitlines() if line]
-                assert len(lines) <= 5, f"{path}: {node.name}"
+    tree = FILES[module]
+    free = "make_" in module or module.endswith("__init__")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            said = ast.get_docstring(node) or ""
+            assert len([line for line in said.splitlines() if line]) <= 5, node.name
+            private = node.name.startswith("_") or node.name in ("main", "parse_args")
+            assert said or private or free or node not in tree.body, node.name
+    assert free or ast.get_docstring(tree)

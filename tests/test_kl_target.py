@@ -80,3 +80,12 @@ def test_remedies_name_the_target_where_there_is_one():
     assert remedy_of("--kl_coef 0.05", Past(flags)) == "--kl_coef 0.05"
     assert remedy_of(more_kl, Past({**flags, "kl_target": 0.0})) == "--kl_coef 0.06"
     assert remedy_of(more_kl, Past({"kl_coef": 0.0})) == "--kl_coef 0.02"
+
+
+def test_the_kl_is_less_the_reference_and_a_horizon_of_one_batch_is_enough():
+    """Two tokens of log-prob -1, the reference's -2.1: KL 2.2, a tenth above the target."""
+    it = controller(horizon=4)
+    ones = torch.ones(4, 2)
+    newest = SimpleNamespace(old_logprobs=-ones, ref_logprobs=-2.1 * ones, mask=ones.bool(), tokens=ones)
+    it.follow(1, newest, lambda x: x)
+    assert it.coef == pytest.approx(0.1 * 1.1)

@@ -1,57 +1,91 @@
-"""mutations.py: its list fits the code, and it tells a wrong line that is noticed from one that is not."""
-
-import json
-import subprocess
+"""mutations.py: what its rules make, and that it tells a noticed fault from one that is not."""
 
 import mutations
 import pytest
-from tiny import LINUX, PYTHON, ROOT
-from wrong_lines import FORMULAS, MUTATIONS, Mutation
+from tiny import LINUX, ROOT
 
-RUN = """import json, sys
-import mutations
-from wrong_lines import Mutation
-mutations.warm_up()
-rows = [Mutation(*row) for row in json.loads(sys.argv[1])]
-mutations.run(rows, 2, lambda mutation, *found: print(mutation.fault, *found))
+SOURCE = '''"""Text 1."""
+import numpy as np
+ROOT = __file__ + "1"
+def f(x: int = 2, *, flag: bool = True) -> int:
+    """Text 2."""
+    if x < 3 and flag:
+        raise ValueError(f"{x + 1}")
+    y = x
+    y = np.min(y, key=-x)
+    y += x.sum(1)
+    return [a for a in y if a is None], g(a, b), h((0, a))
+def describe():
+    return 1 + 2
+'''
+FAULTS = """
+def f(x: int = 3, *, flag: bool = True) -> int:
+def f(x: int = 2, *, flag: bool = False) -> int:
+if not (x < 3 and flag):
+if x < 3 or flag:
+if x <= 3 and flag:
+if x < 4 and flag:
+pass  # raise ValueError(f"{x + 1}")
+pass  # y = np.min(y, key=-x)
+y = np.max(y, key=-x)
+y = np.min(y)
+y = np.min(y, key=x)
+pass  # y += x.sum(1)
+y -= x.sum(1)
+y += x.sum()
+y += x.sum(2)
+return [a for a in y], g(a, b), h((0, a))
+return [a for a in y if a is not None], g(a, b), h((0, a))
+return [a for a in y if a is None], g(b, a), h((0, a))
+return [a for a in y if a is None], g(a, b), h((a, 0))
+return [a for a in y if a is None], g(a, b), h((1, a))
+"""
+RIGHT = """def add(a, b):
+    return a + b + 0
+"""
+TEST = """from right import add
+
+def test_add():
+    assert add(1, 2) == 3
 """
 
 
-def test_every_wrong_line_is_about_a_line_that_is_there_once():
-    assert mutations.misfits(MUTATIONS) == []
-    assert len(MUTATIONS) > 60
+def test_each_rule_makes_its_fault_and_text_is_left_alone():
+    found = mutations.faults_of("f.py", SOURCE)
+    assert sorted(fault.line for fault in found) == sorted(FAULTS.strip().splitlines())
 
 
-def test_a_list_that_does_not_fit_is_said():
-    wrong = [
-        Mutation("trainer/ppo.py", "no such line", "x", "old"),
-        Mutation("trainer/ppo.py", "def ", "x", "many"),
-        Mutation("trainer/ppo.py", "def gae(", "def gae(", "the same"),
-        Mutation("trainer/ppo.py", "def gae(", "x", "no test", ("tests/test_nothing.py",)),
-    ]
-    assert [line.split("(")[-1] for line in mutations.misfits(wrong)] == [
-        "old)",
-        "many)",
-        "the same)",
-        "no test)",
-    ]
+@pytest.mark.parametrize("file", mutations.TESTS | mutations.HAND_WRITTEN)
+def test_the_lists_fit_the_code(file):
+    sample = 5 if file in mutations.EQUIVALENT else 0
+    faults, misfits = mutations.chosen(file, mutations.TESTS.get(file, ()), sample)
+    assert misfits == []
+    assert len(faults) == sample + len(mutations.HAND_WRITTEN.get(file, ()))
+    assert all((ROOT / test).is_file() for test in mutations.TESTS.get(file, ()))
+
+
+def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
+    (tmp_path / "right.py").write_text(RIGHT)
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    monkeypatch.setattr(mutations, "EQUIVALENT", {"right.py": {"why": ["return a + b - 0", "return 1"]}})
+    monkeypatch.setattr(mutations, "HAND_WRITTEN", {"right.py": [("a + b", "b", "t"), ("c", "d", "t")]})
+    faults, misfits = mutations.chosen("right.py", ("t",))
+    assert [fault.line for fault in faults] == ["return a - b + 0", "return a + b + 1", "a + b -> b"]
+    assert [line.split(": ")[-1] for line in misfits] == ["return 1", "'c'"]
+    with pytest.raises(SystemExit, match="2"):
+        mutations.main(["right.py", "--tests", "t"])
 
 
 @pytest.mark.skipif(not LINUX, reason="mutations.py forks")
-def test_a_wrong_line_is_noticed_and_a_harmless_one_is_not():
-    rows = [
-        ("trainer/ppo.py", "ratio - 1 - log_ratio", "log_ratio - ratio + 1", "wrong", [FORMULAS]),
-        ("trainer/ppo.py", "No I/O, no", "No I/O,  no", "harmless", [FORMULAS]),
-        ("trainer/ppo.py", "import torch\n", "import torch x\n", "no Python", [FORMULAS]),
+def test_a_fault_is_noticed_or_not(monkeypatch, tmp_path, capfd):
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "test_right.py").write_text(TEST)
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="True"):
+        mutations.main(["right.py", "--tests", "test_right.py"])
+    lines = [line.split(" s  ") for line in capfd.readouterr().out.splitlines() if " s  " in line]
+    assert sorted((word.rpartition("  ")[0].strip(), fault) for word, fault in lines) == [
+        ("NOT NOTICED", "right.py:2: return a + b - 0  []"),
+        ("noticed", "right.py:2: return a + b + 1  [test_add]"),
+        ("noticed", "right.py:2: return a - b + 0  [test_add]"),
     ]
-    command = [PYTHON, "-c", RUN, json.dumps(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", check=True)
-    found = {line.split()[0]: line for line in done.stdout.splitlines()}
-    assert found["wrong"].startswith("wrong noticed test_policy_loss_by_hand")
-    assert found["harmless"].startswith(f"harmless {mutations.UNNOTICED}")
-    assert f"no Python {mutations.BROKEN}" in done.stdout
-
-
-def test_words_that_choose_nothing_are_an_error():
-    with pytest.raises(SystemExit, match="error: no mutation has one of these words"):
-        mutations.main(["nonsense"])

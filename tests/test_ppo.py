@@ -396,3 +396,60 @@ def test_equal_returns_leave_nothing_to_explain():
     returns = torch.full((3, 7), 0.3)
     mask = length_mask(torch.tensor([7, 5, 3]), 7)
     assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, alone))
+
+
+# ------------------------------------------------------------------- what tests/mutations.py found untested
+
+
+def test_steps_keep_their_places_and_the_rest_of_the_score_lands_last():
+    """Scores 5 and 2; steps of 1 and 2 in the first response, of 4 in the second."""
+    steps = torch.tensor([[1.0, 0.0, 2.0], [4.0, 0.0, 0.0]])
+    rewards = ppo.token_rewards(torch.tensor([5.0, 2.0]), torch.tensor([3, 1]), MASK, steps=steps)
+    assert rewards.tolist() == [[1, 0, 4], [2, 0, 0]]
+
+
+def test_gae_of_a_single_token():
+    one = torch.ones(1, 1)
+    advantages, returns = ppo.gae(2 * one, 0.5 * one, one.bool(), 0.9, 0.9)
+    assert (advantages.item(), returns.item()) == (1.5, 2.0)
+
+
+def test_rounding_is_judged_by_the_largest_number_of_the_own_row():
+    found = ppo.without_rounding(
+        torch.tensor([[1e-4, 1.0], [1e-4, 1e-4]]), torch.tensor([[1.0, 1e3], [1.0, 1.0]])
+    )
+    assert found.tolist() == torch.tensor([[0.0, 1.0], [1e-4, 1e-4]]).tolist()
+
+
+def test_numbers_of_the_sampler_count_as_the_denominator():
+    """pi_old / pi_sampler = 0.6 / 0.4 and 0.5 / 1; (1.5 + 0.5)^2 / (2 * 2.5)."""
+    old, sampler = torch.tensor([[0.6, 0.5]]).log(), torch.tensor([[0.4, 1.0]]).log()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert ppo.importance_weights(old, sampler, mask, 2.0).tolist() == [pytest.approx([1.5, 0.5])]
+    assert ppo.effective_sample_size(old, sampler, mask, alone) == pytest.approx(0.8)
+
+
+def test_root_mean_square_of_one_token():
+    assert ppo.root_mean_square(torch.tensor([[-3.0]]), torch.tensor([[True]]), alone) == 3
+
+
+def test_regression_by_hand_off_the_line():
+    """x 0 to 3, y 0, 2, 2, 4: covariance 6/4, variance 5/4."""
+    x, y = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[0.0, 2.0, 2.0, 4.0]])
+    line = ppo.regression(x, y, torch.ones(1, 4, dtype=torch.bool), alone)
+    assert line == (pytest.approx(1.2), pytest.approx(0.2))
+
+
+def test_ratios_inside_the_clip_are_not_clipped_and_a_small_advantage_has_the_dual_clip():
+    """A = -0.5 with ratio 5: at most 3 * 0.5. A = 0.5: 1.1 * 0.5. Padding counts nowhere."""
+    ratio = torch.tensor([[5.0, 1.1, 0.9]])
+    loss, metrics = ppo.policy_loss(ratio.log(), rows(torch.tensor([[-0.5, 0.5, 0.0]])), 0.2, 0.2, dual=3.0)
+    assert loss.item() == pytest.approx(1.5 - 0.55)
+    assert metrics["policy/clip_fraction"] == 1
+
+
+def test_a_value_that_moved_by_less_than_the_clip_in_units_of_the_scale_is_free():
+    """From 1 to 3 is a quarter of the scale, half of the clip; the error is 1 / 8."""
+    one = torch.ones(1, 1)
+    loss, _ = ppo.value_loss(3 * one, one, 2 * one, one.bool(), cliprange=0.5, scale=8.0)
+    assert loss.item() == 0.5 / 64

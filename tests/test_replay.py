@@ -1,6 +1,7 @@
 """Replay: older batches are learned from again, as if their responses were new."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dataset.data_order import epoch_order, local_positions, minibatch_order
 from trainer.compute.rollout_data import join_rollouts
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
-from trainer.options.replay import FIELDS, Replay
+from trainer.options.replay import FIELDS, Replay, newest_rows
 from trainer.runs.distributed import World
 
 assert files  # the fixture
@@ -115,3 +116,9 @@ def test_without_replay_each_ppo_epoch_has_an_order_of_its_own():
 def test_old_and_new_batches_take_turns():
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
+
+
+def test_the_newest_rows_are_the_last():
+    rollout = SimpleNamespace(tokens=range(5), rows=list)
+    assert newest_rows(rollout, 2) == [3, 4]
+    assert newest_rows(rollout, 5) is rollout

@@ -39,7 +39,8 @@ def test_the_noise_in_plain_integers():
 def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(500, vocabulary, generator=generator)
-    logits[:, 1::5] = -torch.inf
+    logits[:, :-1:5] = -torch.inf
+    logits[:, : max(vocabulary - 220, 0)] = -torch.inf  # a whole block of the CDF
     u = torch.rand(500, generator=generator, dtype=torch.float64)
     u[:2] = torch.tensor([0.0, 1 - 2**-32])
     exact = (logits.double() / temperature).log_softmax(-1)
@@ -61,8 +62,9 @@ def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1(count):
 
 def test_bf16_logits_are_softened_in_fp32():
     logits = torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.bfloat16)
-    found = sample_tokens(logits, 0.7, torch.tensor([0.5], dtype=torch.float64))[1]
-    assert found.item() == pytest.approx((logits.double() / 0.7).log_softmax(-1)[0, 1].item(), abs=1e-6)
+    tokens, logprobs = sample_tokens(logits, 0.7, torch.tensor([0.5], dtype=torch.float64))
+    wanted = (logits.double() / 0.7).log_softmax(-1)[0, 1].item()
+    assert (tokens.tolist(), logprobs.tolist()) == ([1], [pytest.approx(wanted, abs=1e-6)])
 
 
 def test_running_sums_are_exact_to_two_to_the_minus_52():

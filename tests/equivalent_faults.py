@@ -1,0 +1,98 @@
+"""The lists of mutations.py: faults that change no result, and a few that no rule makes or no formula has."""
+
+EXACTLY = "only a number that stands exactly at the limit is concerned, where both sides are right"
+PADDING = "only padding is concerned, which no sum takes in"
+VALUE_CLIPS = '"value/clip_fraction"'
+# {file: {why no result changes: [the line as the fault leaves it]}}
+EQUIVALENT: dict[str, dict[str, list[str]]] = {
+    "trainer/ppo.py": {
+        "float32 is the default": ["rewards = torch.zeros(mask.shape, device=mask.device)"],
+        "where all values are 0, only gamma * lambda counts": [
+            "return gae(rewards, torch.zeros_like(rewards), mask, 1.0, gamma)[1]",
+        ],
+        "with lambda 1 the values cancel out": [
+            "return gae(rewards, torch.ones_like(rewards), mask, gamma, 1.0)[1]",
+        ],
+        EXACTLY: [
+            "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
+            "return std if std >= ROUNDING * abs(mean) else 0.0",
+            "outside = (ratio <= 1 - clip.low) | (ratio > 1 + clip.high)",
+            "outside = (ratio < 1 - clip.low) | (ratio >= 1 + clip.high)",
+            f"{VALUE_CLIPS}: masked_sum((change.abs() >= limit).float() * (clipped_error > error), mask),",
+            f"{VALUE_CLIPS}: masked_sum((change.abs() > limit).float() * (clipped_error >= error), mask),",
+        ],
+        "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
+        "the last sum adds nothing": ["while n <= x.shape[1]:"],
+        PADDING: ["log_ratio = torch.where(mask, logprobs - old_logprobs, 1.0)"],
+        "an advantage of 0 has no loss": [
+            "per_token = torch.where(advantages <= 0, torch.min(per_token, most), per_token)",
+        ],
+    },
+    "trainer/generation/sampling.py": {
+        "blocks of any size give the same sums": [
+            "BLOCK = 65  # tokens in one block of the CDF's coarse level",
+        ],
+        "the dimension meant is of that size, or at that place": [
+            "probs = logits.softmax(1, dtype=torch.float32)",
+            "inside = probs.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)  # [B, BLOCK]",
+        ],
+        "a guard against the last bit of a sum": [
+            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 2 * -33))",
+            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 3**-33))",
+            "column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK + 1)",
+        ],
+    },
+}
+
+# {file: [(right, wrong, test file)]}: what a referee broke once without any test noticing.
+HAND_WRITTEN = {
+    "trainer/compute/scoring.py": [
+        (
+            "F.pad(part, (0, width - part.shape[-1]))",
+            "F.pad(part, (width - part.shape[-1], 0))",
+            "tests/compute/test_scoring.py",
+        ),
+    ],
+    "trainer/rewards/reward_models.py": [
+        ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
+        ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
+        ("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py"),
+    ],
+    "trainer/rewards/combine.py": [
+        (
+            "rules.answer_text(text) if self.reasoning else None",
+            "rules.answer_text(text)",
+            "tests/rewards/test_rewards.py",
+        ),
+    ],
+    "trainer/rewards/rules.py": [
+        ("len(response.strip())", "len(response)", "tests/rewards/test_rewards.py"),
+    ],
+    "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
+    "trainer/options/best.py": [
+        ('if name.startswith("judge") else []', "if False else []", "tests/test_best.py")
+    ],
+    "trainer/inputs.py": [
+        ("rest = steps - warmup", "rest = steps", "tests/test_inputs.py"),
+        ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
+    ],
+    "trainer/runs/optimizer_step.py": [
+        ("run.progress.token_budget = budget", "pass", "tests/compute/test_batching.py"),
+    ],
+    "trainer/runs/learning_rate.py": [
+        ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
+    ],
+    "trainer/generation/sampling.py": [
+        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_engine.py"),
+        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_engine.py"),
+    ],
+    "trainer/compute/precision.py": [
+        ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),
+    ],
+    "dataset/lm_dataset.py": [
+        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_logged_answers.py"),
+    ],
+    "trainer/options/replay.py": [
+        ("for number in sorted(batches)]", "for number in batches]", "tests/test_replay.py"),
+    ],
+}
