@@ -9,7 +9,7 @@ import shlex
 import string
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, run_files, train, write_jsonl
+from tiny import ROOT, flags, read_jsonl, run_files, write_jsonl
 
 import chat
 import export
@@ -19,15 +19,10 @@ from trainer.peer_flags import PEER_FLAGS
 from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
-GROUPS = "rollout|reward|kl|policy|value|perf|eval|train"
-PARTS = r"(format|marks|model\w*|function|server|repetition|length_reward|missing_eos|overlong|judge_\w+)"
-TEXTS = {
-    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
-}
-YOURS = re.compile(
-    r"PATH|prompts|train\.jsonl|pairs\.jsonl|demonstrations|problems|verl|hidden_size|Qwen|…|base|_best"
-)
+PARTS = r"(format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
+YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|_best")
+PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 
 
 def page(name):
@@ -67,50 +62,47 @@ def test_every_decision_names_its_code_and_its_test():
     assert [number for number, code in rows if LINK.search(code)] == numbers
 
 
+def metric_rows(text):
+    groups = "rollout|reward|kl|policy|value|perf|eval|train"
+    return re.findall(rf"^\| `((?:{groups})/[\w<>@]+)` \|", text, re.MULTILINE)
+
+
 def test_the_metrics_page_names_every_metric_of_a_run_and_no_other(tmp_path):
     """``<part>`` stands for a part of the reward, ``<k>`` for a number; ``_greedy`` and ema/ have no rows."""
-    text = page("metrics")
-    names = re.findall(rf"^\| `((?:{GROUPS})/[\w<>@]+)` \|", text, re.MULTILINE)
+    names = metric_rows(page("metrics"))
     assert len(names) == len(set(names))
-    patterns = {
-        name: re.compile(name.replace("<part>", PARTS).replace("<k>", r"\d+") + r"\Z") for name in names
-    }
+    meant = {name: name.replace("<part>", PARTS).replace("<k>", r"\d+") for name in names}
     files = run_files(tmp_path, count=8)
     answered = [{"prompt": r["prompt"], "answer": "a"} for r in read_jsonl(files["data_path"])]
-    sizes = {
-        "batch_size": 4,
-        "mini_batch_size": 4,
-        "max_gen_len": 4,
-        "max_steps": 2,
-        "critic_warmup_steps": 0,
-    }
-    sizes |= {"dtype": "float16", "out_dir": tmp_path / "out"}  # which alone has a loss scale
-    more = {"eval_reward_fn": files["reward_fn"], "normalize_reward": 1, "length_reward": 0.5, "reasoning": 1}
-    more |= {"repetition_penalty": 0.5, "num_generations": 2, "filter_groups": 1, "kl_target": 1}
-    more |= {
-        "entropy_top": 0.5,
-        "ema_beta": 0.9,
-        "eval_data_path": write_jsonl(tmp_path / "e.jsonl", answered),
-    }
-    more |= {"ptx_data_path": write_jsonl(tmp_path / "texts.jsonl", [{"text": "a b"}])}
-    train(**files, **sizes, **more, run_name="r")
     pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    logged = {"offline_data_path": pairs, "eval_data_path": pairs, "epochs": 9}
-    train(model=files["model"], **sizes, **logged, run_name="offline")
-    lines = [line for run in ("r", "offline") for line in read_jsonl(tmp_path / f"out/{run}/metrics.jsonl")]
-    found = {re.sub("^ema/", "eval/", n).removesuffix("_greedy") for line in lines for n in line} - {"step"}
+    more = {"ptx_data_path": write_jsonl(tmp_path / "texts.jsonl", [{"text": "a b"}])}
+    more |= {
+        "eval_data_path": write_jsonl(tmp_path / "e.jsonl", answered),
+        "eval_reward_fn": files["reward_fn"],
+    }
+    logged = {"model": files["model"], "offline_data_path": pairs, "eval_data_path": pairs, "epochs": 9}
+    options = """--normalize_reward 1 --reasoning 1 --length_reward 0.5 --repetition_penalty 0.5 --kl_target 1
+        --num_generations 2 --filter_groups 1 --entropy_top 0.5 --ema_beta 0.9 --eval_interval 1"""
+    found = set()
+    for given, flagged in ((files | more, options), (logged, "--eval_interval 1")):
+        sizes = "--max_steps 2 --batch_size 4 --mini_batch_size 4 --max_gen_len 4 --critic_warmup_steps 0"
+        out = tmp_path / f"out{len(found)}"
+        argv = [
+            *flags(**given, out_dir=out, dtype="float16"),
+            *sizes.split(),
+            *flagged.split(),
+        ]  # a loss scale
+        train_ppo.main(argv)
+        found |= {name for line in read_jsonl(out / "run_1/metrics.jsonl") for name in line}
+    found = {re.sub("^ema/", "eval/", name).removesuffix("_greedy") for name in found} - {"step"}
     assert len(found) > 40
-    assert [n for n in found if not any(pattern.match(n) for pattern in patterns.values())] == []
-    of_ppo = re.findall(
-        rf"^\| `((?:{GROUPS})/[\w<>@]+)` \|", text.split("## The stages before PPO")[0], re.MULTILINE
-    )
-    assert [n for n in of_ppo if not any(patterns[n].match(x) for x in found)] == []
+    assert [x for x in found if not any(re.fullmatch(pattern, x) for pattern in meant.values())] == []
+    of_ppo = metric_rows(page("metrics").split("## The stages before PPO")[0])
+    assert [name for name in of_ppo if not any(re.fullmatch(meant[name], x) for x in found)] == []
     for display in (displays.PPO, displays.OFFLINE, displays.SFT, displays.PAIRS, displays.RATINGS):
-        shown = {name for panel in display.panels for name in panel.series} | {
-            *display.line,
-            *display.followed,
-        }
-        for name in shown | {f"eval/{display.best}", *display.evaluation}:
+        shown = {*display.line, *display.followed, *display.evaluation, f"eval/{display.best}"}
+        shown |= {name for panel in display.panels for name in panel.series}
+        for name in shown:
             assert name.removesuffix("_greedy").replace(displays.PARTS, "reward/<part>") in names, name
 
 
@@ -121,7 +113,7 @@ def test_findings_are_on_their_page_and_name_only_what_there_is():
     given = {*train_ppo.flag_parser().flags}
     facts = re.findall(r'^        "(\w+)":', inspect.getsource(start_facts), re.MULTILINE)
     known = given | {*facts, "start", *re.findall(r'"(\w+)"', inspect.getsource(health))}
-    known |= {"reward/format", *re.findall(r"^\| `(\w+/\w+)` \|", page("metrics"), re.MULTILINE)}
+    known |= {"reward/format", *metric_rows(page("metrics"))}
     named = set()
     for rule in health.RULES:
         texts = [rule.symptom, *rule.numbers, *rule.causes, rule.remedy]
@@ -148,16 +140,14 @@ def test_the_recipes_have_the_memory_and_rates_of_the_script(monkeypatch):
 def test_the_readmes_agree_and_have_the_figures_of_the_demo():
     runs = json.loads((ROOT / "benchmarks/results/demo.json").read_text(encoding="utf-8"))["runs"]
     run = next(run for run in runs if run["seed"] == 42)  # the default, so what `make train` does
-    row = re.compile(
-        r"^\| .+ \| ([\d.]+) \| \*\*([\d.]+)\*\* \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", re.MULTILINE
-    )
+    names = ["accuracy", "format_rate", "score", "length", "finished"]
+    wanted = [
+        run[when][f"{x}{kind}"] for x in names for kind in ("", "_greedy") for when in ("before", "after")
+    ]
     english, chinese = TEXTS["README.md"], TEXTS["README_zh.md"]
     for text in (english, chinese):
-        for name, cells in zip(
-            ["accuracy", "format_rate", "score", "length", "finished"], row.findall(text), strict=True
-        ):
-            wanted = [run[when][f"{name}{kind}"] for kind in ("", "_greedy") for when in ("before", "after")]
-            assert [float(cell) for cell in cells] == pytest.approx(wanted, abs=6e-4), name
+        cells = re.findall(r"(?<=\| )(?:\*\*)?(\d+\.\d{3})(?:\*\*)? (?=\|)", text.split("## ")[1])
+        assert [float(cell) for cell in cells] == pytest.approx(wanted, abs=6e-4)
     assert commands(english) == commands(chinese)
     for pattern in (r"\d+\.\d+", r"`(--\w+)", r"\]\(([^)#]+)"):
         mine, theirs = ({*re.findall(pattern, text)} for text in (english, chinese))
@@ -167,7 +157,10 @@ def test_the_readmes_agree_and_have_the_figures_of_the_demo():
 def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_path, monkeypatch, capsys):
     """What is trained is a step of the demo. Its answers to the examples must be right."""
     monkeypatch.chdir(ROOT)
-    small = flags(max_steps=1, batch_size=8, mini_batch_size=8, max_gen_len=8, eval_interval=0)
+    small = (
+        "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --eval_interval 0 --out_dir".split()
+    )
+    small.append(str(tmp_path))
     mains = {"trainer/train_ppo.py": train_ppo.main, "chat.py": chat.main, "export.py": export.main}
     ran = []
     for line in dict.fromkeys(line for text in TEXTS.values() for line in commands(text)):
@@ -178,9 +171,7 @@ def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_
         words = shlex.split(line.replace(" exported", " out/plain").replace("out/", f"{tmp_path}/"))
         if words[0].endswith("python") and words[1] in mains and not YOURS.search(line):
             monkeypatch.setattr("sys.stdin", io.StringIO("What is twelve plus five minus nine?\n"))
-            mains[words[1]](
-                [*words[2:], *([*small, "--out_dir", str(tmp_path)] if "train" in words[1] else [])]
-            )
+            mains[words[1]](words[2:] + (small if "train" in words[1] else []))
             ran.append(line)
     assert len(ran) > 10, ran
     asked = sum("chat.py" in line for line in ran)
