@@ -157,10 +157,8 @@ def test_the_readmes_agree_and_have_the_figures_of_the_demo():
 def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_path, monkeypatch, capsys):
     """What is trained is a step of the demo. Its answers to the examples must be right."""
     monkeypatch.chdir(ROOT)
-    small = (
-        "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --eval_interval 0 --out_dir".split()
-    )
-    small.append(str(tmp_path))
+    small = "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --eval_interval 0"
+    small = [*shlex.split(small), "--out_dir", str(tmp_path)]
     mains = {"trainer/train_ppo.py": train_ppo.main, "chat.py": chat.main, "export.py": export.main}
     ran = []
     for line in dict.fromkeys(line for text in TEXTS.values() for line in commands(text)):
