@@ -20,7 +20,7 @@ from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 PARTS = r"(format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
-YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|_best")
+YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best")
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 
@@ -157,8 +157,9 @@ def test_the_readmes_agree_and_have_the_figures_of_the_demo():
 def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_path, monkeypatch, capsys):
     """What is trained is a step of the demo. Its answers to the examples must be right."""
     monkeypatch.chdir(ROOT)
-    small = "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --eval_interval 0"
-    small = [*shlex.split(small), "--out_dir", str(tmp_path)]
+    few = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "dataset/demo/eval.jsonl")[:4])
+    small = "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --missing_eos_penalty 1"
+    small = [*shlex.split(small), "--eval_data_path", few]
     scripts = (train_ppo, train_sft, train_reward)
     others = {"help", "max_restarts", "shutdown_timeout", "high_entropy_token_ratio"}  # of other programs
     known = others.union(*(script.flag_parser().flags for script in scripts))
@@ -174,7 +175,8 @@ def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_
         words = shlex.split(line.replace(" exported", " out/plain").replace("out/", f"{tmp_path}/"))
         if words[0].endswith("python") and words[1] in mains and not YOURS.search(line):
             monkeypatch.setattr("sys.stdin", io.StringIO("What is twelve plus five minus nine?\n"))
-            mains[words[1]](words[2:] + (small if "train" in words[1] else []))
+            more = [*small, *([] if "--out_dir" in words else ["--out_dir", str(tmp_path)])]
+            mains[words[1]](words[2:] + more if "train" in words[1] else words[2:])
             ran.append(line)
     assert len(ran) > 10, ran
     asked = sum("chat.py" in line for line in ran)
