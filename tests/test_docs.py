@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import re
+import runpy
 import shlex
 import string
 
@@ -181,6 +182,17 @@ def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_
     assert len(ran) > 10, ran
     asked = sum("chat.py" in line for line in ran)
     assert capsys.readouterr().out.count("17 - 9 = 8") >= asked > 1
+
+
+def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
+    found = {}
+    for name, code in re.findall(
+        r"```\n# \w+\.py +--reward_fn \w+\.py:(\w+)\n(.*?)```", page("rewards"), re.DOTALL
+    ):
+        (tmp_path / "mine.py").write_text(code)
+        found[name] = runpy.run_path(str(tmp_path / "mine.py"))[name]
+    assert found["score"](["q"] * 3, ["it is 5", "6", "5"], ["5", "5", None]) == [1.0, 0.0, 0.0]
+    assert found["right_lines"](["q"], ["2 + 3 = 5\nso\n1 + 1 = 3"], [None]) == [[(9, 1.0), (21, -1.0)]]
 
 
 def test_every_folder_is_on_the_page_of_the_code():
