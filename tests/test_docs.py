@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import io
+import itertools
 import json
 import re
 import runpy
@@ -21,7 +22,7 @@ from trainer.runs import displays, health
 
 LINK = re.compile(r"\[`(?P<name>\w+)`\]\((?P<path>[\w./]+\.py)\)")
 PARTS = r"(format|marks|model\w*|function|repetition|length_reward|missing_eos|judge_\w+)"
-YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best")
+YOURS = re.compile(r"PATH|prompts|train.jsonl|pairs.jsonl|problems|verl|hidden_size|Qwen|…|base|best|_512")
 PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md")])
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 
@@ -155,24 +156,27 @@ def test_the_readmes_agree_and_have_the_figures_of_the_demo():
         assert mine - {"README_zh.md"} == theirs - {"README.md"}, pattern
 
 
-def test_commands_have_flags_that_exist_and_run_where_their_files_are_there(tmp_path, monkeypatch, capsys):
-    """What is trained is a step of the demo. Its answers to the examples must be right."""
-    monkeypatch.chdir(ROOT)
-    few = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "dataset/demo/eval.jsonl")[:4])
-    small = "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --missing_eos_penalty 1"
-    small = [*shlex.split(small), "--eval_data_path", few]
+def test_flags_of_commands_and_pages_exist():
     scripts = (train_ppo, train_sft, train_reward)
     others = {"help", "max_restarts", "shutdown_timeout", "high_entropy_token_ratio"}  # of other programs
     known = others.union(*(script.flag_parser().flags for script in scripts))
     for name, text in TEXTS.items():
         assert name == "docs/migrating.md" or {*re.findall(r"`--(\w+)", text)} <= known, name
+        for line, script in itertools.product(commands(text), scripts):
+            _, program, given = line.partition(f"{script.__name__.rpartition('.')[2]}.py ")
+            assert not program or {*re.findall(r"--(\w+)", given)} <= {*script.flag_parser().flags}, line
+
+
+@pytest.mark.slow
+def test_commands_run_where_all_their_files_are_there(tmp_path, monkeypatch, capsys):
+    """What is trained is a step of the demo. Its answers to the examples must be right."""
+    monkeypatch.chdir(ROOT)
+    few = write_jsonl(tmp_path / "few.jsonl", read_jsonl(ROOT / "dataset/demo/eval.jsonl")[:4])
+    small = "--max_steps 1 --batch_size 8 --mini_batch_size 8 --max_gen_len 8 --missing_eos_penalty 1"
+    small = [*shlex.split(small), "--eval_data_path", few]
     mains = {"trainer/train_ppo.py": train_ppo.main, "chat.py": chat.main, "export.py": export.main}
     ran = []
     for line in dict.fromkeys(line for text in TEXTS.values() for line in commands(text)):
-        for script in scripts:
-            name = f"{script.__name__.rpartition('.')[2]}.py"
-            given = re.findall(r"--(\w+)", line.split(name)[1]) if name in line else []
-            assert {*given} <= {*script.flag_parser().flags}, line
         words = shlex.split(line.replace(" exported", " out/plain").replace("out/", f"{tmp_path}/"))
         if words[0].endswith("python") and words[1] in mains and not YOURS.search(line):
             monkeypatch.setattr("sys.stdin", io.StringIO("What is twelve plus five minus nine?\n"))
