@@ -12,14 +12,6 @@ from common import ROOT, table
 from learning_tasks import TASKS
 
 PAGE = ROOT / "docs" / "learning.md"
-ALGORITHMS = PAGE.with_name("algorithms.md")
-ESTIMATORS = {  # {variant: its flags}
-    "GAE": "",
-    "4 answers": "`--num_generations 4`",
-    "RLOO, 4 answers": "`--advantage rloo --num_generations 4`",
-    "group, 4 answers": "`--advantage group --num_generations 4`",
-    "REINFORCE": "`--advantage reinforce`",
-}
 PLAIN_RLOO = "RLOO, 4 answers"
 WITHOUT_CRITIC = {  # {variant: its flags}, on task (b)
     PLAIN_RLOO: "`--num_generations 4`",
@@ -53,7 +45,8 @@ OPTIONS = {  # {variant: (its flags, the variant that it is compared with)}, on 
         "RLOO, half the rate",
     ),
 }
-ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ESTIMATORS.keys()  # not in the table of learning.md
+ON_ALL_TASKS = {PLAIN_RLOO, "group, 4 answers"}
+ELSEWHERE = (WITHOUT_CRITIC.keys() | OPTIONS.keys()) - ON_ALL_TASKS  # not in the table of decisions
 BESIDE_TRL = [task for task, this in TASKS.items() if this["rates"]["trl"]]
 NAMES = {"trl": "TRL", "ours": "here"}
 COLOURS = {"trl": "tab:orange", "ours": "tab:blue"}
@@ -201,30 +194,6 @@ def variants_table(runs):
     return table(rows)
 
 
-def estimators_table(runs):
-    """A row for each way to estimate advantages, a column for each task: as ``variants_table``, and the CPU
-    seconds of a whole run beside those of GAE with one answer."""
-    runs, rows = [r for r in runs if r["who"] == "ours"], []
-    for name, flags in ESTIMATORS.items():
-        row, seconds = {"": name, "flags": flags}, []
-        for task in BESIDE_TRL:
-            samples = TASKS[task].get("ablate")
-            found = pick(runs, task, "ours", "" if name == "GAE" else name, samples)
-            if name == "GAE":  # at the rates of the others
-                other = pick(runs, task, "ours", "RLOO, 4 answers", samples)
-                found = pick(runs, task, "ours", "", samples, other[0]["rates"]) if other else ()
-            same = pick(runs, task, "ours", "", samples, found[0]["rates"]) if found else ()
-            changed, plain = ({r["seed"]: r for r in group} for group in (found, same))
-            both = sorted(changed.keys() & plain.keys())
-            pairs = [(figure(changed[x]), figure(plain[x])) for x in both]
-            text = difference(pairs)
-            row[f"({task})"] = text.partition(" (")[0] if name == "GAE" else text
-            seconds += [changed[x]["curve"]["seconds"][-1] / plain[x]["curve"]["seconds"][-1] for x in both]
-        row["CPU time"] = f"{statistics.median(seconds):.2f}" if seconds else ""
-        rows.append(row)
-    return table(rows)
-
-
 def beside(runs, name, other):
     """A variant of task (b) and the one that it is compared with -> [(its run, the other's)] of each seed."""
     rates = TASKS["b"]["ablate_rates"]
@@ -309,33 +278,24 @@ def draw(runs, task, path):
     pyplot.close(shown)
 
 
-ON_LEARNING = {
+TABLES = {
     "main": main_table,
     "judges": judges_table,
     "long": long_table,
     "variants": variants_table,
-}
-ON_ALGORITHMS = {
-    "estimators": estimators_table,
     "without a critic": without_critic_table,
     "options": options_table,
 }
 
 
-def write_tables(page, runs, tables):
-    """Replace the tables of a page: {name between its marks: function of the runs}."""
-    text = page.read_text(encoding="utf-8")
-    for name, made in tables.items():
+def write(runs):
+    """Replace the tables of docs/learning.md, each between its marks; draw the tasks that have runs."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, made in TABLES.items():
         marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
         between = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
         text = between.sub(lambda _, m=marks, f=made: f"{m[0]}\n{f(runs)}\n{m[1]}", text)
-    page.write_text(text, encoding="utf-8")
-
-
-def write(runs):
-    """Replace the tables of docs/learning.md and docs/algorithms.md; draw the tasks that have runs."""
-    write_tables(PAGE, runs, ON_LEARNING)
-    write_tables(ALGORITHMS, runs, ON_ALGORITHMS)
+    PAGE.write_text(text, encoding="utf-8")
     for task in BESIDE_TRL:
         if any(run["task"] == task for run in runs):
             draw(runs, task, PAGE.parent / f"learning_{task}.png")

@@ -1,4 +1,4 @@
-"""How many GPUs a model needs, and how long a step takes there: on paper. The tables of docs/scale.md.
+"""How many GPUs a model needs, and how long a step takes there: on paper. docs/scale.md has the first table.
 
     python benchmarks/plan.py --table                  the tables; nothing is run
     python benchmarks/plan.py --check ["62M, fp32" …]  the memory plan beside measured runs: plan_check.py

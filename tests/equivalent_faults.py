@@ -16,16 +16,16 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return std if std >= ROUNDING * abs(mean) else 0.0",
-            "outside = (ratio <= 1 - clip.low) | (ratio > 1 + clip.high)",
-            "outside = (ratio < 1 - clip.low) | (ratio >= 1 + clip.high)",
+            "outside = (ratio <= 1 - low) | (ratio > 1 + high)",
+            "outside = (ratio < 1 - low) | (ratio >= 1 + high)",
             f"{VALUE_CLIPS}: masked_sum((change.abs() >= limit).float() * (clipped_error > error), mask),",
             f"{VALUE_CLIPS}: masked_sum((change.abs() > limit).float() * (clipped_error >= error), mask),",
         ],
         "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
-        PADDING: ["log_ratio = torch.where(mask, logprobs - old_logprobs, 1.0)"],
+        PADDING: ["log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 1.0)"],
         "an advantage of 0 has no loss": [
-            "per_token = torch.where(advantages <= 0, torch.min(per_token, most), per_token)",
+            "per_token = torch.where(advantages <= 0, torch.min(per_token, -dual * advantages), per_token)",
         ],
     },
     "trainer/generation/sampling.py": {
@@ -56,8 +56,8 @@ HAND_WRITTEN = {
     "trainer/rewards/reward_models.py": [
         ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
-        ("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py"),
     ],
+    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
     "trainer/rewards/combine.py": [
         (
             "rules.answer_text(text) if self.reasoning else None",
@@ -69,9 +69,7 @@ HAND_WRITTEN = {
         ("len(response.strip())", "len(response)", "tests/rewards/test_rewards.py"),
     ],
     "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
-    "trainer/options/best.py": [
-        ('if name.startswith("judge") else []', "if False else []", "tests/test_best.py")
-    ],
+    "trainer/run.py": [("held_out.fingerprint, *judge]", "held_out.fingerprint]", "tests/test_best.py")],
     "trainer/inputs.py": [
         ("rest = steps - warmup", "rest = steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
@@ -90,9 +88,6 @@ HAND_WRITTEN = {
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),
     ],
     "dataset/lm_dataset.py": [
-        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_logged_answers.py"),
-    ],
-    "trainer/options/replay.py": [
-        ("for number in sorted(batches)]", "for number in batches]", "tests/test_replay.py"),
+        ("self.ids(said, opening=False)", "self.ids(said)", "tests/dataset/test_dataset.py"),
     ],
 }

@@ -46,7 +46,7 @@ TESTS = {  # the quickest first
     "trainer/options/replay.py": ["tests/test_replay.py"],
     "trainer/options/value_scale.py": ["tests/test_value_scale.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
-    "trainer/compute/scoring.py": ["tests/compute/test_scoring.py", "tests/compute/test_balance_loss.py"],
+    "trainer/compute/scoring.py": ["tests/compute/test_scoring.py"],
 }
 # Functions whose lines are text or a table of defaults: tests of flags and messages are about these.
 WITHOUT_FAULTS = ("flag_parser", "parse_args", "build", "describe", "__repr__")
