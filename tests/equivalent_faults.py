@@ -83,8 +83,8 @@ HAND_WRITTEN = {
         ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
     ],
     "trainer/generation/sampling.py": [
-        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_engine.py"),
-        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_engine.py"),
+        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_sampling.py"),
+        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_sampling.py"),
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),

@@ -1,12 +1,14 @@
 """Log-probs and values of responses, against whole sequences through untouched models, one by one."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import tiny_llama
 
 from model.critic import CriticModel
+from trainer.compute import scoring
 from trainer.compute.batching import Layout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, pack_sequences
 
@@ -59,3 +61,12 @@ def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature
         entropy = -(log_p.exp() * log_p).sum(-1)
         assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=1e-5)
     assert scored[2] == 0  # no experts
+
+
+def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkeypatch):
+    monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 4)  # each sequence on its own
+    lengths = [4, 2, 3]
+    rollout = SimpleNamespace(sampler_logprobs=torch.zeros(3, 4), tokens=torch.zeros(3, 4), rows=list)
+    rollout.layout = SimpleNamespace(lengths=lengths)
+    found = scoring.score_all(rollout, lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
+    assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
