@@ -2,7 +2,6 @@
 
 EXACTLY = "only a number that stands exactly at the limit is concerned, where both sides are right"
 PADDING = "only padding is concerned, which no sum takes in"
-VALUE_CLIPS = '"value/clip_fraction"'
 # {file: {why no result changes: [the line as the fault leaves it]}}
 EQUIVALENT: dict[str, dict[str, list[str]]] = {
     "trainer/ppo.py": {
@@ -18,8 +17,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
             "return std if std >= ROUNDING * abs(mean) else 0.0",
             "outside = (ratio <= 1 - low) | (ratio > 1 + high)",
             "outside = (ratio < 1 - low) | (ratio >= 1 + high)",
-            f"{VALUE_CLIPS}: masked_sum((change.abs() >= limit).float() * (clipped_error > error), mask),",
-            f"{VALUE_CLIPS}: masked_sum((change.abs() > limit).float() * (clipped_error >= error), mask),",
+            "clipped = (change.abs() >= limit).float() * (clipped_error > error)",
+            "clipped = (change.abs() > limit).float() * (clipped_error >= error)",
         ],
         "a square has no sign": ["k2 = kl_estimators(mb.ref_logprobs, logprobs)[1]"],
         "the last sum adds nothing": ["while n <= x.shape[1]:"],
@@ -81,8 +80,8 @@ HAND_WRITTEN = {
         ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
     ],
     "trainer/generation/sampling.py": [
-        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_engine.py"),
-        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_engine.py"),
+        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_sampling.py"),
+        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_sampling.py"),
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),

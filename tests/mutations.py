@@ -313,7 +313,7 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
     faults = faults_of(file, source, tuple(tests)) if sample != 0 else []
     known = [line for lines in EQUIVALENT.get(file, {}).values() for line in lines]
     made = {fault.line for fault in faults}
-    misfits = [f"{file}: no rule makes this: {line}" for line in known if line not in made]
+    misfits = [f"{file}: no rule makes this: {line}" for line in known if faults and line not in made]
     faults = [fault for fault in faults if fault.line not in known]
     if lines:
         first, _, last = lines.partition("-")

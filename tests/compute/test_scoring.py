@@ -1,6 +1,7 @@
 """Log-probs and values of responses, against whole sequences through untouched models; balance losses."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tiny import tiny_llama
 
 from model.critic import CriticModel
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
+from trainer.compute import scoring
 from trainer.compute.batching import Layout
 from trainer.compute.scoring import (
     PolicyScorer,
@@ -98,3 +100,12 @@ def test_a_models_balance_loss_has_the_weight_and_top_k_of_its_config(chosen):
     assert balance_loss(model, output, Layout([5])).item() == pytest.approx(0.25 * wanted, rel=1e-5)
     assert wanted != pytest.approx(2.0, abs=1e-3)  # not perfectly balanced: shares matter
     assert balance_loss(tiny_llama(8), None, Layout([3])) == 0  # a dense model
+
+
+def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkeypatch):
+    monkeypatch.setattr(scoring, "tokens_per_pass", lambda device: 4)  # each sequence on its own
+    lengths = [4, 2, 3]
+    rollout = SimpleNamespace(sampler_logprobs=torch.zeros(3, 4), tokens=torch.zeros(3, 4), rows=list)
+    rollout.layout = SimpleNamespace(lengths=lengths)
+    found = scoring.score_all(rollout, lambda rows: torch.full((len(rows), lengths[rows[0]]), rows[0] + 1.0))
+    assert found.tolist() == [[1, 1, 1, 1], [2, 2, 0, 0], [3, 3, 3, 0]]
