@@ -98,14 +98,18 @@ class RunFolder:
             self.notes.append(f"note: --resume: no checkpoint in {self.path}, so it begins at step 1")
 
     def _lock(self) -> None:
-        """Lock the folder, until this process ends or dies."""
-        self._held = FileLock(self.path / ".lock", thread_local=False)
+        """Lock the folder, until this process ends or dies. What is locked is a second file, because Windows
+        lets nobody read a locked one: ``.lock`` names the process."""
+        self._held = FileLock(self.path / ".lock.held", thread_local=False)
+        named = self.path / ".lock"
         try:
             self._held.acquire(timeout=0)
         except Timeout:
+            holder = named.read_text(encoding="utf-8")
             raise InputError(
-                f"{self.path} is in use by another process; stop that one or name another run"
+                f"{self.path} is in use by {holder}; stop that process or name another run"
             ) from None
+        named.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
 
     def write_config(self) -> None:
         """Write ``config`` to config.json."""
@@ -120,7 +124,8 @@ class RunFolder:
         logs = list(self.path.glob("*.jsonl"))
         others = {path.name for path in self.path.iterdir()} - {path.name for path in logs}
         logged = "".join(path.read_text(encoding="utf-8") for path in logs)
-        if not self._found and others <= {"config.json", ".lock"} and logged in ("", '{"step": 0}\n'):
+        own = {"config.json", ".lock", ".lock.held"}
+        if not self._found and others <= own and logged in ("", '{"step": 0}\n'):
             shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
