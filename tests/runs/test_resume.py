@@ -495,7 +495,7 @@ def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, 
         ("reward_model", offset, "does not hold what the run began with"),
         ("data_path", prompts, "does not hold what the run began with"),
     ):
-        with pytest.raises(InputError, match=rf"^--{flag} ") as error:
+        with pytest.raises(InputError, match=rf"--{flag} ") as error:
             train_ppo.main([*argv, f"--{flag}", str(value), "--resume", "auto"])
         assert refused in str(error.value)
     assert contents(run) == before
