@@ -129,6 +129,7 @@ def test_what_a_lower_scale_cannot_help_ends_the_run_and_names_fp32(files):
     assert run.progress.skipped_steps == 1
     assert run.loss_scale.value == precision.FIRST_SCALE
     rollout.returns = returns
+    run.progress.bad_steps = 0
     handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     run.loss_scale.value = 4.0
     train_ppo.update(run, rollout, 0, Metrics())
