@@ -2,10 +2,9 @@
 
 Policies are loaded in fp32; no model has dropout. A ``.pth`` is a state-dict. If a folder of the same stem is
 beside it (``ppo_actor_512.pth`` and ``ppo_actor_512/``, as ``save_policy`` writes them), architecture,
-generation settings and tokenizer come from that folder. If not, the file is taken for a MiniMind, whose
-architecture and version follow from its keys and shapes (``minimind_config_of`` in model_minimind.py). Every
-mistake that a user can make raises ``InputError``. No list of families decides what can be trained:
-docs/models.md.
+generation settings and tokenizer come from that folder. If not, the file is taken for a MiniMind, which
+model_minimind.py recognises. Every mistake that a user can make raises ``InputError``. No list of families
+decides what can be trained: docs/models.md.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""MiniMind 2 and 3: config and models, how a ``.pth`` is recognised, and what other programs can load.
+"""MiniMind 2 and 3: recognises a ``.pth`` and its version by its keys (``minimind_config_of``); the models.
 
 A dense MiniMind 3 is a Qwen3; a dense MiniMind 2 a Llama: a Qwen3 without norms on queries and keys. So
 ``plain_config`` makes these of them. With experts they are of the classes here, which are transformers' Qwen3

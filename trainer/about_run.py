@@ -119,12 +119,21 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     }
     if run.ptx:
         found["ptx_data_path"] = run.ptx.data.fingerprint
-    models = [
-        [weights_hash(model.model), sorted(model.tokenizer.get_vocab().items()), weight]
-        for model, weight in run.reward.models.values()
-    ]
-    if models:
-        found["reward_model"] = short_hash(models)
+    reward_models = []
+    for model, weight in run.reward.models.values():
+        config = model.model.config.to_dict()
+        reward_models.append(
+            [
+                weights_hash(model.model),
+                sorted(model.tokenizer.get_vocab().items()),
+                model.tokenizer.chat_template,
+                weight,
+                config.get("reward_offset", 0.0),
+                config.get("pad_token_id"),  # the score is read at the last token that is not this one
+            ]
+        )
+    if reward_models:
+        found["reward_model"] = short_hash(reward_models)
     if run.args.reward_fn:
         path, _, name = run.args.reward_fn.rpartition(":")
         found["reward_fn"] = short_hash([name, Path(path).read_bytes().hex()])

@@ -148,8 +148,8 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     logits = min(tokens * vocabulary, max(CHUNK[case.device.type], MIN_CHUNK_TOKENS * vocabulary))
     activations += (4 + small) * logits  # with their gradient
     update = {"gradients": 4 * max(trained.values()) // parts, "micro-batch": activations}
-    if parts > 1:  # two layers and the embeddings, gathered, and their gradients, which are summed in fp32
-        update["gathered"] = 12 * ((model.all - model.table) // layers + model.table)
+    if parts > 1:  # two layers and the embeddings, gathered, and, where they train, their fp32 gradients
+        update["gathered"] = (4 if args.lora_r else 12) * ((model.all - model.table) // layers + model.table)
     elif not args.lora_r:  # a gradient of the embeddings before it is added; copies for mixed precision
         update["micro-batch"] += 4 * model.table + small % 4 * model.all
     if not release_cache:

@@ -68,8 +68,7 @@ def build_models(
     args: Flags, actor: PreTrainedModel, start: PreTrainedModel | None, weight: float, sharded: bool
 ) -> tuple[CriticModel, PreTrainedModel, PreTrainedModel]:
     """-> (critic, reference, old actor); the actor gets its adapters. start, weight: of ``critic_start``;
-    start is None without a critic, and so is the critic; sharded: equal matrices share memory until each
-    process has its part of them."""
+    start None: no critic, None is returned for it; sharded: copies share memory until ``shard_models``."""
     critic: CriticModel = None  # type: ignore[assignment]
     if start:
         critic = CriticModel.from_model(start, args.lora_r > 0, weight, sharded and start is actor).eval()
@@ -88,15 +87,15 @@ def prepare_frozen(run: "PpoRun") -> None:
     """Round the frozen models to the dtype in which they compute, and move them where they wait
     (--offload_frozen). Fingerprints are taken before this."""
     args = run.args
-    unchanged: list[nn.Module] = [run.ref, *run.judges]
-    frozen = unchanged if run.old_actor is run.actor else [*unchanged, run.old_actor]
+    exact: list[nn.Module] = [run.ref, *run.judges]  # they never change
+    frozen = exact if run.old_actor is run.actor else [*exact, run.old_actor]
     training = [learner.model for learner in run.learners.values()]
     if not args.trust_remote_code:  # code from outside may use its weights in other ways
         if args.lora_r:  # all share frozen weights of which the result is made: nothing may be lost
-            unchanged = [*training, *frozen]
+            exact = [*training, *frozen]
         else:
             round_frozen(frozen, run.dtype)
-        keep_exact(unchanged, run.dtype)
+        keep_exact(exact, run.dtype)
     free_unused_memory()  # the gaps that weights of other types have left
     if args.offload_frozen:
         run.host.take(frozen, training)
@@ -122,8 +121,8 @@ def shard_models(run: "PpoRun") -> None:
 
 
 def shares_reward_models(args: Flags) -> bool:
-    """Whether ``--shard 1`` shares reward models too. With --filter_groups each process calls them as often
-    as its own prompts ask for; code from outside may use its weights in other ways."""
+    """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
+    unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
     return not (args.filter_groups or args.trust_remote_code)
 
 

@@ -5,7 +5,7 @@
                   the rewards score the answers                            rewards/combine.py
         learn
             fill_rollout     log-probs of reference and old actor; values  compute/scoring.py
-            estimate         scores -> rewards of tokens -> advantages     ppo.py
+                estimate     scores -> rewards of tokens -> advantages     ppo.py
             update    for each PPO epoch, for each minibatch:
                                  train the critic: vf_coef * value loss
                                  train the actor:  clipped policy loss + kl_coef * KL to the reference
@@ -16,7 +16,8 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-The reference is a frozen copy of the actor as it starts, the critic a copy with a value head: run.py.
+What each model starts from (reference, old actor, critic): models.py. The critic starts from the reward model
+if that reads the policy's tokens, else from the actor.
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
 
@@ -283,9 +284,9 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
 
 
 def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Rollout:
-    """What the models say of a batch before it is learned from -> its rollout with all that stays fixed while
-    it is, in the order of the fields of ``Rollout``. With --replay_batches the rows of older batches stand
-    above it: what actor and critic say of them today, and what the reference said."""
+    """Score a batch with reference, old actor and critic, then ``estimate`` -> the rollout, which stays fixed
+    during the update; fields are filled in the order of ``Rollout``. --replay_batches puts older batches
+    above it: old actor and critic score them again, of the reference the log-probs are kept."""
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
@@ -326,7 +327,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
-    if run.critic:  # before GAE: its head, and with it the values, follow the size of the outcomes
+    if run.critic:  # before GAE: rescales the critic's head and ``rollout.values``
         run.value_scale.update(rollout, world.sum)
     if args.advantage == "gae":
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
@@ -341,7 +342,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         rollout.advantage_std = ppo.root_mean_square(advantages, mask, world.sum)
     else:
         advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
-    if args.advantage != "group":  # whose advantages have a scale of their own
+    if args.advantage != "group":  # whose advantages are already divided by their own std
         total = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))  # of all responses
         informative = ppo.std_or_zero(total) > 0  # False where all scores are equal
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
@@ -391,7 +392,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
 
 def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
     """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
-    optimizer step ``number``, if there are any.
+    optimizer step ``number``, if there are any. optimizer_step.py calls the loss for each micro-batch.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
@@ -441,11 +442,11 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
     first_step = step * run.updates_per_batch  # optimizer steps before this batch
-    # Else only the critic does: --critic_warmup_steps.
+    # False in the first --critic_warmup_steps batches: only the critic trains.
     actor_trains = first_step >= run.learners["actor"].first_step
     stopped = False  # by --target_kl
     with phase("updates", len(order), "minibatches") as bar:
-        for number, k in enumerate(order, first_step):  # of the optimizer step in the run; of the minibatch
+        for number, k in enumerate(order, first_step):  # number: optimizer step in the run; k: minibatch
             steps = []
             if run.critic:
                 steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))

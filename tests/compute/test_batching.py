@@ -76,7 +76,7 @@ def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own(
     rollout.values = None
     part = rollout.rows([4, 2, 0])
     tokens, response = max(part.layout.lengths), int(part.response_len.max())
-    for name, x in part._tensors().items():
+    for name, x in part.filled().items():
         whole = getattr(rollout, name)[[4, 2, 0]]
         assert x.equal(whole[:, : tokens if name == "tokens" else response] if x.dim() == 2 else whole), name
     assert part.values is None

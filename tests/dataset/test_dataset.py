@@ -448,7 +448,7 @@ def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
     common |= {"eval_size": 4, "out_dir": tmp_path, "prompt_key": "q.x"}
     train_sft.main(flags(**common, answer_key="good"))
     assert capsys.readouterr().out.count("tools are ignored") == 1
-    train_reward.main(flags(**common, chosen_key="good", rejected_key="bad", max_gen_len=4))
+    train_reward.main(flags(**common, chosen_key="good", rejected_key="bad"))
     assert (tmp_path / "full_sft_32.pth").is_file() and (tmp_path / "reward_32").is_dir()
     with pytest.raises(InputError, match=r'named\.jsonl:1: no "rejected"; keys found: .*"bad"'):
-        train_reward.main(flags(**common, chosen_key="good", max_gen_len=4))
+        train_reward.main(flags(**common, chosen_key="good"))

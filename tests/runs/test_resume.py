@@ -93,7 +93,11 @@ def steps_in(run):
 
 
 def contents(run):
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")}
+    return {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.startswith(".lock")
+    }
 
 
 def wait_for_steps(run, count, process):

@@ -1,6 +1,7 @@
 """Memory: how much is free, what is done where it runs out, and frozen models that wait outside the GPU.
 
-Where memory runs out, the work is done again in smaller pieces. No result depends on how a batch is cut.
+Where memory runs out, the work is done again in smaller pieces. No result depends on how a batch is cut. With
+``--shard 1`` the run ends instead (sharding.py), and so it does where a single sequence does not fit.
 
 Training keeps the smaller micro-batches for the rest of the run (runs/optimizer_step.py), scoring halves the
 micro-batch that did not fit (``each_micro_batch``), and sampling starts again with half the slots

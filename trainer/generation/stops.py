@@ -1,6 +1,7 @@
 """What ends a response while it is decoded.
 
-- An EOS, any of ``eos_ids`` (model/loading.py): ``finished`` is True. It is a token of the response.
+- An EOS, any id of ``Endings.eos`` (trainer/endings.py: of the tokenizer, the model, ``--stop_token_ids`` and
+special tokens given to ``--stop``): ``finished`` is True. It is a token of the response.
 - ``--stop``: the first token whose text completes a stop string (``StopStrings``); ``finished`` is True.
 - Its length: a response of ``max_gen_len`` tokens is cut, and ``finished`` is False. It is trained on like
 any other.

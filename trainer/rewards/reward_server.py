@@ -4,7 +4,8 @@
       -> {"rewards": [number, …]}
 
 Prompts are texts as the policy reads them, chat template included. The request also has "responses" (texts)
-and "messages" (prompts as they stand in the data), for servers that need the two apart.
+and "messages" (prompts as they stand in the data), for servers that need the two apart. ``Reward.raw_scores``
+(combine.py) calls it.
 """
 
 import json

@@ -3,7 +3,7 @@ how close it came to --max_gen_len.
 
 Sources: MiniMind (github.com/jingyaogong/minimind), ``trainer/train_ppo.py`` of October 2025 for the format,
 of August 2026 for thinking; DAPO, Yu et al. 2025 (arXiv:2503.14476), eq. 13, for the last one. ``Reward`` in
-reward.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
+combine.py calls the rules. A rule of your own needs no change here: see ``--reward_fn`` (reward_function.py).
 ``exact_answer`` is an example of one: ``--reward_fn trainer/rewards/rules.py:exact_answer``.
 """
 

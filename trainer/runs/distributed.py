@@ -4,7 +4,8 @@ Every process holds the whole models and trains on its own share of each batch. 
 Losses are sums divided by a number of the whole minibatch, so gradients add up (``sum_gradients``); then
 every process clips the same gradient and does the same step. After each batch ``check_identical`` compares
 weights. Models are not wrapped (as by DistributedDataParallel), because a forward that bypasses its wrapper
-would skip the sum unnoticed. With ``--shard 1``: compute/sharding.py. How processes end: docs/scale.md.
+would skip the sum unnoticed. With ``--shard 1``: compute/sharding.py. A process that hangs is noticed after
+``PATIENCE``. How processes end: docs/scale.md.
 """
 
 import os
