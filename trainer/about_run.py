@@ -1,7 +1,7 @@
 """What a PPO run says of itself when it begins: the first lines; facts for the rules of runs/health.py; and
 fingerprints of what it begins with, for resuming.
 
-The facts are written to config.json, so ``python -m trainer.runs.health`` can speak of them later too.
+The facts are written to config.json.
 """
 
 import re

@@ -105,14 +105,15 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     on_cpu = case.device.type == "cpu"
     parts = case.processes if args.shard else 1  # into which models are cut
 
-    # Models and moments. With adapters, actor, critic and reference share what is frozen.
+    # Models and moments. With adapters, models share what is frozen, if they are whole.
     trained = {name: args.lora_r * size.adapters or size.all for name, size in case.models.items()}
     standing = {name: 4 * count // parts for name, count in trained.items()}
     standing["moments"] = 2 * getattr(torch, args.moments_dtype).itemsize * sum(trained.values()) // parts
     frozen = {"reward models": sum(size.frozen(case) for size in case.rewards) // parts}
     if args.lora_r:
-        standing["actor"] += actor.frozen(case) // parts
-    else:
+        for name in case.models if parts > 1 else ["actor"]:
+            standing[name] += case.models[name].frozen(case) // parts
+    if parts > 1 or not args.lora_r:
         frozen["reference"] = actor.frozen(case) // parts
         if args.update_old_actor_freq > 1:
             frozen["old actor"] = frozen["reference"]
@@ -129,6 +130,8 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
         cache = min(cache, CACHE_BYTES)
     vocabulary = actor.config.vocab_size
     rollout = {"KV cache": cache, "logits": 16 * slots * vocabulary}  # fp32, and what sampling makes of them
+    if parts > 1:  # the sampler gets one matrix after the other
+        rollout["gathered"] = 4 * vocabulary * actor.config.hidden_size
     sampler = rollout if parts > 1 else standing
     if slots:
         sampler["sampler"] = small * (actor.all + on_cpu * actor.table)  # a CPU lays the head out once more
@@ -146,18 +149,23 @@ def memory_plan(case: Case, budget: int, release_cache: bool = False, slots: int
     else:
         activations = tokens * kept * layers
     logits = min(tokens * vocabulary, max(CHUNK[case.device.type], MIN_CHUNK_TOKENS * vocabulary))
-    activations += (4 + small) * logits  # with their gradient
+    # Logits with their gradient, and the embeddings in mixed precision.
+    activations += (4 + small) * logits + small % 4 * actor.table
     update = {"gradients": 4 * max(trained.values()) // parts, "micro-batch": activations}
     if parts > 1:  # two layers and the embeddings, gathered, and, where they train, their fp32 gradients
         update["gathered"] = (4 if args.lora_r else 12) * ((model.all - model.table) // layers + model.table)
-    elif not args.lora_r:  # a gradient of the embeddings before it is added; copies for mixed precision
-        update["micro-batch"] += 4 * model.table + small % 4 * model.all
+    elif not args.lora_r:  # a gradient of the embeddings before it is added; layers in mixed precision
+        update["micro-batch"] += 4 * model.table + small % 4 * (model.all - model.table)
     if not release_cache:
         update["KV cache"] = cache
 
     if args.offload_frozen:
         rollout |= frozen
     phases = {"update": standing | update, "rollout": standing | rollout}
+    if parts == 1 or on_cpu:  # a sharded run is built in main memory; models as loaded, the sampler in fp32
+        loaded = sum(size.bytes for size in case.rewards)
+        copied = 4 * bool(slots) * (actor.all + on_cpu * actor.table)
+        phases["building"] = {"actor": 4 * actor.all, "sampler": copied, "reward models": loaded}
     peak, fullest = max((sum(sizes.values()), phase) for phase, sizes in phases.items())
     return Plan(phases, fullest, peak, cache, slots, budget, release_cache)
 

@@ -7,8 +7,8 @@
     critic        only with --advantage gae; it starts from a reward model or from the actor (--critic_init)
     rewards       frozen models, those of the judge too (rewards/reward_models.py)
 
-With --lora_r only adapters train, and all of them share the frozen weights. With --shard 1 each process keeps
-a part of every model. No model has dropout: the training forward is the scoring forward.
+With --lora_r only adapters train, and all of them share the frozen weights, until --shard 1 cuts them: then
+each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
 """
 
 from collections.abc import Mapping

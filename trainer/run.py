@@ -5,7 +5,7 @@ trains them.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from trainer.models import (
     shard_models,
     shares_reward_models,
 )
-from trainer.options.best import WEIGHTS, Best, read_best, write_best
+from trainer.options.best import WEIGHTS, Best, check_metric, read_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import suited_penalty
@@ -208,6 +208,15 @@ class PpoRun(Run):
         args = self.args
         learner = self.learners["actor"]
         metric = args.best_metric.removeprefix("eval/")
+        if metric and self.held_out:
+            check_metric(
+                f"eval/{metric}",
+                self.reward,
+                self.judge,
+                accuracy=self.held_out.has_accuracy,
+                generations=args.num_generations,
+                pairs=bool(self.held_out_pairs),
+            )
         judge = [args.eval_reward_fn, *args.eval_reward_model]
         self.best = Best(
             source=" ".join([self.held_out.fingerprint, *judge]) if self.held_out else "",
@@ -295,9 +304,10 @@ class PpoRun(Run):
         better = self.best.beaten_by(metrics, self.progress.step)
         if not better:
             return
-        with self.world.all_or_none(), self.gathered():
+        # The weights before the first step are those of --model.
+        with self.world.all_or_none(), self.gathered() if better.step else nullcontext():
             if self.world.is_main:
-                if better.step:  # the weights before are those of --model
+                if better.step:
                     self.save_actor(self.folder / WEIGHTS)
                 write_best(self.folder, better)
         self.best = better

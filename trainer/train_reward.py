@@ -227,11 +227,11 @@ class RewardRun(SupervisedRun):
         result = self.hf_dir.resolve()
         models = ("--model", full_path(args.model), "--tokenizer", result, "--reward_model", result)
         use = self.command("trainer/train_ppo.py", *models, "--data_path", full_path(args.data_path))
-        return (
-            f"model    {self.hf_dir}\nuse      {use}\n"
-            "         (with the prompts of this file; --data_path names others)\n"
-            f"centred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
-        )
+        text = f"model    {self.hf_dir}\nuse      {use}\n"
+        text += "         (with the prompts of this file; --data_path names others)"
+        if self.held_out:
+            text += f"\ncentred  {self.zero.mean:.3f} subtracted, the mean score of the held-out answers"
+        return text
 
 
 def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:

@@ -199,6 +199,6 @@ def test_no_compiler(build, monkeypatch, compiler):
     assert build() == (False, [])
 
 
-def test_where_nothing_can_be_kept_torch_computes(build, tmp_path):
+def test_kernels_work_where_the_compiled_file_cannot_be_stored(build, tmp_path):
     (tmp_path / "__pycache__").write_text("a file where the folder should be")
-    assert build() == (False, [])
+    assert build() == (True, [])

@@ -9,15 +9,56 @@ import pytest
 import torch
 from tiny import ROOT
 
-from trainer.compute.memory import free_memory, peak_memory
+from trainer.compute import memory, threads
+from trainer.compute.memory import free_in_groups, free_memory, peak_memory
+
+UNLIMITED = float("inf")
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """A folder of control groups."""
+    monkeypatch.setattr(threads, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(threads, "OWN", tmp_path / "own")
+    return tmp_path / "groups"
+
+
+def test_a_container(groups):
+    """The tightest of its own group and those above it; pages of files can be taken back."""
+    threads.OWN.write_text("1:name=systemd:/x\n0::/a/b\n")
+    assert free_in_groups() == UNLIMITED
+    write(groups / "a/b", memory__max="max", memory__current=5)
+    assert free_in_groups() == UNLIMITED
+    stat = "anon 7\nactive_file 100\ninactive_file 20"
+    write(groups / "a", memory__max=1000, memory__current=600, memory__stat=stat)
+    assert free_in_groups() == 1000 - 600 + 120
+    write(groups / "a/b", memory__max=800, memory__current=500, memory__stat="active_file 0\ninactive_file 0")
+    assert free_in_groups() == 300
+
+
+@pytest.mark.parametrize("content", ["0::\n", "", "what\n"])
+def test_files_that_say_something_else_set_no_limit(groups, content):
+    assert free_in_groups() == UNLIMITED  # there are no files
+    threads.OWN.write_text(content)
+    write(groups, memory__max="lots", memory__current=1)
+    assert free_in_groups() == UNLIMITED
 
 
 def test_the_free_memory_of_the_machine_is_shared_by_processes(monkeypatch):
+    monkeypatch.setattr(memory, "free_in_groups", lambda: UNLIMITED)
     assert free_memory(torch.device("cpu")) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
     assert free_memory(torch.device("cpu")) == 8_000_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(torch.device("cpu")) == 2_000_000
+    monkeypatch.setattr(memory, "free_in_groups", lambda: 4_000_000)  # a smaller container
+    assert free_memory(torch.device("cpu")) == 1_000_000
 
 
 def test_the_memory_of_a_gpu(monkeypatch):

@@ -242,7 +242,8 @@ print(((scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()).ite
 
 @pytest.mark.slow
 def test_bf16_where_onednn_refuses_it():
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", IN_BF16], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) < 0.02

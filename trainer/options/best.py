@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atomic_files import write_whole, writing
 from errors import InputError
+from trainer.rewards.combine import Judge, Reward
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -30,14 +31,11 @@ class Best:
     step: int = 0
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
-        """The evaluation in the metrics of a step, if they have one that is better than all before. Raises
-        InputError for a metric that evaluations do not have."""
+        """The evaluation in the metrics of a step, if they have one that is better than all before."""
         found = {name: x for name, x in metrics.items() if name.startswith("eval/")}
         name = self.metric or usual_metric(found)
-        if not found or not name:
-            return None
         if name not in found:
-            raise InputError(f"--best_metric {name}: no evaluation has it; choose one of {', '.join(found)}")
+            return None
         least = -math.inf if self.value is None else self.value
         return replace(self, metric=name, value=found[name], step=step) if found[name] > least else None
 
@@ -55,10 +53,37 @@ class Best:
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
 
 
+def check_metric(
+    metric: str, reward: Reward, judge: Judge, accuracy: bool, generations: int, pairs: bool
+) -> None:
+    """Raise InputError for a --best_metric, "eval/…", that no evaluation of a run with these rewards has.
+    accuracy: whether right answers are known; generations: answers a prompt; pairs: whether there are
+    held-out pairs of offline PPO."""
+    names = [*reward.names, *judge.names, "length", "finished"]
+    if reward.reasoning:
+        names.append("format_rate")
+    if accuracy:
+        names.append("accuracy")
+    names += [f"{name}_greedy" for name in names]
+    if accuracy and generations > 1:
+        names.append(f"pass@{generations}")
+    if pairs:
+        names.append("chosen_preferred")
+    names = [f"eval/{name}" for name in names]
+    if metric not in names:
+        raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
+
+
 def read_best(folder: Path) -> Best | None:
-    """What was the best when the run of this folder stopped, None if there was none."""
+    """What was the best when the run of this folder stopped, None if there was none. Raises InputError for a
+    damaged file."""
     path = folder / EVALUATION
-    return Best(**json.loads(path.read_bytes())) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Best(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
 
 
 def write_best(folder: Path, best: Best) -> None:

@@ -37,6 +37,7 @@ def suited_penalty(
     keys = noise_keys(args.seed, PROBE_STEP, mine)
     with world.all_or_none(), collector.sampling_from(model):
         rollout, texts = collector.respond(prompts, keys, args.temperature)
+    with world.all_or_none():
         raw = collector.raw_scores(reward, prompts, rollout, texts)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch

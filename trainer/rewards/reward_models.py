@@ -46,8 +46,9 @@ from trainer.compute.scoring import pack_sequences, packed_states
 
 Conversations = list[tuple[list | str, str]]  # pairs of a prompt, messages or text, and a response
 
-# What a model's get_score and get_scores both score, to be compared
-CHECKED: Conversations = [("a b c", "d e f g " * count) for count in (1, 3, 9)]
+# Conversations that a model's get_score and get_scores both score, to be compared
+TURNS = [{"role": role, "content": "b"} for role in ("system", "user", "assistant", "user")]
+CHECKED: Conversations = [(prompt, "d e f g " * count) for prompt in ("a b c", TURNS) for count in (1, 3, 9)]
 TOLERANCE = 2e-2  # by which they may differ, also in 16 bits
 
 

@@ -1,16 +1,18 @@
 """CPU kernels: the C functions of this folder, compiled for this machine, as functions of tensors.
 
 The first process that needs them compiles them in a few seconds and keeps the result in ``__pycache__``, as
-Python does with its own compiled files. Without a C compiler (``CC``, or cc), and where nothing can be kept
-there, the callers use torch's operations (``kernels_for``; config.json says under ``versions.kernels`` which
-it was); tests/compute/test_cpu_kernels.py compares the two.
+Python does with its own compiled files. Without a C compiler (``CC``, or cc) the callers use torch's
+operations (``kernels_for``; config.json says under ``versions.kernels`` whether there was one);
+tests/compute/test_cpu_kernels.py compares the two.
 """
 
 import ctypes
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,13 +36,15 @@ def library() -> ctypes.CDLL | None:
     kept = SOURCES / "__pycache__" / f"{_key(command)}.so"
     with suppress(OSError):  # the file does not exist yet, or it is damaged
         return ctypes.CDLL(str(kept))
-    with suppress(OSError, subprocess.SubprocessError):
-        kept.parent.mkdir(exist_ok=True)
-        built = kept.with_suffix(f".{os.getpid()}")
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / kept.name
         sources = map(str, SOURCES.glob("*.c"))
         subprocess.run([*command, *sources, "-o", str(built), "-lm"], check=True, capture_output=True)
-        os.replace(built, kept)  # in one atomic step
-        return ctypes.CDLL(str(kept))
+        with suppress(OSError):  # if it cannot be kept, the next process compiles again
+            kept.parent.mkdir(exist_ok=True)
+            copy = shutil.copy(built, kept.with_suffix(f".{os.getpid()}"))
+            os.replace(copy, kept)  # in one atomic step
+        return ctypes.CDLL(str(built))
     return None
 
 

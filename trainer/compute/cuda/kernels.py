@@ -24,22 +24,34 @@ LANES = 2048  # numbers of a row that a program reads at a time where a row is a
 
 
 def check(device: str = "cuda") -> None:
-    """Try attention in the dtype of mixed precision, before a run needs it: products of matrices are compiled
-    in ways that differ between GPUs. Raises RuntimeError where it gives wrong numbers, and whatever Triton
-    raises where it cannot compile."""
+    """Run every kernel once, small, in the dtype of mixed precision, so that no run meets one in its middle
+    that cannot work on this GPU. Raises whatever Triton raises, and RuntimeError where attention gives wrong
+    numbers: products of matrices are compiled in ways that differ between GPUs."""
     dtype = fast_dtype("auto", torch.device(device))
+    x = torch.linspace(-2, 2, 64, device=device).view(2, 32)
+    half = x.to(dtype)
+    each = x[:, 0].contiguous()
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    rms_norm_backward(x, x[1], rms_norm(x, x[1], 1e-6, dtype, half)[2], half, x, dtype)
+    rotate(half.view(2, 1, 1, 32), half, half)
+    silu_mul_backward(half, half, silu_mul(half, half))
+    token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
+    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
+    noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
+    state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
+    results = noise.long(), noise.float(), ids.clone(), ids.bool()
+    sample_and_store(x, 1.0, noise, ids[:1], 1, state, results)
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
-    joint = (
-        keys[:, 0, :3] * 2
-    )  # of two tokens the query, the key and the value, at the last place of each row
-    cos = torch.ones_like(joint[:, 0])
-    sin = torch.zeros_like(cos)
-    last = torch.full((2,), 19, device=device)
-    found = decode_attention(joint, cos, sin, (None, None), 0.0, last, keys, values, None, 0.2)
-    query = joint[:, :1, None].float()
-    wanted = F.scaled_dot_product_attention(query, keys.float(), values.float(), scale=0.2)
-    if not (found - wanted[:, :, 0]).abs().max() < 0.03:
+    joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
+    cos = torch.ones_like(half)
+    sin = torch.zeros_like(half)
+    found = decode_attention(joint, cos, sin, (None, None), 0.0, ids + 19, keys, values, None, 0.2)
+    query = joint[:, :1]  # the new keys and values are in the cache from here on
+    wanted = F.scaled_dot_product_attention(
+        query[:, :, None].float(), keys.float(), values.float(), scale=0.2
+    )[:, :, 0]
+    if not (found - wanted).abs().max() < 0.03:
         raise RuntimeError("attention gives wrong numbers")
 
 
