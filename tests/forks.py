@@ -8,6 +8,7 @@ usual: the process has its own pid, session, environment, files and signals, and
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import socket
@@ -94,6 +95,8 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(folder)
     from trainer import train_ppo  # noqa: F401  (with all that it imports)
 
+    gc.collect()
+    gc.freeze()  # a run looks for garbage several times, and not through all these modules
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
     if pictures.WITHOUT in os.environ:
         pictures.leave_out()

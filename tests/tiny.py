@@ -162,8 +162,7 @@ SCRIPT = ROOT / "trainer" / "train_ppo.py"
 
 def launch(argv, script=SCRIPT, **environment):
     """Start train_ppo.py (or ``script``) as a process -> the process. ``environment``: more variables."""
-    kind = Forked if LINUX and script == SCRIPT else subprocess.Popen
-    return _start([PYTHON, str(script), *argv], environment, kind)
+    return start_script([PYTHON, str(script), *argv], environment)
 
 
 def launch_torchrun(processes, argv, *options, script=SCRIPT, **environment):

@@ -32,7 +32,8 @@ from trainer import train_ppo
 from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
-RUN = {"max_gen_len": 6, "max_steps": 12, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
+STEPS = 8
+RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
@@ -54,7 +55,7 @@ OVERFLOW = """def score(prompts, responses, answers):
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "overflow.py").write_text(OVERFLOW)
-    found = run_files(folder, count=185)
+    found = run_files(folder, count=121)
     prompts = read_jsonl(found["data_path"])
     prompts[0]["answer"] = "overflow"
     write_jsonl(folder / "prompts.jsonl", prompts)
@@ -77,7 +78,7 @@ def overflowing(files):
 
 @pytest.fixture(scope="module")
 def run_in(files, overflowing, tmp_path_factory):
-    """A function: the folder of a run of 12 steps in so many processes, which is made once."""
+    """A function: the folder of a run in so many processes, which is made once."""
     made = {}
 
     def folder(processes, shard=0):
@@ -93,7 +94,7 @@ def run_in(files, overflowing, tmp_path_factory):
     return folder
 
 
-def furthest(left, right, step=12):
+def furthest(left, right, step=STEPS):
     """The largest difference between the weights of two runs."""
     pairs = [[load_weights(folder, step, n) for folder in (left, right)] for n in ("actor", "critic")]
     assert all(a.keys() == b.keys() for a, b in pairs)
@@ -104,16 +105,16 @@ def furthest(left, right, step=12):
 
 
 def state_of(folder):
-    return json.loads((folder / "checkpoints" / "step_12" / "state.json").read_text())
+    return json.loads((folder / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())
 
 
 @pytest.mark.parametrize(("processes", "shard"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, processes, shard):
-    """The same samples and weights over 12 steps, with PPO epochs, accumulation, whitening, normalised
+    """The same samples and weights over 8 steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
     inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
     one, two = run_in(1), run_in(processes, shard)
-    names = [sorted(path.name for path in (run / "checkpoints" / "step_12").iterdir()) for run in (one, two)]
+    names = [sorted(path.name for path in (run / "checkpoints" / f"step_{STEPS}").iterdir()) for run in (one, two)]
     assert names[0] == names[1]
     assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
@@ -126,13 +127,13 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
         best.append([found["step"], found["value"]])
         assert (folder / "best.pth").read_bytes() == (folder.parent / "ppo_actor_32.pth").read_bytes()
     assert best[0] == pytest.approx(best[1], rel=1e-4)
-    assert best[0][0] == 12
+    assert best[0][0] == STEPS
     kept = [read_jsonl(folder / "samples.jsonl") for folder in (one, two)]
     a, b = ([s["response"] for s in rows if s["kind"] == "first"] for rows in kept)
     assert a == b  # position 0 of each global batch
     for kind in ("best", "worst", "longest"):
         a, b = ([s["parts"]["score"] for s in rows if s["kind"] == kind] for rows in kept)
-        assert len(a) == len(b) == 12
+        assert len(a) == len(b) == STEPS
         assert kind == "longest" or a == pytest.approx(b, rel=1e-4, abs=2e-4)  # several may be the longest
     names = ("step", "place", "prompt", "response")
     a, b = (
@@ -190,7 +191,7 @@ def test_resuming_with_another_number_of_processes(
         (out, _), *_ = map(finish, launch_all(argv, count))
     assert f"note: processes were {was[0]} and are {count}" in out
     assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +199,8 @@ def test_resuming_with_another_number_of_processes(
     ["Qwen3-MoE", *(pytest.param(x, marks=pytest.mark.slow) for x in ("MiniMind 3 MoE", "tied", "adapters"))],
 )
 def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_path, kind):
-    """12 steps in two sharded processes, with all that the runs above have."""
-    more = {"shard": 1, "target_kl": 0, "update_old_actor_freq": 2}
+    """Three steps in two sharded processes, with all that the runs above have."""
+    more = {"shard": 1, "target_kl": 0, "update_old_actor_freq": 2, "max_steps": 3}
     if kind == "adapters":
         more |= {"lora_r": 3, "learning_rate": 1e-2, "gradient_checkpointing": 1}
     else:
@@ -212,7 +213,7 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
     for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
         finish(process)
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
-    assert furthest(one, two) < TOLERANCE
+    assert furthest(one, two, step=3) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
 
 
@@ -233,7 +234,7 @@ def test_when_one_process_dies_the_other_ends_and_the_run_resumes(files, tmp_pat
     assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
     assert "error: process 0 lost contact with the others" in err
     train_ppo.main(argv_of(files, tmp_path, 1, target_kl=0, resume="auto"))
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(13))
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(STEPS + 1))
 
 
 def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
