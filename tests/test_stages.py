@@ -16,7 +16,7 @@ from tiny import (
     ROOT,
     finish,
     flags,
-    launch_torchrun,
+    launch_two,
     load_weights,
     read_jsonl,
     save_policy_dir,
@@ -439,7 +439,8 @@ def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
-    finish(launch_torchrun(2, [*argv, port], script=tmp_path / "both.py"))
+    for process in launch_two([*argv, port], script=tmp_path / "both.py"):
+        finish(process)
     for kind in SCRIPTS:
         one, two = (load_weights(out / "r", 6, "model") for out in (whole[kind], tmp_path / kind))
         difference = max((one[name] - two[name]).abs().max().item() for name in one)

@@ -22,7 +22,7 @@ def files(tmp_path_factory):
 
 
 def argv_of(files, out_dir, responses):
-    more = {"max_steps": 6, "critic_warmup_steps": 1, "eval_interval": 3, "out_dir": out_dir}
+    more = {"max_steps": 4, "critic_warmup_steps": 1, "eval_interval": 2, "out_dir": out_dir}
     return flags(**{**files, **RUN, **OPTIONS, **sizes(responses), **more})
 
 
@@ -30,9 +30,9 @@ def test_two_processes_equal_one(files, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train_ppo.main(argv_of(files, one, 16))
     run_in_two_processes(argv_of(files, two, 8))
-    assert len({line["kl/coef"] for line in read_jsonl(one / "r" / "metrics.jsonl")[1:]}) > 3
+    assert len({line["kl/coef"] for line in read_jsonl(one / "r" / "metrics.jsonl")[1:]}) > 2
     same_metrics(one / "r", two / "r", SAME, rel=1e-4, abs=2e-5)
-    same_weights(one / "r", two / "r", 6, ("actor", "critic", "ema"), TOLERANCE)
+    same_weights(one / "r", two / "r", 4, ("actor", "critic", "ema"), TOLERANCE)
 
 
 @pytest.mark.parametrize(
