@@ -36,9 +36,15 @@ def no_pictures_unless_asked(request):
         yield
 
 
-@pytest.fixture(autouse=True)
-def objects_of_earlier_tests():
-    """A run looks for garbage several times (trainer/runs/log_and_save.py). What pytest and earlier tests
-    have made and still hold, far more than the run itself, is not looked through each time."""
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_earlier_tests(request):
+    """A run looks for garbage several times, and at its end takes all objects out of what is frozen
+    (trainer/runs/log_and_save.py). What pytest and earlier tests have made and still hold, far more than the
+    run itself, stays frozen here, so that no run looks through it. A file that tests this says so:
+    ``UNFREEZES = True``."""
     gc.collect()
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "UNFREEZES", False):
+            patch.setattr(gc, "unfreeze", lambda: None)
+        yield

@@ -12,6 +12,8 @@ from trainer.runs.distributed import World
 from trainer.runs.log_and_save import collected_between_steps, log_step
 from trainer.runs.run_logger import NullLogger
 
+UNFREEZES = True  # see conftest.py
+
 LOOKS = """import gc, json, os
 import torch
 
