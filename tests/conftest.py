@@ -15,9 +15,8 @@ torch.set_num_threads(1)
 
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = """
-fused_layers processes whole_step resume lora cuda_kernels cuda_compiles engine fuzz faults offline_runs
-checkpoints closed_form cuda_decode export stages logprobs cuda_branches memory_plan loss_scale trackers
-entropy_gradient chat families real_data
+processes resume fuzz families whole_step stages sharding trackers report faults logprobs cli cuda_decode engine
+loss_options chat judge reward_server thinking missing_eos closed_form summary export endings stops best
 """
 
 
