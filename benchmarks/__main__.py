@@ -3,42 +3,46 @@
     python benchmarks                            # all of SUITE, on a GPU if there is one, else on the CPU
     python benchmarks generation update          # only these
     python benchmarks --device cpu generation    # on the CPU, though there is a GPU
-    python benchmarks gpu                        # a GPU's tests, then its benchmarks, in 25 minutes: gpu.py
+    python benchmarks gpu                        # a GPU's smoke test, tests and benchmarks, by worth: gpu.py
 
 In each case this program and the peer run alternately in one process, several times. The tables have medians
-with the least and the most. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
+with the least and the most. Results are written after each case; a case that fails is an "error" there, and
+the next one is measured. Scripts that are run by themselves: busy.py, chaos.py, demo.py, large_files.py,
 learning.py, learning_rates.py, plan.py, preferences.py, recipes.py.
 """
 
+import importlib
 import sys
+import traceback
 
 import torch
 from common import ROOT, machine, table, write_results
 
 SUITE = ("generation", "update", "end_to_end", "memory", "phases")
 # These run only when they are named: they compare with no peer, or need a GPU.
-ASKED_FOR = ("lora", "demo", "cards", "kernel_times")
+ASKED_FOR = ("smoke", "lora", "demo", "cards", "kernel_times")
 
 
 def run(name, device):
-    if name == "memory":
-        import end_to_end
-
-        results = end_to_end.memory(device)
-        shown = [results]
-    elif name == "phases":
-        import phases
-
-        results = {"limits": phases.rates(device), "settings": phases.run(device)}
-        shown = results["settings"]
-        if device == "cpu":
-            phases.draw(shown, ROOT / "docs" / "phases.png")
-    else:
-        module = __import__(name)
-        results = module.run(device)
-        shown = list(module.rows(results))
+    """Measure the cases of a benchmark, one after the other -> whether all of them could be measured."""
+    module = importlib.import_module("end_to_end" if name == "memory" else name)
+    cases = module.memory_cases(device) if name == "memory" else module.cases(device)
+    facts = {"limits": module.rates(device)} if name == "phases" else {}
+    results, failed = [], False
+    for case in cases:
+        try:
+            found = case()
+        except Exception as error:
+            traceback.print_exc()
+            found, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+        results += found if isinstance(found, list) else [found]
+        write_results(f"{name}_{device}", {**facts, "results": results})
+    good = [result for result in results if "error" not in result or name in ("smoke", "cards")]
+    shown = good if name == "memory" else list(module.rows(good))
     print(f"\n## {name}, {device}\n\n{table(shown)}\n", flush=True)
-    return results
+    if name == "phases" and device == "cpu" and not failed:
+        module.draw(results, ROOT / "docs" / "phases.png")
+    return not failed
 
 
 def main(argv):
@@ -61,8 +65,9 @@ def main(argv):
             f"error: {', '.join(sorted(unknown))}: choose from {', '.join((*SUITE, *ASKED_FOR))}; or gpu"
         )
     print(machine())
-    for name in names:
-        write_results(f"{name}_{device}", {"results": run(name, device)})
+    failed = [name for name in names if not run(name, device)]
+    if failed:
+        raise SystemExit(f"error: not all could be measured: {', '.join(failed)}")
     return None
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,19 +72,19 @@ def use(name, folder, lengths=LENGTHS, card=CARD):
     print(json.dumps(found | {"seconds a step": seconds}))
 
 
-def run(device):
+def cases(device):
     if device == "cpu":
         raise SystemExit("error: cards: needs a GPU")
-    results = []
-    for name in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, name, folder]
-            done = subprocess.run(command, capture_output=True, text=True)
-        last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
-        failed = {"run": name, "error": " ".join(last)}
-        results.append(json.loads(last[0]) if done.returncode == 0 else failed)
-        print(results[-1], flush=True)
-    return results
+    return [partial(measure, name) for name in CASES]
+
+
+def measure(name):
+    """Run a case in a process of its own -> what it took, or "error" and the last line that it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, name, folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+    last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
+    return json.loads(last[0]) if done.returncode == 0 else {"run": name, "error": " ".join(last)}
 
 
 def rows(results):
@@ -91,5 +92,5 @@ def rows(results):
     return [{name: r.get(name, "") for name in names} for r in results]
 
 
-if __name__ == "__main__":  # started by run(), in a process of its own
+if __name__ == "__main__":  # started by measure(), in a process of its own
     use(sys.argv[1], Path(sys.argv[2]))

@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
+from atomic_files import write_whole
+
 VOCABULARY = 6400
 QWEN_VOCABULARY = 151_936
 # the sizes of MiniMind 2, of a small model, and of Qwen 2.5
@@ -192,11 +194,18 @@ def read(path):
 
 
 def write_results(name, results):
-    """Into benchmarks/results, or into the folder that the environment variable RESULTS names."""
+    """Into benchmarks/results, or into the folder that the environment variable RESULTS names: a file of its
+    own, or, where ALL_RESULTS names a file, an entry of that. Call it after each case: a process that is
+    ended by force then loses only the case it was at."""
     RESULTS.mkdir(exist_ok=True, parents=True)
+    found = {"machine": machine(), **results}
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n", encoding="utf-8")
-    print(f"\nwritten to {path}")
+    if os.environ.get("ALL_RESULTS"):
+        path = Path(os.environ["ALL_RESULTS"])
+        found = json.loads(read(path) or "{}") | {name: found}
+    text = json.dumps(found, indent=2) + "\n"
+    write_whole(path, text)
+    print(f"written to {path}", flush=True)
 
 
 def installed(name):

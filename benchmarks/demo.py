@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from common import ROOT, read, table, write_results
@@ -40,8 +41,8 @@ def run_seed(seed, flags=()):
     }
 
 
-def run(device):
-    return [run_seed(42, ["--device", device])]
+def cases(device):
+    return [partial(run_seed, 42, ["--device", device])]
 
 
 def rows(results):

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -234,9 +235,9 @@ def result(size, batch, new_tokens, varying, epochs, steps):
     return found
 
 
-def run(device, cases=None):
-    cases = cases or (CASES if device == "cpu" else GPU_CASES)
-    return [x for case in cases for varying in (False, True) for x in measure(*case, varying, device)]
+def cases(device):
+    sizes = CASES if device == "cpu" else GPU_CASES
+    return [partial(measure, *case, varying, device) for case in sizes for varying in (False, True)]
 
 
 def rows(results):
@@ -268,6 +269,10 @@ def peak_memory(device):
     # Not getrusage: its maximum includes the memory of the parent process at the start.
     status = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
     return int(status["VmHWM"].split()[0]) / 2**20
+
+
+def memory_cases(device):
+    return [partial(memory, device)]
 
 
 def memory(device):

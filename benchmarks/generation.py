@@ -13,13 +13,18 @@ tokens before), as a share of what a large copy reads and writes in the same tim
 import random
 import tempfile
 import time
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import torch
 from common import EOS, PAD, VOCABULARY, copy_rate, in_turns, installed, policy, show, spread, vocabulary_of
 from update import weights_per_token
 
+from trainer.compute import kernels
 from trainer.compute.precision import fast_dtype, set_precision
 from trainer.compute.scoring import pack_sequences
+from trainer.generation.cuda_graphs import CudaGraphs
 from trainer.generation.engine import Sampler
 from trainer.generation.kv_cache import bytes_per_token
 from trainer.generation.sampling import noise_keys
@@ -56,6 +61,29 @@ def generate(model, prompts, batch_size, max_new_tokens):
 def engine(sampler, prompts, max_new_tokens):
     keys = noise_keys(0, 0, range(len(prompts)))
     return int(sampler.sample(prompts, keys, [EOS], max_new_tokens, 1.0).response_len.sum())
+
+
+@contextmanager
+def without(*parts):
+    """In this block there are no "kernels", no "graphs" or neither: peers that cost nothing."""
+    kept = {"kernels": kernels.kernels_of, "graphs": CudaGraphs.run}
+    changes = {"kernels": lambda device_type: None, "graphs": lambda self, key, step, state: step()}
+    changes = kept | {name: changes[name] for name in parts}
+    with (
+        mock.patch.object(kernels, "kernels_of", changes["kernels"]),
+        mock.patch.object(CudaGraphs, "run", changes["graphs"]),
+    ):
+        yield
+
+
+def rate_without(parts, base, dtype, slots, prompts, new_tokens):
+    """Tokens per second of the engine without these parts: one run after a warm-up."""
+    with without(*parts):
+        sampler = Sampler(base, dtype, slots)
+        engine(sampler, prompts, 8)
+        start = time.perf_counter()
+        tokens = engine(sampler, prompts, new_tokens)
+        return round(tokens / (time.perf_counter() - start))
 
 
 def best_generate(models, prompts, new_tokens, batch_sizes):
@@ -135,6 +163,10 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
         "generate tokens/s": spread(rates["generate"], 0),
         "ratio": spread(ratios, 2),
     }
+    if device != "cpu":
+        for parts in (["graphs"], ["kernels"], ["kernels", "graphs"]):
+            rate = rate_without(parts, base, ours, slots, prompts, new_tokens)
+            result[f"without {' and '.join(parts)}, tokens/s"] = rate
     if mean_length is None:
         needs = needed_bytes(base, prompts, new_tokens, slots, ours.itemsize)
         result["of copy rate"] = round(needs / min(seconds["engine"]) / copy_rate(device), 3)
@@ -145,26 +177,29 @@ def measure(name, size, prompts, new_tokens, mean_length, batch_sizes, slots, de
     return result
 
 
-def run_on_gpu(sizes=("512x8", "0.5B"), slots=128, new_tokens=512):
-    """The two shapes of the page, then varying lengths."""
-    results, bf16 = [], ["bfloat16"]
-    for size in sizes:
-        prompts = make_prompts(slots, 32, 32, vocabulary=vocabulary_of(size))
-        more = ([slots], slots, "cuda", bf16)
-        results.append(measure(f"fixed, {new_tokens} new tokens", size, prompts, new_tokens, None, *more))
-    prompts = make_prompts(2 * slots, 16, 48)
-    more = ([slots, 2 * slots], 2 * slots, "cuda", bf16)
-    results.append(measure("varying", sizes[0], prompts, 128, 32, *more))
-    return results
+def cases_of_gpu(sizes=("0.5B", "512x8"), device="cuda"):
+    """By worth: one length at both sizes; the lengths at which others publish rates, prompts of 100 to 1,024
+    tokens and responses of 562 in the mean; a step's batch of 256; short responses of varying length."""
+    found = []
+    for name, size, count, shortest, longest, new_tokens, mean in (
+        ("fixed", sizes[0], 128, 32, 32, 512, None),
+        ("fixed", sizes[1], 128, 32, 32, 512, None),
+        ("long, varying", sizes[0], 256, 100, 1024, 1024, 562),
+        ("fixed, a batch", sizes[0], 256, 32, 32, 239, None),
+        ("varying", sizes[1], 256, 16, 48, 128, 32),
+    ):
+        prompts = make_prompts(count, shortest, longest, vocabulary=vocabulary_of(size))
+        case = partial(measure, name, size, prompts, new_tokens, mean, [count], count, device, ["bfloat16"])
+        found.append(case)
+    return found
 
 
-def run(device):
+def cases(device):
     if device != "cpu":
-        return run_on_gpu()
-    fixed = measure("fixed", "512x8", make_prompts(64, 32, 32), 128, None, [64], 64, device)
-    faster = [fixed["generate"].split(",")[0]]  # the faster type; trying both again takes half a minute
-    prompts = make_prompts(256, 16, 48)
-    return [fixed, measure("varying", "512x8", prompts, 128, 32, [64, 256], 256, device, faster)]
+        return cases_of_gpu()
+    fixed = partial(measure, "fixed", "512x8", make_prompts(64, 32, 32), 128, None, [64], 64, device)
+    varying = partial(measure, "varying", "512x8", make_prompts(256, 16, 48), 128, 32, [64, 256], 256, device)
+    return [fixed, varying]
 
 
 def rows(results):
@@ -172,4 +207,5 @@ def rows(results):
         cells = {k: f"{r[k]['median']:.0f}" for k in ("engine tokens/s", "generate tokens/s")}
         setting = {k: r[k] for k in ("case", "model", "engine", "generate")}
         found = {"ratio": show(r["ratio"]), "of copy rate": r.get("of copy rate", "")}
+        found |= {name: rate for name, rate in r.items() if name.startswith("without ")}
         yield setting | cells | found | {"vLLM tokens/s": show(r.get("vLLM tokens/s"))}

@@ -1,13 +1,14 @@
-"""Everything to run where there is a GPU, in this order: its tests, then its benchmarks, in 25 minutes.
+"""Everything to run where there is a GPU, in the order of its worth.
 
     python benchmarks gpu                           # all parts
-    python benchmarks gpu tests generation          # only these
+    python benchmarks gpu smoke generation          # only these
     python benchmarks gpu --minutes 9               # as many as fit; what is left is said at the end
     RESULTS=folder python benchmarks gpu            # results go into this folder
 
-Each part is a process of its own with a time limit, and writes its results when it is done, so nothing is
-lost where the time runs out. What they print is also in gpu_log.txt beside the results. Needed are torch,
-transformers and pytest; TRL and vLLM are compared with where they are installed.
+All results are in one file, gpu.json, and all that was printed is in gpu_log.txt beside it. Each part is a
+process of its own with a time limit. It writes its results after each case. Where its time is up it is
+interrupted, and what it had is kept. Needed are torch and transformers; parts that need more (tests: pytest;
+demo: matplotlib) are left out where that is not installed, and so are the peers TRL and vLLM.
 """
 
 import argparse
@@ -19,49 +20,65 @@ import time
 
 from common import RESULTS, ROOT, installed, table, write_results
 
-TESTS = ["tests/gpu", *map(str, sorted(ROOT.glob("tests/*/test_cuda_*.py")))]
-PYTEST = [sys.executable, "-m", "pytest", *TESTS, "-q", "-p", "no:cacheprovider", "-o", "addopts="]
-PYTEST += ["-n", "4", "--dist", "loadfile"] if installed("xdist") else []  # compiling kernels takes CPUs
+KERNEL_TESTS = [*map(str, sorted(ROOT.glob("tests/*/test_cuda_*.py")))]
+TESTS = {"kernel_tests": KERNEL_TESTS, "tests": ["tests/gpu"]}
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+PYTEST += ["-n", "4", "--dist", "worksteal"] if installed("xdist") else []  # compiling kernels takes CPUs
 SECONDS = {  # a part's limit
-    "tests": 300,
+    "smoke": 150,
     "generation": 270,
     "update": 120,
+    "kernel_tests": 150,
     "phases": 180,
-    "cards": 180,
     "end_to_end": 150,
-    "memory": 60,
+    "tests": 400,
+    "cards": 180,
     "kernel_times": 100,
+    "memory": 60,
     "demo": 120,
 }
+NEEDS = {"kernel_tests": "pytest", "tests": "pytest", "demo": "matplotlib"}
 LEAST = 40  # a part is not started with fewer seconds left
+PATIENCE = 15  # seconds that a part has to end after it was interrupted
 
 
 def command(part):
-    return PYTEST if part == "tests" else [sys.executable, str(ROOT / "benchmarks"), part]
+    return [*PYTEST, *TESTS[part]] if part in TESTS else [sys.executable, str(ROOT / "benchmarks"), part]
 
 
 def run_part(part, seconds, log):
-    """Run it for at most so many seconds -> "ok", "failed" or "out of time". What it prints goes to the log
-    as well."""
+    """Run it for at most so many seconds -> "ok", "failed", "out of time", or what it needs. What it prints
+    goes to the log as well."""
+    if part in NEEDS and not installed(NEEDS[part]):
+        return f"needs {NEEDS[part]}"
     process = subprocess.Popen(
         command(part),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "ALL_RESULTS": str(RESULTS / "gpu.json")},
     )
-    end = time.monotonic() + seconds
     os.set_blocking(process.stdout.fileno(), False)
+    ended = follow(process, seconds, log)
+    if not ended:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            os.killpg(process.pid, number)
+            if follow(process, PATIENCE, log):
+                break
+    if not ended:
+        return "out of time"
+    return "ok" if process.returncode == 0 else "failed"
+
+
+def follow(process, seconds, log):
+    """Copy what it prints, until it has ended or for so many seconds -> whether it has ended."""
+    end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
         copy_output(process.stdout, log)
-        time.sleep(0.2)
-    done = process.poll() is not None
-    if not done:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        time.sleep(0.1)
     copy_output(process.stdout, log)
-    return ("ok" if process.returncode == 0 else "failed") if done else "out of time"
+    return process.poll() is not None
 
 
 def copy_output(source, log):
@@ -81,6 +98,7 @@ def main(argv):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(SECONDS)}")
     end, results, left = time.monotonic() + 60 * args.minutes, [], []
     RESULTS.mkdir(exist_ok=True, parents=True)
+    os.environ["ALL_RESULTS"] = str(RESULTS / "gpu.json")
     with open(RESULTS / "gpu_log.txt", "a", encoding="utf-8") as log:
         for part in args.parts or SECONDS:
             start = time.monotonic()
@@ -91,8 +109,8 @@ def main(argv):
             seconds = round(time.monotonic() - start)
             results.append({"part": part, "seconds": seconds, "verdict": verdict})
             print(f"\n== {part}: {verdict}, {seconds} s\n", flush=True)
+            write_results("parts", {"parts": results})
     print(table(results))
-    write_results("gpu", {"parts": results})
     if left:
         print(f"not started, for lack of time: python benchmarks gpu {' '.join(left)}")
     if left or any(r["verdict"] != "ok" for r in results):

@@ -6,6 +6,7 @@ which kernels ran ("busy" is their share), the number of kernels, and those that
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,10 +50,10 @@ def measure(size, batch, new_tokens, device):
     return {"model": size, "batch": batch, "response": new_tokens, "collect": collect, "learn": learn}
 
 
-def run(device, cases=CASES):
+def cases(device):
     if device == "cpu":
         raise SystemExit("error: kernel_times: needs a GPU")
-    return [measure(*case, device) for case in cases]
+    return [partial(measure, *case, device) for case in CASES]
 
 
 def rows(results):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from common import VOCABULARY, show, spread
@@ -49,6 +50,10 @@ def memory(folder, device, rank):
     if done.returncode:
         raise RuntimeError(done.stderr)
     return float(done.stdout.split()[-1])
+
+
+def cases(device):
+    return [partial(run, device)]
 
 
 def run(device, steps=4, seeds=(0,)):

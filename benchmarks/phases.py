@@ -10,6 +10,7 @@ responses of "0.5B" have 239 tokens. Its shares are of the bf16 matrix rate.
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,12 +104,14 @@ def draw(results, path):
     figure.savefig(path, dpi=120)
 
 
-def run(device):
-    return [measure(name, changes, device) for name, changes in LARGER] if device == "cpu" else run_on_gpu()
-
-
-def run_on_gpu(cases=GPU_CASES):
+def cases(device):
+    if device == "cpu":
+        return [partial(measure, name, changes, device) for name, changes in LARGER]
     return [
-        measure(name, {"vocabulary": vocabulary_of(changes["size"]), **changes}, "cuda")
-        for name, changes in cases
+        partial(measure, name, {"vocabulary": vocabulary_of(changes["size"]), **changes}, device)
+        for name, changes in GPU_CASES
     ]
+
+
+def rows(results):
+    return results

@@ -9,6 +9,7 @@ positions only, attention only over tokens that a token may see.
 
 import random
 import time
+from functools import partial
 
 import torch
 from common import VOCABULARY, matrix_rate, policy, show, spread, vocabulary_of
@@ -25,7 +26,7 @@ REPETITIONS = 3
 FLOATS = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
 CASES = [("512x8", "float32"), ("512x8", "bfloat16"), ("128x4", "float32")]
 # On a GPU: (size, dtype, sequences, response tokens of each or None for varying ones)
-GPU_CASES = [("512x8", "bfloat16", 256, None), ("0.5B", "bfloat16", 256, 239)]
+GPU_CASES = [("0.5B", "bfloat16", 256, 239), ("512x8", "bfloat16", 256, None)]
 
 
 def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABULARY):
@@ -40,6 +41,7 @@ def make_rollout(rows=64, seed=0, device="cpu", response=None, vocabulary=VOCABU
     fields["finished"] = torch.ones(rows, dtype=torch.bool)
     for name in FLOATS:
         fields[name] = 0.1 * torch.randn(rows, int(response_len.max()))
+    fields["importance_weights"] = torch.ones_like(fields["rewards"])
     return Rollout(**{name: x.to(device) for name, x in fields.items()})
 
 
@@ -135,12 +137,13 @@ def measure(size, dtype_name, device, sequences=64, response=None):
     return found | dict(zip(names, padding_waste(rollout) if names else (), strict=True))
 
 
-def run(device):
-    return [measure(*case, device) for case in CASES] if device == "cpu" else run_on_gpu()
-
-
-def run_on_gpu(cases=GPU_CASES):
-    return [measure(size, dtype, "cuda", sequences, response) for size, dtype, sequences, response in cases]
+def cases(device):
+    if device == "cpu":
+        return [partial(measure, size, dtype, device) for size, dtype in CASES]
+    return [
+        partial(measure, size, dtype, device, sequences, response)
+        for size, dtype, sequences, response in GPU_CASES
+    ]
 
 
 def rows(results):

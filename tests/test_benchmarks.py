@@ -2,7 +2,9 @@
 
 import importlib.util
 import io
+import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,22 +62,95 @@ def test_a_model_ends_its_responses_at_the_rate_that_was_asked_for(benchmark):
     assert odds.item() == pytest.approx(1 / 20, rel=0.3)
 
 
-def test_the_parts_for_a_gpu_end_in_time_and_say_how(benchmark, monkeypatch):
+def test_an_update_and_all_checks_of_the_smoke_test(benchmark, monkeypatch):
+    update, smoke = benchmark("update"), benchmark("smoke")
+    for module in (update, smoke):
+        monkeypatch.setattr(module, "matrix_rate", lambda dtype, device: 1e12)
+    monkeypatch.setattr(smoke, "copy_rate", lambda device: 1e9)
+    monkeypatch.setattr(smoke, "SMALL", TINY)
+    monkeypatch.setattr(update, "REPETITIONS", 1)
+    assert update.measure(TINY, "float32", "cpu", 4, 6)["ours"]["median"] > 0
+    sizes = {"size": TINY, "rows": 4, "new_tokens": 6, "response": 6}
+    monkeypatch.setattr(smoke, "LARGE", sizes)
+
+    def fails(device):
+        raise ValueError("no luck")
+
+    *found, failed = [smoke.checked(check, "cpu") for check in [*smoke.CHECKS, fails]]
+    assert not [line for line in found if "error" in line]
+    assert found[-2]["tokens/s"] > 0
+    assert float(found[-2]["sampler gap"]) < 1e-5
+    assert failed == {"check": "fails", "seconds": 0.0, "error": "ValueError: no luck"}
+
+
+PARTS = {
+    "good": "print('said'); write_results('good', {'results': [1, 2]})",
+    "bad": "raise SystemExit(3)",
+    # It writes what it has, then hangs; interrupted, it ends, or it does not.
+    "slow": "write_results('slow', {'results': [1]}); print('begun', flush=True); time.sleep(60)",
+    "deaf": "signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+def test_the_parts_for_a_gpu_end_in_time_and_keep_what_they_had(benchmark, monkeypatch, tmp_path, capsys):
     gpu, log = benchmark("gpu"), io.StringIO()
-    codes = {
-        "good": "print('said')",
-        "bad": "raise SystemExit(3)",
-        "slow": "import time; print('begun', flush=True); time.sleep(60)",
-    }
-    monkeypatch.setattr(gpu, "command", lambda part: [sys.executable, "-c", codes[part]])
-    assert [gpu.run_part(part, 5, log) for part in ("good", "bad")] == ["ok", "failed"]
-    assert gpu.run_part("slow", 1, log) == "out of time"
-    assert log.getvalue().split() == ["said", "begun"]
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setenv("ALL_RESULTS", "")
+    start = f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); "
+    start += "from common import write_results; "
+    monkeypatch.setattr(gpu, "command", lambda part: [sys.executable, "-c", start + PARTS[part]])
+    monkeypatch.setattr(gpu, "PATIENCE", 2)
+    quick = [gpu.run_part(part, 60, log) for part in ("good", "bad", "killed")]
+    assert quick == ["ok", "failed", "failed"]
+
+    follow = gpu.follow
+
+    def until_it_hangs(process, seconds, log):
+        """Its time is up once it has said something."""
+        said = len(log.getvalue())
+        while len(log.getvalue()) == said and not follow(process, 0.1, log):
+            pass
+        return process.poll() is not None
+
+    for part in ("slow", "deaf"):
+        turns = iter([until_it_hangs])
+        monkeypatch.setattr(gpu, "follow", lambda *given, turns=turns: next(turns, follow)(*given))
+        assert gpu.run_part(part, 60, log) == "out of time"
+    assert {"said", "begun", "deaf"} <= {*log.getvalue().split()}
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["good"]["results"] == [1, 2]
+    assert results["slow"]["results"] == [1]
+    monkeypatch.setattr(gpu, "installed", lambda name: False)
+    assert gpu.run_part("tests", 60, log) == "needs pytest"
+
+
+def test_a_case_that_fails_leaves_the_others(monkeypatch, tmp_path, capsys):
+    main = benchmarks_main(monkeypatch)
+    cases = [lambda: {"x": 1}, lambda: 1 / 0, lambda: [{"x": 2}]]
+    module = SimpleNamespace(cases=lambda device: cases, rows=lambda results: results)
+    monkeypatch.setitem(sys.modules, "generation", module)
+    written = []
+    monkeypatch.setattr(main, "write_results", lambda name, found: written.append(len(found["results"])))
+    with pytest.raises(SystemExit, match="not all could be measured: generation"):
+        main.main(["--device", "cpu", "generation"])
+    assert written == [1, 2, 3]
+    assert "| x |\n|---|\n| 1 |\n| 2 |" in capsys.readouterr().out
+
+
+def benchmarks_main(monkeypatch):
+    """benchmarks/__main__.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("benchmarks_main", ROOT / "benchmarks" / "__main__.py")
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    return main
 
 
 def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_path, capsys):
     gpu = benchmark("gpu")
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setenv("ALL_RESULTS", "")
     monkeypatch.setattr(gpu, "write_results", lambda *args: None)
     monkeypatch.setattr(gpu, "command", lambda part: [sys.executable, "-c", ""])
     monkeypatch.setattr(gpu, "LEAST", 1000)
@@ -87,11 +162,9 @@ def test_parts_for_which_no_time_is_left_are_named(benchmark, monkeypatch, tmp_p
     assert "| update |" in capsys.readouterr().out
 
 
-def test_what_cannot_be_measured_is_said_in_one_line(benchmark, capsys):
+def test_what_cannot_be_measured_is_said_in_one_line(monkeypatch, capsys):
     """No GPU, and names that there are not; --help measures nothing."""
-    spec = importlib.util.spec_from_file_location("benchmarks_main", ROOT / "benchmarks" / "__main__.py")
-    main = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(main)
+    main = benchmarks_main(monkeypatch)
     main.main(["--help"])
     assert "python benchmarks gpu" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"error: nonsense: choose from generation, .*; or gpu$"):
