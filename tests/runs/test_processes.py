@@ -33,8 +33,14 @@ from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
-RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
-RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2}
+RUN |= {
+    "seed": 1,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "critic_warmup_steps": 1,
+    "target_kl": 2e-3,
+}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
@@ -114,7 +120,8 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
     inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
     one, two = run_in(1), run_in(processes, shard)
-    names = [sorted(path.name for path in (run / "checkpoints" / f"step_{STEPS}").iterdir()) for run in (one, two)]
+    last = [run / "checkpoints" / f"step_{STEPS}" for run in (one, two)]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in last]
     assert names[0] == names[1]
     assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
