@@ -16,7 +16,8 @@ torch.set_num_threads(1)
 # The slowest files, which run first: a file stays on one worker, and no worker should end with a slow one.
 LONGEST = """
 processes resume fuzz families whole_step stages sharding trackers report faults logprobs cli cuda_decode
-engine loss_options chat judge reward_server thinking missing_eos closed_form summary export endings stops best
+engine loss_options chat judge reward_server thinking missing_eos closed_form summary export endings stops
+best benchmarks
 """
 
 

@@ -33,7 +33,7 @@ from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
-RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2}
+RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "seed": 1}
 RUN |= {
     "seed": 1,
     "learning_rate": 1e-3,
@@ -41,7 +41,13 @@ RUN |= {
     "critic_warmup_steps": 1,
     "target_kl": 2e-3,
 }
-RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
+RUN |= {
+    "accumulation_steps": 2,
+    "normalize_reward": 1,
+    "critic_lam": 0.97,
+    "dual_clip": 3.0,
+    "clip_epsilon_high": 0.3,
+}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 SAME = "reward/score reward/score_std reward/at_limit reward/model "
