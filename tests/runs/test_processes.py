@@ -166,6 +166,8 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
     more = {"dtype": "float16", "vf_coef": 100, "max_steps": 6, "target_kl": 0, "normalize_reward": 0}
     more |= {"clip_epsilon": 0.999, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
     more |= {"clip_epsilon_high": 10, "critic_warmup_steps": 1, "best_metric": "score"}
+    (tmp_path / "files").mkdir()
+    more["data_path"] = run_files(tmp_path / "files", count=185)["data_path"]
     train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
     for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
         finish(process)
