@@ -72,17 +72,12 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
 
 def test_without_an_evaluation_there_is_no_sampler(files):
     run = make_run(files, eval_data_path="")
-    assert (
-        run.collector.sampler is None
-        and not run.reward.names
-        and run.held_out_pairs is None
-        and not run.best.metric
-    )
+    assert run.sampler is None and not run.reward.names and run.held_out_pairs is None and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
     assert evaluate_actor(run, metrics, rows) == (metrics, rows)
-    assert make_run(files).collector.sampler is not None
+    assert make_run(files).sampler is not None
 
 
 def plain_logprobs(model, item):

@@ -65,7 +65,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
     mine: dict[int, Row] = {}
     batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
     total = (args.num_generations + 1) * sum(map(len, batches))
-    with run.collector.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
+    with run.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
             with run.world.all_or_none():
                 prompts = [held_out[i] for i in places or [0]]  # no more at a time: records can be large
@@ -112,11 +112,11 @@ def answer(
     samples = torch.arange(len(prompts)) % count
     keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts], samples)
     with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-        rollout, texts = run.collector.respond(prompts, keys, temperature)
+        rollout, texts = run.respond(prompts, keys, temperature)
     parts: Parts = {}
     for reward in (run.reward, run.judge):
         with run.world.all_or_none():
-            parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
+            parts |= reward.combine(run.raw_scores(reward, prompts, rollout, texts))
     return rollout, texts, parts
 
 

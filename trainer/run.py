@@ -4,7 +4,7 @@ It is made of what ``load_inputs`` (inputs.py) has loaded. Which models there ar
 trains them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,22 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from atomic_files import writing
 from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import is_moe
 from model.saving import save_policy, state_dict_in
 from trainer.about_run import describe_run, fingerprints, start_facts
-from trainer.collect import Collector
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, set_precision
+from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer
 from trainer.compute.sharding import InStep
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
+from trainer.generation.stops import response_texts
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
 from trainer.models import (
@@ -41,12 +43,13 @@ from trainer.models import (
 from trainer.options.best import WEIGHTS, Best, check_metric, read_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
-from trainer.options.missing_eos import suited_penalty
+from trainer.options.missing_eos import choose_penalty
 from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of
+from trainer.rewards.combine import Judge, RawScores, Reward, load_judge, load_reward, modules_of
+from trainer.rewards.reward_function import Request
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
@@ -65,6 +68,7 @@ class PpoRun(Run):
     folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts
+    begin = choose_penalty
     fingerprints = fingerprints  # before frozen weights are rounded
 
     def __init__(self, args: Flags, world: World):
@@ -130,17 +134,7 @@ class PpoRun(Run):
         self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
-        self.collector = Collector(
-            args=args,
-            world=world,
-            sampler=self._sampler(room),
-            eos=self.endings.eos,
-            stops=self.endings.stops,
-            tokenizer=self.tokenizer,
-            host=self.host,
-            release_cache=self.plan.release_cache,
-            in_step=self.in_step,
-        )
+        self.sampler = self._sampler(room)
         self.critic, self.ref, self.old_actor = build_models(args, self.actor, start, weight, sharded)
         keep_endings(self.endings, self.actor)
         self._build_learners()
@@ -260,14 +254,49 @@ class PpoRun(Run):
         prepare_frozen(self)
         shard_models(self)
 
-    def begin(self, logger: Any) -> None:
-        """Choose --missing_eos_penalty where it is not given."""
-        if self.reward.missing_eos_penalty is None:
-            penalty, line = suited_penalty(self.collector, self.old_actor, self.reward, self.prompts)
-            self.reward.missing_eos_penalty = penalty
-            with self.world.all_or_none():  # the disk may be full
-                logger.keep_choice("missing_eos_penalty", penalty)
-            logger.say(line)
+    # ------------------------------------------------------------------ prompts -> scored responses
+
+    @contextmanager
+    def sampling_from(self, model: PreTrainedModel) -> Iterator[None]:
+        """In this block ``respond`` samples from this model's weights."""
+        if self.in_step:
+            free_unused_memory()  # the gaps that the last update has left
+        if self.sampler:
+            self.sampler.load(model)
+        try:
+            yield
+        finally:
+            if self.in_step and self.sampler:
+                self.sampler.release()
+                self.sampler.copy.unload()
+
+    def respond(
+        self, prompts: Sequence[Prompt], keys: Tensor, temperature: float
+    ) -> tuple[Rollout, list[str]]:
+        """Prompts -> (rollout, response texts). Only inside ``sampling_from``, whose weights it samples
+        from."""
+        assert self.sampler
+        rollout = self.sampler.sample(
+            [prompt.prompt_ids for prompt in prompts],
+            keys,
+            eos_ids=self.endings.eos,
+            max_gen_len=self.args.max_gen_len,
+            temperature=temperature,
+            min_gen_len=self.args.min_gen_len,
+            stops=self.endings.stops,
+        )
+        if self.plan.release_cache:  # memory is short in the phases after sampling
+            self.sampler.release()
+        return rollout, response_texts(rollout, self.tokenizer, self.endings.stops)
+
+    def raw_scores(
+        self, reward: Reward, prompts: Sequence[Prompt], rollout: Rollout, texts: list[str]
+    ) -> RawScores:
+        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
+        normalised, clipped and weighed."""
+        with self.host.on_device(*modules_of(reward)):
+            lengths = rollout.layout.response_len
+            return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
 
     # --------------------------------------------------------------------------------- what is saved
 

@@ -264,17 +264,16 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
-    collector = run.collector
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
         noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
-    with seconds.of("rollout"), run.world.all_or_none(), collector.sampling_from(run.old_actor):
-        rollout, texts = collector.respond(prompts, noise, args.temperature)
+    with seconds.of("rollout"), run.world.all_or_none(), run.sampling_from(run.old_actor):
+        rollout, texts = run.respond(prompts, noise, args.temperature)
     with seconds.of("reward"), run.world.all_or_none():
-        raw = collector.raw_scores(run.reward, prompts, rollout, texts)
+        raw = run.raw_scores(run.reward, prompts, rollout, texts)
     batch = Batch(prompts, rollout, texts, raw, seconds=seconds)
     if args.filter_groups:
-        sample_again(collector, batch, run.old_actor, run.reward, step, positions)
+        sample_again(run, batch, step, positions)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
     batch.scores = run.reward.combine(batch.raw, run.world)
     return batch

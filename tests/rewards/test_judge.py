@@ -71,13 +71,13 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
     run = evaluated_run(files, judged)
     found, _ = evaluate_actor(run, {}, {})
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
-    sampled, own = [], run.collector.respond
+    sampled, own = [], run.respond
 
     def noted(*given):
         sampled.append((given[0], own(*given)))
         return sampled[-1][1]
 
-    run.collector.respond = noted
+    run.respond = noted
     assert evaluate_actor(run, {}, {})[0] == found  # the same responses every time
     for kind, (prompts, (_, texts)) in zip(("", "_greedy"), sampled, strict=True):
         scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
