@@ -235,14 +235,12 @@ class Plain:
                 rows_of_k = self.rows_of(next(dealt))
                 if self.critic:
                     self.step("critic", self.critic_loss(rows_of_k), number)
-                was_stopped = stopped
                 if actor_learns and not stopped:
                     loss, approx_kl = self.actor_loss(rows_of_k)
                     loss = loss + self.ptx_loss(number) if args.ptx_coef else loss
                     stopped = 0 < args.target_kl < approx_kl
                     if not stopped:
                         self.step("actor", loss, number)
-                if not was_stopped:
                     self.note("policy/early_stop", torch.tensor([float(stopped)]))
         if (step + 1) % args.update_old_actor_freq == 0:
             self.old_actor = copy.deepcopy(self.actor)

@@ -174,12 +174,9 @@ class PpoRun(Run):
         }
 
         def learner(model: nn.Module, peak: float) -> Learner:
-            optimizer: Any = None  # ``shard_models`` makes it
-            if not self.in_step:
-                optimizer = ppo_optimizer(model, peak, args)
             return Learner(
                 model=model,
-                optimizer=optimizer,
+                optimizer=ppo_optimizer(model, peak, args),  # ``shard_models`` makes another
                 peak=peak,
                 total_steps=self.total_steps * self.updates_per_batch,
                 per_batch=self.updates_per_batch,

@@ -23,23 +23,25 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
     sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
     mask = new.mask
-    tokens = new.response_len.sum()
+    of_tokens: dict[str, Tensor] = {}  # [B, R]
     if not run.args.offline_data_path:  # else nothing was sampled, and only the critic is measured
         k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
-        metrics.add("kl/k1", ppo.masked_sum(k1, mask), tokens)
-        metrics.add("kl/k3", ppo.masked_sum(k3, mask), tokens)
+        of_tokens |= {
+            "kl/k1": k1,
+            "kl/k3": k3,
+            "rollout/sampler_gap": (new.sampler_logprobs - new.old_logprobs).abs(),
+            "rollout/importance_weight": new.importance_weights,
+        }
         metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
-        gap = (new.sampler_logprobs - new.old_logprobs).abs()
-        metrics.add("rollout/sampler_gap", ppo.masked_sum(gap, mask), tokens)
-        metrics.add("rollout/importance_weight", ppo.masked_sum(new.importance_weights, mask), tokens)
         size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
         metrics.add("rollout/importance_ess", size, 1)
     if run.critic:
-        metrics.add("value/mean", ppo.masked_sum(new.values, mask), tokens)
-        metrics.add("value/return", ppo.masked_sum(new.outcomes, mask), tokens)
+        of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
         explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)
         metrics.add("value/explained_variance", explained, 1)
         metrics.add("value/scale", run.critic.scale, 1)
+    sums = {name: ppo.masked_sum(x, mask) for name, x in of_tokens.items()}
+    metrics.add_all(sums, new.response_len.sum())
     metrics.add("policy/advantage_std", new.advantage_std, 1)
     if run.kl.target:
         metrics.add("kl/coef", run.kl.coef, 1)

@@ -13,7 +13,7 @@ A script adds a subclass of ``SupervisedRun`` with its model, its records, its l
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +32,6 @@ from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
-from trainer.loop import build_and_train
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
@@ -57,7 +56,6 @@ class SupervisedRun(Run):
     data: Part
     held_out: Part | None
     hf_dir: Path  # where the result is written for transformers
-    result_file: Path  # the last file of the result that is written
 
     @abstractmethod
     def load_records(self, path: str) -> RecordDataset:
@@ -78,6 +76,9 @@ class SupervisedRun(Run):
         self.args = args
         self.world = world
         self.mini_batch_size = args.batch_size
+        self.dtype = set_precision(args.dtype, world.device, args.deterministic)
+        self.loss_scale = LossScale(self.dtype)
+        self.states = {"loss_scale": self.loss_scale}
         policy = self.load_policy()
         check_policy(args, policy, self.tokenizer)
         self.data, self.held_out = self.split_records()
@@ -87,11 +88,10 @@ class SupervisedRun(Run):
             raise InputError(
                 f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it"
             )
-        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
+        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_path.resolve()):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
-        self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
@@ -116,8 +116,6 @@ class SupervisedRun(Run):
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
         self.learners = {"model": learner}
-        self.loss_scale = LossScale(self.dtype)
-        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
 
     def load_policy(self) -> PreTrainedModel:
@@ -239,8 +237,3 @@ def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple
 
         each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
     return metrics | run.summarise(sums.means(world)), rows
-
-
-def train(build: Callable, args: Flags, argv: list[str] | None) -> None:
-    """All that a script does. build(args, world) -> a ``SupervisedRun``."""
-    build_and_train(build, args, argv, collect, learn, evaluate)

@@ -414,9 +414,12 @@ def train(
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
     means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
-    if name == "actor" and 0 < args.target_kl < means[1]:
-        learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
-        return None
+    if name == "actor":
+        stopped = 0 < args.target_kl < means[1]
+        metrics.add("policy/early_stop", stopped, 1)
+        if stopped:
+            learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
+            return None
     step = step_if_finite(run, learner, means[0], number)
     metrics.add("policy/skipped_steps", not step.finite, 1)
     group = "policy" if name == "actor" else "value"
@@ -441,22 +444,16 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
     first_step = step * run.updates_per_batch  # optimizer steps before this batch
-    # False in the first --critic_warmup_steps batches: only the critic trains.
-    actor_trains = first_step >= run.learners["actor"].first_step
-    stopped = False  # by --target_kl
+    # Critic and actor, in this order; in the first --critic_warmup_steps batches the critic alone.
+    names = [name for name, learner in run.learners.items() if step >= learner.first_batch]
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first_step):  # number: optimizer step in the run; k: minibatch
-            steps = []
-            if run.critic:
-                steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
-            if not stopped:
-                if actor_trains:
-                    steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
-                    stopped = steps[-1] is None
-                metrics.add("policy/early_stop", stopped, 1)
-            if stopped and not run.critic:
+            steps = [train(run, name, minibatches[k], token_counts[k], number, metrics) for name in names]
+            if None in steps:
+                names.remove("actor")
+            if not names:
                 break
-            note_steps(run, [taken for taken in steps if taken])
+            note_steps(run, filter(None, steps))
             bar.update()
 
 

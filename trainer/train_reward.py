@@ -70,12 +70,12 @@ from model.weights import make_score_heads
 from trainer.compute.batching import send
 from trainer.compute.scoring import balance_loss
 from trainer.inputs import DEMO
+from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
 from trainer.runs.base import Kept, full_path
-from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, train
+from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
@@ -100,8 +100,6 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
     The policy is not changed. Raises InputError for families that have no such classifier.
     """
-    if hasattr(policy.config, "minimind_version"):
-        type(policy)(policy.config)  # its random numbers come before the head's, in runs of earlier versions
     config = type(policy.config).from_dict(policy.config.to_dict())
     config.num_labels = 1
     # transformers reads the score at the last token that is not this pad token. Without a pad token in the
@@ -144,10 +142,6 @@ class RewardRun(SupervisedRun):
     script = "train_reward.py"
     rate = "reward"
 
-    def __init__(self, args: Flags, world: World):
-        super().__init__(args, world)
-        self.states["zero"] = self.zero
-
     def load_records(self, path: str) -> PreferenceDataset:
         args = self.args
         keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
@@ -165,8 +159,7 @@ class RewardRun(SupervisedRun):
         self.result_path = self.hf_dir = Path(
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
         )
-        self.result_file = self.hf_dir / "config.json"
-        self.zero = Zero()
+        self.zero = self.states["zero"] = Zero()
         torch.manual_seed(args.seed)
         return self.learning(policy)
 
@@ -235,7 +228,7 @@ class RewardRun(SupervisedRun):
 
 
 def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:
-    train(kind, parse_args(argv), argv)
+    build_and_train(kind, parse_args(argv), argv, collect, learn, evaluate)
 
 
 if __name__ == "__main__":
