@@ -68,7 +68,7 @@ def build_models(
     args: Flags, actor: PreTrainedModel, start: PreTrainedModel | None, weight: float, sharded: bool
 ) -> tuple[CriticModel, PreTrainedModel, PreTrainedModel]:
     """-> (critic, reference, old actor); the actor gets its adapters. start, weight: of ``critic_start``;
-    start None: no critic, None is returned for it; sharded: copies share memory until ``shard_models``."""
+    start None: no critic, None is returned for it; sharded: copies share memory until they are sharded."""
     critic: CriticModel = None  # type: ignore[assignment]
     if start:
         critic = CriticModel.from_model(start, args.lora_r > 0, weight, sharded and start is actor).eval()
@@ -83,9 +83,13 @@ def build_models(
     return critic, reference, old_actor
 
 
-def prepare_frozen(run: "PpoRun") -> None:
-    """Round the frozen models to the dtype in which they compute, and move them where they wait
-    (--offload_frozen). Fingerprints are taken before this."""
+def prepare_models(run: "PpoRun") -> None:
+    """Round the frozen models to the dtype in which they compute; move them where they wait
+    (--offload_frozen), or shard all (--shard 1). Fingerprints are taken before this.
+
+    Sharded are actor, critic, old actor, reference and reward models, which are whole in main memory until
+    then (compute/sharding.py), but not the sampler: it gathers the old actor before a rollout.
+    """
     args = run.args
     exact: list[nn.Module] = [run.ref, *run.judges]  # they never change
     frozen = exact if run.old_actor is run.actor else [*exact, run.old_actor]
@@ -99,12 +103,6 @@ def prepare_frozen(run: "PpoRun") -> None:
     free_unused_memory()  # the gaps that weights of other types have left
     if args.offload_frozen:
         run.host.take(frozen, training)
-
-
-def shard_models(run: "PpoRun") -> None:
-    """``--shard 1``: shard actor, critic, old actor, reference and reward models (compute/sharding.py), which
-    are whole in main memory, and make the optimizers of what each process keeps. The sampler is not sharded:
-    before a rollout every process gathers a whole copy of the old actor, in the dtype of sampling."""
     in_step = run.in_step
     if not in_step:
         return

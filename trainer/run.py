@@ -5,7 +5,7 @@ trains them.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,10 @@ from trainer.models import (
     build_models,
     critic_start,
     ppo_optimizer,
-    prepare_frozen,
-    shard_models,
+    prepare_models,
     shares_reward_models,
 )
-from trainer.options.best import WEIGHTS, Best, check_metric, read_best, write_best
+from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
 from trainer.options.missing_eos import choose_penalty
@@ -48,7 +47,7 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.combine import Judge, RawScores, Reward, load_judge, load_reward, modules_of
+from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of
 from trainer.rewards.reward_function import Request
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
@@ -69,6 +68,7 @@ class PpoRun(Run):
     about = describe_run
     facts = start_facts
     begin = choose_penalty
+    prepare = prepare_models
     fingerprints = fingerprints  # before frozen weights are rounded
 
     def __init__(self, args: Flags, world: World):
@@ -87,16 +87,21 @@ class PpoRun(Run):
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
-        sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
-        self.in_step = InStep(world) if sharded else None
+        # A single process has nobody to share with.
+        self.in_step = InStep(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
-        if not sharded:  # which gathers and frees layer after layer
-            keep_freed_memory()
-        # The reward that PPO learns from, and the judge, which only evaluates.
-        self.reward, self.judge = self._load_rewards(args)
+        place = world.device  # of the reward models
+        if self.in_step and shares_reward_models(args):
+            place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
+        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
+        self.judge = load_judge(args, place, self.dtype, self.held_out)
+        self.reward = Reward(reasoning=False)
+        if not args.offline_data_path:
+            self.reward = load_reward(args, place, self.dtype, self.prompts, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.eval().requires_grad_(not args.lora_r)
-        if not sharded:  # else it need not fit on a GPU
+        if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
+            keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
         trained = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
@@ -108,7 +113,6 @@ class PpoRun(Run):
         self.total_steps, warmup = count_steps(args, len(self.prompts), world.size)
         self.args: Flags = args.completed(critic_warmup_steps=warmup)
         args = self.args
-        self.mini_batch_size = args.mini_batch_size
         self.answers = args.num_generations
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
@@ -134,33 +138,19 @@ class PpoRun(Run):
         self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
-        self.sampler = self._sampler(room)
-        self.critic, self.ref, self.old_actor = build_models(args, self.actor, start, weight, sharded)
+        self.sampler = None  # where nothing is sampled
+        if self.plan.slots:
+            # None: what suits a CPU.
+            cache = self.plan.cache if world.device.type == "cuda" else None
+            self.sampler = Sampler(self.actor, self.dtype, self.plan.slots, cache, room, world.device)
+            if self.in_step:  # each process soon has a part of each model, and a whole one of none
+                self.sampler.copy.unload()
+        self.critic, self.ref, self.old_actor = build_models(
+            args, self.actor, start, weight, self.in_step is not None
+        )
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
-
-    def _load_rewards(self, args: Flags) -> tuple[Reward, Judge]:
-        """The ``Reward`` of the run and its ``Judge``, with their reward models."""
-        device = self.world.device
-        if self.in_step and shares_reward_models(args):
-            device = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
-        judge = load_judge(args, device, self.dtype, self.held_out)
-        if args.offline_data_path:  # logged answers come with their scores
-            return Reward(reasoning=False), judge
-        return load_reward(args, device, self.dtype, self.prompts, self.held_out), judge
-
-    def _sampler(self, room: tuple[int, int, int]) -> Sampler | None:
-        """What samples, with the weights of the old actor, or of the actor to evaluate it; None where nothing
-        is sampled. room: ``sampling_sizes``."""
-        if not self.plan.slots:
-            return None
-        device = self.world.device
-        cache = self.plan.cache if device.type == "cuda" else None  # None: what suits a CPU
-        sampler = Sampler(self.actor, self.dtype, self.plan.slots, cache, room, device)
-        if self.in_step:  # each process soon has a part of each model, and a whole one of none
-            sampler.copy.unload()
-        return sampler
 
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
@@ -176,7 +166,7 @@ class PpoRun(Run):
         def learner(model: nn.Module, peak: float) -> Learner:
             return Learner(
                 model=model,
-                optimizer=ppo_optimizer(model, peak, args),  # ``shard_models`` makes another
+                optimizer=ppo_optimizer(model, peak, args),  # ``prepare`` makes another for shards
                 peak=peak,
                 total_steps=self.total_steps * self.updates_per_batch,
                 per_batch=self.updates_per_batch,
@@ -198,23 +188,12 @@ class PpoRun(Run):
         """The options; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         learner = self.learners["actor"]
-        metric = args.best_metric.removeprefix("eval/")
-        if metric and self.held_out:
-            check_metric(
-                f"eval/{metric}",
-                self.reward,
-                self.judge,
-                accuracy=self.held_out.has_accuracy,
-                generations=args.num_generations,
-                pairs=bool(self.held_out_pairs),
-            )
-        judge = [args.eval_reward_fn, *args.eval_reward_model]
-        self.best = Best(
-            source=" ".join([self.held_out.fingerprint, *judge]) if self.held_out else "",
-            metric=f"eval/{metric}" if metric else "",
-        )
+        self.best = Best()
+        if self.held_out:
+            self.best = first_best(self)
         if args.offline_data_path:
-            compared = metric or ("judge" if any(judge) else "accuracy")
+            judged = args.eval_reward_fn or args.eval_reward_model
+            compared = self.best.metric or ("judge" if judged else "accuracy")
             self.display = displays.offline(bool(self.held_out_pairs) or not self.held_out, compared)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
@@ -245,11 +224,6 @@ class PpoRun(Run):
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
-
-    def prepare(self) -> None:
-        """Round the frozen models; move them to the host's memory, or shard all, where the flags say so."""
-        prepare_frozen(self)
-        shard_models(self)
 
     # ------------------------------------------------------------------ prompts -> scored responses
 
@@ -331,7 +305,7 @@ class PpoRun(Run):
         if not better:
             return
         # The weights before the first step are those of --model.
-        with self.world.all_or_none(), self.gathered() if better.step else nullcontext():
+        with self.world.all_or_none(), self.gathered():
             if self.world.is_main:
                 if better.step:
                     self.save_actor(self.folder / WEIGHTS)
@@ -340,16 +314,11 @@ class PpoRun(Run):
 
     def restore_best(self, logger: Any) -> None:
         """The best of a resumed run is that of its folder."""
-        found = None
         with self.world.all_or_none():
             if self.world.is_main:
                 self.folder = logger.folder.path
-                found = read_best(self.folder)
-        found = self.world.from_main(found)
-        if found and self.best.follows(found):
-            self.best = found
-        elif found:
-            logger.say("note: the best so far was evaluated otherwise; it begins anew")
+                self.best = best_so_far(self.folder, self.best, logger)
+        self.best = self.world.from_main(self.best)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS)

@@ -75,7 +75,6 @@ class SupervisedRun(Run):
         args, self.tokenizer = load_trained_tokenizer(args)
         self.args = args
         self.world = world
-        self.mini_batch_size = args.batch_size
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         self.loss_scale = LossScale(self.dtype)
         self.states = {"loss_scale": self.loss_scale}

@@ -127,8 +127,8 @@ class SftRun(SupervisedRun):
         self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
         if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(
-                f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.result_path}: "
-                "to train that, move it and name it with --model; else move it or name another --out_dir"
+                f"--hidden_size {args.hidden_size}: makes a new model, which would replace "
+                f"{self.result_path}; move that file, to train it name it with --model, or change --out_dir"
             )
         return policy
 

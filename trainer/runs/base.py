@@ -111,7 +111,6 @@ class Run(ABC):
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
-    mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
 
