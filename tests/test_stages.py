@@ -386,8 +386,8 @@ def killed(files, tmp_path_factory):
         return learn(run, step, items)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "learn", until)
         for kind, script in SCRIPTS.items():
+            patch.setattr(script, "learn", until)
             with pytest.raises(Killed):
                 script.main(argv_of(files, kind, outs[kind]))
     return outs

@@ -40,9 +40,9 @@ def build_and_train(
         with world.all_or_none():
             run = build(given, world)
         args = run.args
-        progress = run.progress
         logger = start_or_resume(run, run.about(), list(sys.argv[1:] if argv is None else argv))
         run.restore_best(logger)
+        progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
         positions = local_positions(args.batch_size, world.rank, world.size, run.answers)
         prompts = world.size * args.batch_size // run.answers
