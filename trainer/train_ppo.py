@@ -343,7 +343,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
     if args.advantage != "group":  # whose advantages are already divided by their own std
         total = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))  # of all responses
-        informative = ppo.std_or_zero(total) > 0  # False where all scores are equal
+        informative = ppo.mean_std(total)[1] > 0  # False where all scores are equal
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
     rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
 

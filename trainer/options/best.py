@@ -32,12 +32,12 @@ class Best:
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
         """The evaluation in the metrics of a step, if they have one that is better than all before."""
-        found = {name: x for name, x in metrics.items() if name.startswith("eval/")}
-        name = self.metric or usual_metric(found)
-        if name not in found:
+        name = self.metric or usual_metric(metrics)
+        if name not in metrics:
             return None
         least = -math.inf if self.value is None else self.value
-        return replace(self, metric=name, value=found[name], step=step) if found[name] > least else None
+        value = metrics[name]
+        return replace(self, metric=name, value=value, step=step) if value > least else None
 
     def follows(self, earlier: "Best") -> bool:
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
