@@ -66,7 +66,8 @@ class Flag:
 
 
 class Flags(argparse.Namespace):
-    """The values of all flags, frozen. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+    """The values of all flags, frozen once they are ``completed``. ``declared``: {name: ``Flag``}; it is not
+    among ``vars``."""
 
     __slots__ = ("_frozen", "declared")
     declared: Mapping[str, Flag]
@@ -171,7 +172,7 @@ class FlagParser(argparse.ArgumentParser):
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
         check_together(args)
-        return args.completed()
+        return args
 
     def _unknown(self, word: str) -> str:
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
@@ -312,9 +313,10 @@ def minimind_pth(args: Flags, kind: str) -> Path:
 
 
 def complete_output_flags(args: Flags) -> Flags:
-    """The flags with an absolute --out_dir: where things are written must not depend on the working
+    """Fill in the absolute --out_dir: where things are written must not depend on the working
     directory, which a reward function may change. InputError for a path as --run_name, or no tracker."""
     if re.search(r"^\.\.?$|[/\\]", args.run_name):
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)
-    return args.completed(out_dir=os.path.abspath(args.out_dir))
+    args.out_dir = os.path.abspath(args.out_dir)
+    return args

@@ -83,58 +83,59 @@ def complete_flags(args: Flags) -> Flags:
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    changes: dict[str, object] = {}
     if args.offline_data_path:
-        changes["missing_eos_penalty"] = 0.0
+        args.missing_eos_penalty = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
-        changes["ptx_coef"] = PTX_COEF
+        args.ptx_coef = PTX_COEF
     if args.advantage != "gae":
-        changes |= {"lam": 1.0, "critic_warmup_steps": 0}
+        args.lam = 1.0
+        args.critic_warmup_steps = 0
     elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        changes["lam"] = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
-    return fill_paths(complete_sizes(args.completed(**changes)))
+        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+    complete_sizes(args)
+    fill_paths(args)
+    return args.completed()
 
 
-def complete_sizes(args: Flags) -> Flags:
+def complete_sizes(args: Flags) -> None:
     """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other. Both count
     answers; a batch has all those to a prompt."""
     answers = args.num_generations
     mini = args.mini_batch_size
-    batch = args.batch_size
-    if batch is None:
+    if args.batch_size is None:
         unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
-        batch = unit * math.ceil(BATCH_SIZE / unit)
+        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
+    batch = args.batch_size
     if batch % answers:
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
     if mini is None:
-        mini = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
+        sizes = range(min(MINI_BATCH_SIZE, batch), 0, -1)
+        args.mini_batch_size = next(n for n in sizes if batch % n == 0)
     elif batch % mini:
         raise InputError(f"--mini_batch_size {mini}: must divide --batch_size {batch}")
-    return args.completed(batch_size=batch, mini_batch_size=mini)
 
 
-def fill_paths(args: Flags) -> Flags:
+def fill_paths(args: Flags) -> None:
     """Fill in paths that were not given: MiniMind's file names in --out_dir, or the demo's files.
 
     Raises InputError if there is no data or no reward.
     """
-    lists = ("reward_model", "eval_reward_model")
-    args = args.completed(**{name: [path for path in getattr(args, name) if path] for name in lists})
+    args.reward_model = list(filter(None, args.reward_model))
+    args.eval_reward_model = list(filter(None, args.eval_reward_model))
     if not args.model and (args.hidden_size or args.use_moe):
         if args.reasoning is None and minimind_pth(args, "reason").is_file():
-            args = args.completed(reasoning=1)  # it was trained to reason
-        args = args.completed(model=str(minimind_pth(args, "reason" if args.reasoning else "full_sft")))
+            args.reasoning = 1  # it was trained to reason
+        args.model = str(minimind_pth(args, "reason" if args.reasoning else "full_sft"))
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
-        changes: dict[str, object] = {"model": DEMO["model"]}
+        args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
-            changes["eval_data_path"] = args.eval_data_path or DEMO["eval_data_path"]
-            changes["data_path"] = "" if args.offline_data_path else DEMO["data_path"]
+            args.eval_data_path = args.eval_data_path or DEMO["eval_data_path"]
+            args.data_path = "" if args.offline_data_path else DEMO["data_path"]
         if not has_reward:
-            has_reward = changes["reward_model"] = [DEMO["reward_model"]]
+            has_reward = args.reward_model = [DEMO["reward_model"]]
         if args.reasoning is None:
-            changes["reasoning"] = 1  # the demo's answers have the format
-        args = args.completed(**changes)
+            args.reasoning = 1  # the demo's answers have the format
     if not (args.offline_data_path or args.data_path):
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not has_reward:
@@ -144,7 +145,6 @@ def fill_paths(args: Flags) -> Flags:
     for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
         if getattr(args, name) and not args.eval_data_path:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
-    return args
 
 
 def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:

@@ -81,15 +81,15 @@ from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
 def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
-        args = args.completed(model=str(minimind_pth(args, "full_sft")))
+        args.model = str(minimind_pth(args, "full_sft"))
     if not (args.model or args.data_path):
         demo = f"{ROOT}/dataset/demo/preferences"
-        held_out = args.eval_data_path or f"{demo}_eval.jsonl"
-        args = args.completed(data_path=f"{demo}.jsonl", eval_data_path=held_out)
-    args = args.completed(model=args.model or DEMO["model"])
+        args.data_path = f"{demo}.jsonl"
+        args.eval_data_path = args.eval_data_path or f"{demo}_eval.jsonl"
+    args.model = args.model or DEMO["model"]
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
-    return args
+    return args.completed()
 
 
 # --------------------------------------------------------------------------------------- the model, the loss

@@ -77,13 +77,11 @@ from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
 def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model:
-        args = args.completed(
-            tokenizer=args.tokenizer or f"{ROOT}/dataset/demo/tokenizer",
-            data_path=args.data_path or f"{ROOT}/dataset/demo/sft.jsonl",
-        )
+        args.tokenizer = args.tokenizer or f"{ROOT}/dataset/demo/tokenizer"
+        args.data_path = args.data_path or f"{ROOT}/dataset/demo/sft.jsonl"
     if not args.data_path:
         raise InputError("--data_path: name the file with the demonstrations")
-    return args
+    return args.completed()
 
 
 class SftRun(SupervisedRun):
