@@ -97,7 +97,7 @@ class Ours:
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
         self.run = PpoRun(self.args, world)
-        self.prompts = self.run.prompts
+        self.prompts = self.run.data
         self.run.prepare()
         self.number, self.metrics = 0, []
 

@@ -141,7 +141,7 @@ def run_ours(request, out):
     def evaluate(run, metrics, rows):
         if not kept:
             reference = load_policy(run.args.model).eval()  # the run's own is rounded in bf16
-            inputs = run.args, run.reward, run.tokenizer, run.prompts, run.held_out, reference
+            inputs = run.args, run.reward, run.tokenizer, run.data, run.held_out, reference
             kept["judge"] = Judge(request["task"], request["folder"], *inputs)
         curve.measure(kept["judge"], run.actor, run.progress.step * run.args.batch_size, run.ema)
         return metrics, rows

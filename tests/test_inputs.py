@@ -124,11 +124,6 @@ def test_what_does_not_fit_is_refused(given, line):
         ({"max_steps": 4, "lr_schedule": "constant"}, 4, 2),  # the length may change
         ({"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 3}, 6, 2),
         ({"max_steps": 3, "critic_warmup_steps": 3}, "--critic_warmup_steps 3: the run has only 3 steps", 0),
-        (
-            {"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 4},
-            "--lr_warmup_steps 4: the actor",
-            0,
-        ),
     ],
 )
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, warmup):

@@ -39,7 +39,7 @@ def make_run(files, **values):
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
     args = train_ppo.parse_args(flags(**given))
     run = PpoRun(args, ALONE)
-    return run, run.prompts
+    return run, run.data
 
 
 def filled_rollout(run, prompts, step=0):

@@ -38,7 +38,7 @@ def make_run(files, **values):
 
 def one_batch(run, step=0):
     size = run.args.batch_size
-    items = [run.prompts[(step * size + i) % len(run.prompts)] for i in range(size)]
+    items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
     return train_ppo.collect(run, step, iter([items]), list(range(size))), items
 
 

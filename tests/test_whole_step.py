@@ -554,7 +554,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     args = train_ppo.parse_args(flags(**given))
     untouched = load_policy(args.model)
     run = PpoRun(args, ALONE)
-    prompts = run.prompts
+    prompts = run.data
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)

@@ -66,10 +66,9 @@ def step_rewards(
         return None
     rewards = torch.zeros(rollout.sampler_logprobs.shape)
     for row, (pairs, text, ids) in enumerate(zip(steps, texts, rollout.responses(), strict=True)):
-        if pairs:
-            places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
-            for place, (_, score) in zip(places, pairs, strict=True):
-                rewards[row, place] += score
+        places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
+        for place, (_, score) in zip(places, pairs, strict=True):
+            rewards[row, place] += score
     return send(rewards, rollout.tokens.device)
 
 

@@ -8,7 +8,7 @@ docs/models.md.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -150,7 +150,7 @@ def fill_paths(args: Flags) -> None:
 def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
     """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
 
-    Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
+    Raises InputError if critic warm-up takes all of them.
     """
     per_batch = args.batch_size // args.num_generations * processes  # prompts
     steps = math.ceil(args.epochs * n_prompts / per_batch)
@@ -159,16 +159,10 @@ def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
     if warmup is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
         warmup = min(CRITIC_WARMUP_STEPS, most)
-    rest = steps - warmup
-    if rest <= 0:
+    if warmup >= steps:
         raise InputError(
             f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
-        )
-    if args.lr_warmup_steps >= rest:
-        raise InputError(
-            f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {rest} batches, so its rate "
-            "would never get to --learning_rate; lower it"
         )
     return steps, warmup
 
@@ -192,7 +186,17 @@ def choose_reasoning(
     answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
     if not (args.offline_data_path or have_format(answers)):
         where = "the policy"
-        answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
+        with world.all_or_none():
+            if world.is_main:
+                if not args.shard:  # else it need not fit on a GPU
+                    actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
+                ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
+                keys = noise_keys(
+                    0, FIRST_ANSWERS, range(len(ids))
+                )  # of no --seed: rewards must not depend on it
+                rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
+                answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
+        answers = world.from_main(answers)
     reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
     found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
@@ -202,27 +206,6 @@ def choose_reasoning(
 def have_format(answers: list[str]) -> bool:
     """Whether enough of these answers have ``<answer>``."""
     return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
-
-
-def first_answers(
-    args: Flags,
-    world: World,
-    actor: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-) -> list[str]:
-    """The policy's answers to these prompts, the same in all processes: those of the main one. Their
-    noise is that of no --seed: what is rewarded must not depend on it."""
-    texts: list[str] = []
-    with world.all_or_none():
-        if world.is_main:
-            if not args.shard:  # else it need not fit on a GPU
-                actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-            ids = [prompt.prompt_ids for prompt in prompts]
-            keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))
-            rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
-            texts = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
-    return world.from_main(texts)
 
 
 def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
@@ -316,8 +299,7 @@ def check_sampling(policy: PreTrainedModel) -> None:
 # ------------------------------------------------------------------------------------------------ all of them
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a PPO run is made of, all checked against each other."""
 
     args: Flags  # completed

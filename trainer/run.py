@@ -73,13 +73,8 @@ class PpoRun(Run):
 
     def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError. Which models there are: models.py."""
-        inputs = load_inputs(args, world)
-        args = inputs.args
         self.world = world
-        self.actor = inputs.actor
-        self.tokenizer = inputs.tokenizer
-        self.data = self.prompts = inputs.prompts
-        self.held_out = inputs.held_out
+        args, self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
         moe = "_moe" if is_moe(self.actor) else ""
         self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
         if Path(args.model).resolve() == self.result_path.resolve():
@@ -97,7 +92,7 @@ class PpoRun(Run):
         self.judge = load_judge(args, place, self.dtype, self.held_out)
         self.reward = Reward(reasoning=False)
         if not args.offline_data_path:
-            self.reward = load_reward(args, place, self.dtype, self.prompts, self.held_out)
+            self.reward = load_reward(args, place, self.dtype, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
         self.actor.eval().requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
@@ -110,7 +105,7 @@ class PpoRun(Run):
             start, weight = critic_start(args.critic_init, self.reward.models, self.actor, self.tokenizer)
             trained["critic_learning_rate"] = ("critic", start)
         args, self.suited, rates = choose_rates(args, trained, args.lora_r > 0)
-        self.total_steps, warmup = count_steps(args, len(self.prompts), world.size)
+        self.total_steps, warmup = count_steps(args, len(self.data), world.size)
         self.args: Flags = args.completed(critic_warmup_steps=warmup)
         args = self.args
         self.answers = args.num_generations
@@ -119,7 +114,7 @@ class PpoRun(Run):
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.updates_per_batch)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
-        room = sampling_sizes(args, self.prompts, self.held_out)
+        room = sampling_sizes(args, self.data, self.held_out)
         sizes = {"actor": Sizes(self.actor, self.dtype)}
         if start:
             sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
@@ -135,7 +130,7 @@ class PpoRun(Run):
             processes=world.size,
         )
         self.plan, memory = check_memory(case, self.in_step)
-        self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
+        self.notes = [note for note in (*notes, rates, memory) if note]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
         self.sampler = None  # where nothing is sampled

@@ -126,7 +126,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         if model:
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
-        asked = [run.prompts[i] for i in range(8)]
+        asked = [run.data[i] for i in range(8)]
         batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
