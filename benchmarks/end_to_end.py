@@ -27,7 +27,6 @@ from common import EOS, PAD, QWEN, VOCABULARY, installed, policy, read, reward_m
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from dataset.data_order import local_positions
 from trainer import train_ppo
 from trainer.compute.precision import fast_dtype
 from trainer.run import PpoRun
@@ -105,8 +104,7 @@ class Ours:
         size = self.args.batch_size
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        positions = local_positions(size, 0, 1)
-        collected = train_ppo.collect(self.run, self.number, iter([batch]), positions)
+        collected = train_ppo.collect(self.run, self.number, iter([batch]))
         metrics, _ = train_ppo.learn(self.run, self.number, collected)
         self.number += 1
         self.metrics.append(metrics)

@@ -119,7 +119,7 @@ def measure(argv):
         order = record_batches(len(run.data), 42, steps, prompts, positions, answers)
         with record_loader(run.data, order, 0) as batches:
             for step in steps:
-                batch = T.collect(run, step, batches, positions)
+                batch = T.collect(run, step, batches)
                 note("rollout")
                 T.learn(run, step, batch)
                 note("update")

@@ -39,7 +39,7 @@ def make_run(files, **values):
 def one_batch(run, step=0):
     size = run.args.batch_size
     items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
-    return train_ppo.collect(run, step, iter([items]), list(range(size))), items
+    return train_ppo.collect(run, step, iter([items])), items
 
 
 def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(files):

@@ -580,7 +580,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     for step in range(STEPS):
         count = size // run.args.num_generations
         asked = [prompts[step * count + i] for i in range(count)]
-        batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
+        batch = train_ppo.collect(run, step, iter([asked]))
         responses = batch.rollout.responses()
         offline = bool(run.args.offline_data_path)
         answers = (

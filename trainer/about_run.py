@@ -53,7 +53,7 @@ def describe_run(run: "PpoRun") -> str:
         lines.append(
             f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
         )
-    return "\n".join(lines + run.notes)
+    return "\n".join(filter(None, [*lines, *run.notes]))
 
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:

@@ -3,18 +3,17 @@
 A script gives four functions:
 
     build(args, world) -> its ``Run``
-    collect(run, step, batches, positions) -> what the step learns from; positions: of this process' rows in
-                                              the global batch. InputError where a record or a reward is
-                                              wrong: then the run is saved and ends
-    learn(run, step, batch)                -> (metrics, {file: rows to keep})
-    evaluate(run, metrics, rows)           -> the same two, and with them what an evaluation finds
+    collect(run, step, batches)  -> what the step learns from. InputError where a record or a reward is wrong:
+                                    then the run is saved and ends
+    learn(run, step, batch)      -> (metrics, {file: rows to keep})
+    evaluate(run, metrics, rows) -> the same two, and with them what an evaluation finds
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dataset.data_order import local_positions, record_batches, record_loader
+from dataset.data_order import record_batches, record_loader
 from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
@@ -44,9 +43,8 @@ def build_and_train(
         run.restore_best(logger)
         progress = run.progress  # that of the checkpoint, if there is one
         steps = range(progress.step, run.total_steps)
-        positions = local_positions(args.batch_size, world.rank, world.size, run.answers)
         prompts = world.size * args.batch_size // run.answers
-        order = record_batches(len(run.data), args.seed, steps, prompts, positions, run.answers)
+        order = record_batches(len(run.data), args.seed, steps, prompts, run.positions, run.answers)
         loader = record_loader(run.data, order, args.num_workers)
         stopping = StopRequest("\nstopping after this step; a second signal stops at once\n")
         with ending(run, logger), loader as batches, stopping as stop:
@@ -59,7 +57,7 @@ def build_and_train(
                 run.keep_best(metrics)
             for step in steps:
                 try:
-                    batch = collect(run, step, batches, positions)
+                    batch = collect(run, step, batches)
                 except InputError:
                     save(run, logger)
                     raise

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from atomic_files import writing
-from dataset.data_order import local_positions
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from errors import InputError
 from model.loading import is_moe
@@ -130,7 +129,7 @@ class PpoRun(Run):
             processes=world.size,
         )
         self.plan, memory = check_memory(case, self.in_step)
-        self.notes = [note for note in (*notes, rates, memory) if note]  # what was chosen
+        self.notes = [*notes, rates, memory]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
         self.sampler = None  # where nothing is sampled
@@ -193,9 +192,7 @@ class PpoRun(Run):
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
         self.ema = Ema(learner, args.ema_beta)
-        world = self.world
-        positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
-        self.replay = Replay(args.replay_batches, positions, self.world)
+        self.replay = Replay(args.replay_batches, self.positions, self.world)
         self.states = {
             "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,

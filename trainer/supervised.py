@@ -184,7 +184,7 @@ class SupervisedRun(Run):
         return "\n".join(filter(None, [*lines, self.note]))
 
 
-def collect(run: SupervisedRun, step: int, batches: Iterator[Items], positions: range) -> Items:
+def collect(run: SupervisedRun, step: int, batches: Iterator[Items]) -> Items:
     """-> the items of the next batch that this process learns from."""
     with run.world.all_or_none():
         return next_batch(batches)

@@ -252,10 +252,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 # ------------------------------------------------------------------ collect: prompts -> scored responses
 
 
-def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int]) -> Batch:
+def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     """The next prompts -> the old actor's responses and their scores. Nothing is learned yet.
 
-    positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
     Raises InputError on all processes where a record or a reward of one of them fails.
     """
     args = run.args
@@ -266,14 +265,14 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
     seconds = Seconds()
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-        noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
+        noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
     with seconds.of("rollout"), run.world.all_or_none(), run.sampling_from(run.old_actor):
         rollout, texts = run.respond(prompts, noise, args.temperature)
     with seconds.of("reward"), run.world.all_or_none():
         raw = run.raw_scores(run.reward, prompts, rollout, texts)
     batch = Batch(prompts, rollout, texts, raw, seconds=seconds)
     if args.filter_groups:
-        sample_again(run, batch, step, positions)
+        sample_again(run, batch, step)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
     batch.scores = run.reward.combine(batch.raw, run.world)
     return batch

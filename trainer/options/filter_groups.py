@@ -6,7 +6,6 @@ Here the same prompts get new answers, with other noise: the batch keeps its siz
 takes depends on nothing that was sampled. What still scores the same after N times stays in the batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,7 @@ def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
     return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
 
 
-def sample_again(run: Any, batch: Batch, step: int, positions: Sequence[int]) -> None:
+def sample_again(run: Any, batch: Batch, step: int) -> None:
     """Sample this process' prompts whose answers all score the same again, in place. run: a ``PpoRun``.
 
     Processes sample different numbers of times, so they exchange nothing until all are done.
@@ -48,7 +47,7 @@ def sample_again(run: Any, batch: Batch, step: int, positions: Sequence[int]) ->
             if not rows:
                 break
             asked = [batch.prompts[row] for row in rows]
-            keys = noise_of_step(args, step, np.asarray(positions)[rows], times)
+            keys = noise_of_step(args, step, np.asarray(run.positions)[rows], times)
             with batch.seconds.of("rollout"):
                 new, texts = run.respond(asked, keys, args.temperature)
             with batch.seconds.of("reward"):
