@@ -36,8 +36,7 @@ def evaluate_with(monkeypatch):
     def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
         monkeypatch.setattr(evaluation, "answer", answer)
         args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
-        collector = SimpleNamespace(sampling_from=nullcontext)
-        run = SimpleNamespace(args=args, world=world, actor=None, collector=collector)
+        run = SimpleNamespace(args=args, world=world, actor=None, sampling_from=nullcontext)
         return evaluate(run, prompts)
 
     return evaluate_with

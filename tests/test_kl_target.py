@@ -68,7 +68,7 @@ def test_a_kl_that_is_no_number_changes_nothing():
 
 
 def test_a_horizon_shorter_than_a_batch_counts_as_one(files):
-    assert make_run(files, kl_target=1, kl_horizon=15).kl.horizon == 16
+    assert make_run(files, kl_target=1, kl_horizon=15)[0].kl.horizon == 16
 
 
 def test_remedies_name_the_target_where_there_is_one():

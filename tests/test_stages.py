@@ -40,8 +40,8 @@ from trainer.compute import precision
 from trainer.compute.batching import pad_right
 from trainer.compute.scoring import score_learned
 from trainer.inputs import load_inputs
-from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
+from trainer.run import critic_start
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import backward
 

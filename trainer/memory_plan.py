@@ -56,7 +56,7 @@ class Sizes:
         self.adapters = adapter_size(model.base_model, 1)  # what adapters of rank 1 would add
 
     def frozen(self, case: "Case") -> int:
-        """Bytes of a copy that does not train: as ``prepare_models`` in models.py rounds it."""
+        """Bytes of a copy that does not train: as ``PpoRun.prepare`` rounds it."""
         wide = self.all if case.args.lora_r else self.table  # numbers that stay fp32
         if self.exact:
             wide = 0

@@ -1,10 +1,19 @@
 """What a PPO run keeps: models and learners, options and their states, and the files that it writes.
 
-It is made of what ``load_inputs`` (inputs.py) has loaded. Which models there are: models.py; train_ppo.py
-trains them.
+It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains it. The models:
+
+    actor         --model; it trains, and starts as it was loaded
+    reference     a frozen copy of the actor as it starts: no optimizer has it, so it stays that
+    old actor     the behaviour policy: its samples are learned from. With --update_old_actor_freq 1 it is the
+                  actor, else a frozen copy, which ``learn`` (train_ppo.py) makes equal to it now and then
+    critic        only with --advantage gae; it starts from a reward model or from the actor (--critic_init)
+    rewards       frozen models, those of the judge too (rewards/reward_models.py)
+
+With --lora_r only adapters train, and all of them share the frozen weights, until --shard 1 cuts them: then
+each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,32 +21,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atomic_files import writing
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from errors import InputError
-from model.loading import is_moe
+from model.critic import CriticModel
+from model.loading import embeddings, is_moe
+from model.lora import add_adapters, frozen_copy, trained
 from model.saving import save_policy, state_dict_in
+from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
-from trainer.compute.precision import LossScale, set_precision
+from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.scoring import PolicyScorer, ValueScorer
-from trainer.compute.sharding import InStep
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
 from trainer.generation.stops import response_texts
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
-from trainer.models import (
-    build_models,
-    critic_start,
-    ppo_optimizer,
-    prepare_models,
-    shares_reward_models,
-)
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
@@ -46,11 +51,13 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of
+from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.rewards.reward_function import Request
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import make_optimizer
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 
@@ -67,11 +74,10 @@ class PpoRun(Run):
     about = describe_run
     facts = start_facts
     begin = choose_penalty
-    prepare = prepare_models
     fingerprints = fingerprints  # before frozen weights are rounded
 
     def __init__(self, args: Flags, world: World):
-        """Flags -> the run, with all inputs checked. Raises InputError. Which models there are: models.py."""
+        """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
         args, self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
         moe = "_moe" if is_moe(self.actor) else ""
@@ -97,13 +103,13 @@ class PpoRun(Run):
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-        trained = {"learning_rate": ("actor", self.actor)}
+        learning = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
         weight = 1.0
         if args.advantage == "gae":
             start, weight = critic_start(args.critic_init, self.reward.models, self.actor, self.tokenizer)
-            trained["critic_learning_rate"] = ("critic", start)
-        args, self.suited, rates = choose_rates(args, trained, args.lora_r > 0)
+            learning["critic_learning_rate"] = ("critic", start)
+        args, self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
         self.total_steps, warmup = count_steps(args, len(self.data), world.size)
         self.args: Flags = args.completed(critic_warmup_steps=warmup)
         args = self.args
@@ -139,12 +145,29 @@ class PpoRun(Run):
             self.sampler = Sampler(self.actor, self.dtype, self.plan.slots, cache, room, world.device)
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 self.sampler.copy.unload()
-        self.critic, self.ref, self.old_actor = build_models(
-            args, self.actor, start, weight, self.in_step is not None
-        )
+        self._build_models(start, weight)
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
+
+    def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
+        """Critic, reference and old actor; the actor gets its adapters. start, weight: of ``critic_start``;
+        start None: no critic. Until ``prepare`` shards them, copies share memory."""
+        args = self.args
+        actor = self.actor
+        lora = args.lora_r > 0
+        sharded = self.in_step is not None
+        self.critic: CriticModel = None  # type: ignore[assignment]
+        if start:
+            self.critic = CriticModel.from_model(start, lora, weight, sharded and start is actor).eval()
+            prepare_training(self.critic.backbone, args.gradient_checkpointing)
+        prepare_training(actor.base_model, args.gradient_checkpointing)  # before it is copied
+        self.ref = frozen_copy(actor, sharded)  # before there are adapters, so it has none
+        if lora:
+            add_adapters(actor.base_model, args.lora_r, args.seed)
+            if start:
+                add_adapters(self.critic.backbone, args.lora_r, args.seed + 1)
+        self.old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, sharded)
 
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
@@ -160,7 +183,7 @@ class PpoRun(Run):
         def learner(model: nn.Module, peak: float) -> Learner:
             return Learner(
                 model=model,
-                optimizer=ppo_optimizer(model, peak, args),  # ``prepare`` makes another for shards
+                optimizer=self._optimizer(model, peak),  # ``prepare`` makes another for shards
                 peak=peak,
                 total_steps=self.total_steps * self.updates_per_batch,
                 per_batch=self.updates_per_batch,
@@ -216,6 +239,45 @@ class PpoRun(Run):
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
+
+    def _optimizer(self, model: nn.Module, peak: float) -> torch.optim.Optimizer:
+        """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
+        groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
+        return make_optimizer(groups, peak, self.args.moments_dtype, self.args.seed)
+
+    def prepare(self) -> None:
+        """Round the frozen models to the dtype in which they compute; move them where they wait
+        (--offload_frozen), or shard all (--shard 1). Fingerprints are taken before this.
+
+        Sharded are actor, critic, old actor, reference and reward models, which are whole in main memory
+        until then (compute/sharding.py), but not the sampler: it gathers the old actor before a rollout.
+        """
+        args = self.args
+        exact: list[nn.Module] = [self.ref, *self.judges]  # they never change
+        frozen = exact if self.old_actor is self.actor else [*exact, self.old_actor]
+        training = [learner.model for learner in self.learners.values()]
+        if not args.trust_remote_code:  # code from outside may use its weights in other ways
+            if args.lora_r:  # all share frozen weights of which the result is made: nothing may be lost
+                exact = [*training, *frozen]
+            else:
+                round_frozen(frozen, self.dtype)
+            keep_exact(exact, self.dtype)
+        free_unused_memory()  # the gaps that weights of other types have left
+        if args.offload_frozen:
+            self.host.take(frozen, training)
+        in_step = self.in_step
+        if not in_step:
+            return
+        scorers = [*self.scorers.values(), *([self.value_scorer] if self.critic else [])]
+        for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
+            shard(scorer, in_step, self.dtype)
+            scorer.in_step = in_step
+        if shares_reward_models(args):
+            for model in scoring_models(self.reward, self.judge):
+                shard(model.root, in_step, self.dtype, model.model)
+                model.root.in_step = in_step  # type: ignore[assignment]  # ``each_micro_batch`` asks for it
+        for learner in self.learners.values():
+            learner.optimizer = self._optimizer(learner.model, learner.peak)
 
     # ------------------------------------------------------------------ prompts -> scored responses
 
@@ -323,3 +385,40 @@ class PpoRun(Run):
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"
+
+
+# ----------------------------------------------------------------------------------- which models there are
+
+
+def critic_start(
+    critic_init: str,
+    models: Mapping[str, tuple[RewardModel, float]],
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[PreTrainedModel, float]:
+    """-> (the model that the critic starts from, the weight that its scores have in the reward).
+
+    --critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
+    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor, as
+    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}.
+    """
+    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
+    readers = [
+        (model.model, weight)
+        for model, weight in models.values()
+        if isinstance(model, ClassifierRewardModel)
+        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        and embeddings(model.model) >= rows
+    ]
+    if critic_init == "reward" and not readers:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
+            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
+        )
+    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)
+
+
+def shares_reward_models(args: Flags) -> bool:
+    """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
+    unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
+    return not (args.filter_groups or args.trust_remote_code)

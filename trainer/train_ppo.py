@@ -16,7 +16,7 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-What each model starts from (reference, old actor, critic): models.py. The critic starts from the reward model
+What each model starts from (reference, old actor, critic): run.py. The critic starts from the reward model
 if that reads the policy's tokens, else from the actor.
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
