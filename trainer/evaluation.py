@@ -21,7 +21,7 @@ from trainer.compute.scoring import score_policy
 from trainer.generation.sampling import noise_keys
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
-from trainer.runs.displays import Row, Rows
+from trainer.runs.displays import Row, Rows, StepLog
 from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics
 
@@ -34,10 +34,9 @@ EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has 
 SHOWN = 8  # held-out prompts whose answers are kept
 
 Parts = dict[str, Tensor]  # of the score: [B]
-Found = tuple[dict[str, float], Rows]  # metrics, rows to keep
 
 
-def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Found:
+def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> StepLog:
     """Metrics and rows of a step -> these, and with them what ``evaluate`` finds of the actor on the held-out
     prompts; nothing is added without ``--eval_data_path``. With ``--ema_beta`` the same of the averaged actor
     (ema.py), as "ema/<name>", once there is an average."""
@@ -53,7 +52,7 @@ def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Foun
     return metrics | found, rows | shown
 
 
-def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
+def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, rows to keep: the
     answers to the first prompts).
 

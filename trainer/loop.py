@@ -17,12 +17,11 @@ from dataset.data_order import record_batches, record_loader
 from errors import InputError
 from trainer.flags import Flags
 from trainer.runs.base import Run
+from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World, init_world
 from trainer.runs.log_and_save import ending, log_step, save
 from trainer.runs.resume import start_or_resume
 from trainer.runs.signals import StopRequest
-
-StepLog = tuple[dict[str, float], dict[str, list]]  # metrics of a step; {file: rows to keep}
 
 
 def build_and_train(

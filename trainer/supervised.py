@@ -33,6 +33,7 @@ from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
+from trainer.runs.displays import Rows, StepLog
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
@@ -190,7 +191,7 @@ def collect(run: SupervisedRun, step: int, batches: Iterator[Items]) -> Items:
         return next_batch(batches)
 
 
-def learn(run: SupervisedRun, step: int, items: Items) -> tuple[dict[str, float], dict]:
+def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
     """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}, and
     no rows to keep."""
     world = run.world
@@ -219,7 +220,7 @@ def learn(run: SupervisedRun, step: int, items: Items) -> tuple[dict[str, float]
 
 
 @torch.no_grad()
-def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple[dict[str, float], dict]:
+def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: Rows) -> StepLog:
     """Metrics and rows of a step -> these, and with them the means of the held-out records, if there are any,
     which the processes share."""
     if run.held_out is None:

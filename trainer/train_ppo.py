@@ -237,9 +237,10 @@ from trainer.flags import Flags
 from trainer.inputs import complete_flags
 from trainer.loop import build_and_train
 from trainer.options.filter_groups import sample_again
-from trainer.options.offline import collect_logged, take_reference
+from trainer.options.offline import collect_logged
 from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
+from trainer.runs.displays import StepLog
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
 from trainer.step_metrics import note_rollout, step_metrics
@@ -293,7 +294,8 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
         rollout = run.replay.join(new)  # without --replay_batches it is ``new`` itself
         if args.offline_data_path:
-            take_reference(rollout)
+            # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
+            rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
         else:
             scorer = run.scorers["old_actor"]
             rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature)
@@ -456,7 +458,7 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
             bar.update()
 
 
-def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[str, list]]:
+def learn(run: PpoRun, step: int, batch: Batch) -> StepLog:
     """Update critic and actor with a batch -> (metrics, {file: rows to keep})."""
     metrics = Metrics()
     with batch.seconds.of("score"):

@@ -7,21 +7,19 @@ Only the main process writes. If it cannot write, all processes end with its err
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 from trainer.runs.base import Run
+from trainer.runs.displays import Rows
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
 
 Logger = RunLogger | NullLogger
 
 
-def log_step(
-    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
-) -> None:
+def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
     """Log a step's metrics and {file: rows to keep}. The loop (loop.py) calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
