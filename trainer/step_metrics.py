@@ -34,17 +34,17 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
         }
         metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
         size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
-        metrics.add("rollout/importance_ess", size, 1)
+        metrics.add("rollout/importance_ess", size)
     if run.critic:
         of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
         explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)
-        metrics.add("value/explained_variance", explained, 1)
-        metrics.add("value/scale", run.critic.scale, 1)
+        metrics.add("value/explained_variance", explained)
+        metrics.add("value/scale", run.critic.scale)
     sums = {name: ppo.masked_sum(x, mask) for name, x in of_tokens.items()}
     metrics.add_all(sums, new.response_len.sum())
-    metrics.add("policy/advantage_std", new.advantage_std, 1)
+    metrics.add("policy/advantage_std", new.advantage_std)
     if run.kl.target:
-        metrics.add("kl/coef", run.kl.coef, 1)
+        metrics.add("kl/coef", run.kl.coef)
 
 
 def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
@@ -67,7 +67,7 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float
     sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
+    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world))
     means = metrics.means(run.world)
     means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())

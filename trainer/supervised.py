@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from dataset.data_order import next_batch
+from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
@@ -54,13 +55,10 @@ class SupervisedRun(Run):
 
     args: Flags
     rate: str  # a kind of ``suited_rate``
+    records: type[RecordDataset]  # what it learns from
     data: Part
     held_out: Part | None
     hf_dir: Path  # where the result is written for transformers
-
-    @abstractmethod
-    def load_records(self, path: str) -> RecordDataset:
-        """A file of what is learned from."""
 
     @abstractmethod
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
@@ -121,6 +119,16 @@ class SupervisedRun(Run):
     def load_policy(self) -> PreTrainedModel:
         """The language model that the run starts from."""
         return load_policy(self.args.model, self.args.trust_remote_code)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of a record that flags name."""
+        return Keys(self.args.prompt_key, self.args.answer_key)
+
+    def load_records(self, path: str) -> RecordDataset:
+        """A file of what is learned from."""
+        args = self.args
+        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, self.keys)
 
     def split_records(self) -> tuple[Part, Part | None]:
         """-> (training records, held-out records or None). These are those of --eval_data_path, or else the

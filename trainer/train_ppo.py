@@ -417,16 +417,16 @@ def train(
     means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
     if name == "actor":
         stopped = 0 < args.target_kl < means[1]
-        metrics.add("policy/early_stop", stopped, 1)
+        metrics.add("policy/early_stop", stopped)
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
             return None
     step = step_if_finite(run, learner, means[0], number)
-    metrics.add("policy/skipped_steps", not step.finite, 1)
+    metrics.add("policy/skipped_steps", not step.finite)
     group = "policy" if name == "actor" else "value"
     if step.finite:
-        metrics.add(f"{group}/grad_norm", step.norm, 1)
-    metrics.add(f"{group}/learning_rate", learner.learning_rate(number), 1)
+        metrics.add(f"{group}/grad_norm", step.norm)
+    metrics.add(f"{group}/learning_rate", learner.learning_rate(number))
     return step
 
 

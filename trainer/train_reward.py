@@ -141,11 +141,12 @@ class RewardRun(SupervisedRun):
 
     script = "train_reward.py"
     rate = "reward"
+    records = PreferenceDataset
 
-    def load_records(self, path: str) -> PreferenceDataset:
+    @property
+    def keys(self) -> Keys:
         args = self.args
-        keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-        return PreferenceDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
+        return Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args

@@ -61,7 +61,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atomic_files import writing
-from dataset.formats import Keys
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
@@ -89,11 +88,7 @@ class SftRun(SupervisedRun):
     script = "train_sft.py"
     display = displays.SFT
     rate = "sft"
-
-    def load_records(self, path: str) -> SFTDataset:
-        args = self.args
-        keys = Keys(args.prompt_key, args.answer_key)
-        return SFTDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
+    records = SFTDataset
 
     def load_policy(self) -> PreTrainedModel:
         """--model, or a Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied
