@@ -66,8 +66,8 @@ class Flag:
 
 
 class Flags(argparse.Namespace):
-    """The values of all flags, frozen once they are ``completed``. ``declared``: {name: ``Flag``}; it is not
-    among ``vars``."""
+    """The values of all flags. The run completes its own copy by what the data and the models decide, then
+    freezes it. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
 
     __slots__ = ("_frozen", "declared")
     declared: Mapping[str, Flag]
@@ -78,11 +78,14 @@ class Flags(argparse.Namespace):
         super().__setattr__(name, value)
 
     def completed(self, **values: object) -> "Flags":
-        """A frozen copy in which these flags have these values."""
+        """A copy in which these flags have these values, not frozen."""
         copy = Flags(**vars(self) | values)
         copy.declared = self.declared
-        copy._frozen = True
         return copy
+
+    def freeze(self) -> None:
+        """From here on nothing can be set."""
+        self._frozen = True
 
 
 def path(text: str) -> str:

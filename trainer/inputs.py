@@ -94,7 +94,7 @@ def complete_flags(args: Flags) -> Flags:
         args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
     complete_sizes(args)
     fill_paths(args)
-    return args.completed()
+    return args
 
 
 def complete_sizes(args: Flags) -> None:
@@ -147,24 +147,22 @@ def fill_paths(args: Flags) -> None:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
-    """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
-
-    Raises InputError if critic warm-up takes all of them.
+def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
+    """-> the number of batches of the whole run. Chooses --critic_warmup_steps where it is not given. Raises
+    InputError if critic warm-up takes all of them.
     """
     per_batch = args.batch_size // args.num_generations * processes  # prompts
     steps = math.ceil(args.epochs * n_prompts / per_batch)
     steps = min(steps, args.max_steps or steps)
-    warmup = args.critic_warmup_steps
-    if warmup is None:
+    if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
-        warmup = min(CRITIC_WARMUP_STEPS, most)
-    if warmup >= steps:
+        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
+    if args.critic_warmup_steps >= steps:
         raise InputError(
-            f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "
+            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
-    return steps, warmup
+    return steps
 
 
 def choose_reasoning(
@@ -173,14 +171,14 @@ def choose_reasoning(
     actor: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: RLAIFDataset | LoggedAnswers,
-) -> tuple[int, str | None]:
-    """-> (--reasoning, a line that says why it was chosen, or None). Where it is not given
-    it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
+) -> str | None:
+    """Choose --reasoning where it is not given -> a line that says why, else None. It is 1 if a quarter or
+    more of the answers have ``<answer>``, those of the data or else the policy's own.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
     if args.reasoning is not None:
-        return args.reasoning, None
+        return None
     where = args.data_path or args.offline_data_path
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
     answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
@@ -197,10 +195,10 @@ def choose_reasoning(
                 rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
         answers = world.from_main(answers)
-    reasoning = int(have_format(answers))
+    args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
     found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
-    return reasoning, f"format   --reasoning {reasoning}, as {found}"
+    return f"format   --reasoning {args.reasoning}, as {found}"
 
 
 def have_format(answers: list[str]) -> bool:
@@ -220,29 +218,30 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
 
 def choose_rates(
     args: Flags, models: Mapping[str, tuple[str, nn.Module]], lora: bool = False
-) -> tuple[Flags, dict[str, float], str | None]:
-    """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
-    suits}, a line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
-    adapters train."""
+) -> tuple[dict[str, float], str | None]:
+    """Choose the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, a
+    line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters
+    train."""
     suited = {
         name: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
         for name, (kind, model) in models.items()
     }
-    chosen = {name: rate for name, rate in suited.items() if getattr(args, name) is None}
-    said = ", ".join(f"--{name} {rate:g}" for name, rate in chosen.items())
-    return args.completed(**chosen), suited, f"rates    by size: {said}" if said else None
+    said = []
+    for name, rate in suited.items():
+        if getattr(args, name) is None:
+            setattr(args, name, rate)
+            said.append(f"--{name} {rate:g}")
+    return suited, f"rates    by size: {', '.join(said)}" if said else None
 
 
-def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:
+def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer or --model with the chat template, the arguments of that and the system
     message of the flags or its own; the flags then name those."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
-    args = args.completed(
-        system_prompt=set_system_prompt(tokenizer, args.system_prompt),
-        chat_template_kwargs=set_template_kwargs(tokenizer, args.chat_template_kwargs),
-    )
-    return args, tokenizer
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
+    return tokenizer
 
 
 def longest_prompt(prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None) -> int:
@@ -302,7 +301,6 @@ def check_sampling(policy: PreTrainedModel) -> None:
 class Inputs(NamedTuple):
     """What a PPO run is made of, all checked against each other."""
 
-    args: Flags  # completed
     actor: PreTrainedModel  # the policy, fp32 on the CPU
     tokenizer: PreTrainedTokenizerBase
     prompts: RLAIFDataset | LoggedAnswers
@@ -311,8 +309,8 @@ class Inputs(NamedTuple):
 
 
 def load_inputs(args: Flags, world: World) -> Inputs:
-    """Load and check all inputs. Raises InputError."""
-    args, tokenizer = load_trained_tokenizer(args)
+    """Load and check all inputs, by which flags that are open are chosen. Raises InputError."""
+    tokenizer = load_trained_tokenizer(args)
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):
@@ -345,7 +343,5 @@ def load_inputs(args: Flags, world: World) -> Inputs:
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    reasoning, note = choose_reasoning(args, world, actor, tokenizer, prompts)
-    args = args.completed(reasoning=reasoning)
-    notes = [note, accuracy_note(held_out)]
-    return Inputs(args, actor, tokenizer, prompts, held_out, notes)
+    notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
+    return Inputs(actor, tokenizer, prompts, held_out, notes)

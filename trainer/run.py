@@ -13,6 +13,7 @@ With --lora_r only adapters train, and all of them share the frozen weights, unt
 each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -79,7 +80,8 @@ class PpoRun(Run):
     def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
-        args, self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
+        self.args = args = args.completed()
+        self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
         moe = "_moe" if is_moe(self.actor) else ""
         self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
         if Path(args.model).resolve() == self.result_path.resolve():
@@ -109,10 +111,9 @@ class PpoRun(Run):
         if args.advantage == "gae":
             start, weight = critic_start(args.critic_init, self.reward.models, self.actor, self.tokenizer)
             learning["critic_learning_rate"] = ("critic", start)
-        args, self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
-        self.total_steps, warmup = count_steps(args, len(self.data), world.size)
-        self.args: Flags = args.completed(critic_warmup_steps=warmup)
-        args = self.args
+        self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
+        self.total_steps = count_steps(args, len(self.data), world.size)
+        args.freeze()
         self.answers = args.num_generations
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
@@ -418,7 +419,7 @@ def critic_start(
     return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)
 
 
-def shares_reward_models(args: Flags) -> bool:
+def shares_reward_models(args: Namespace) -> bool:
     """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
     unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
     return not (args.filter_groups or args.trust_remote_code)

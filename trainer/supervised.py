@@ -71,8 +71,8 @@ class SupervisedRun(Run):
 
     def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
-        args, self.tokenizer = load_trained_tokenizer(args)
-        self.args = args
+        self.args = args = args.completed()
+        self.tokenizer = load_trained_tokenizer(args)
         self.world = world
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         self.loss_scale = LossScale(self.dtype)
@@ -94,8 +94,8 @@ class SupervisedRun(Run):
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
         prepare_training(self.model.base_model, args.gradient_checkpointing)
-        args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
-        self.args = args
+        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        args.freeze()
         parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},

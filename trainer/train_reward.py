@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     args.model = args.model or DEMO["model"]
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
-    return args.completed()
+    return args
 
 
 # --------------------------------------------------------------------------------------- the model, the loss

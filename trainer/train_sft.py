@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         args.data_path = args.data_path or f"{ROOT}/dataset/demo/sft.jsonl"
     if not args.data_path:
         raise InputError("--data_path: name the file with the demonstrations")
-    return args.completed()
+    return args
 
 
 class SftRun(SupervisedRun):
