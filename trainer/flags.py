@@ -262,15 +262,17 @@ def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> N
     trackers.add_flags(add)
 
 
-def add_model_flags(p: FlagParser, title: str, hidden_size: str, layers: str = "checked if given") -> None:
+def add_model_flags(
+    p: FlagParser, title: str, hidden_size: str, layers: str = "checked if given", may_change: bool = True
+) -> None:
     """The flags of all three training scripts that name the model. title: of their group; hidden_size,
-    layers: the help of these two."""
+    layers, may_change: of these two."""
     add = p.add
     p.group(title)
     add("--model", path, "a .pth, a directory or a hub name")
     add("--tokenizer", path, "directory or hub name; default: model's")
-    add("--hidden_size", 0, hidden_size, may_change=True)
-    add("--num_hidden_layers", 0, layers, may_change=True)
+    add("--hidden_size", 0, hidden_size, may_change=may_change)
+    add("--num_hidden_layers", 0, layers, may_change=may_change)
     add("--trust_remote_code", bool, "run code that a model brings", may_change=True)
 
 

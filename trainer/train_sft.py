@@ -47,6 +47,7 @@ def flag_parser() -> FlagParser:
         "model (without --model: random weights of these sizes)",
         hidden_size=f"of a NEW model; 0: {HIDDEN_SIZE}",
         layers=f"of a new model; 0: {LAYERS}",
+        may_change=False,
     )
     add_stage_flags(p, "demonstrations")
     return p
