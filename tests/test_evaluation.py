@@ -9,6 +9,7 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
+from trainer.collect import Batch
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
@@ -55,7 +56,7 @@ def answering(sampled, greedy):
         parts = {"score": lengths / 10}
         if run.args.reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
-        return rollout, texts, parts
+        return Batch(prompts, rollout, texts, scores=parts)
 
     return answer
 

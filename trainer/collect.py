@@ -33,12 +33,12 @@ class Seconds(dict[str, float]):
 
 @dataclass
 class Batch:
-    """What a step samples: this process' prompts, their responses and scores."""
+    """Prompts of this process, their responses and scores: of a step, or of an evaluation."""
 
     prompts: list[Prompt]
     rollout: Rollout
     texts: list[str]  # of the responses
-    raw: RawScores  # before they are normalised, clipped and weighed
+    raw: RawScores = field(default_factory=RawScores)  # before they are normalised, clipped and weighed
     scores: dict[str, Tensor] = field(default_factory=dict)  # of parts [B], and "score"
     seconds: Seconds = field(default_factory=Seconds)
     again: int = 0  # responses that --filter_groups sampled again

@@ -14,7 +14,7 @@ each process keeps a part of every model. No model has dropout: the training for
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,9 @@ from model.lora import add_adapters, frozen_copy, trained
 from model.saving import save_policy, state_dict_in
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
+from trainer.collect import Batch
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
@@ -296,10 +296,8 @@ class PpoRun(Run):
                 self.sampler.release()
                 self.sampler.copy.unload()
 
-    def respond(
-        self, prompts: Sequence[Prompt], keys: Tensor, temperature: float
-    ) -> tuple[Rollout, list[str]]:
-        """Prompts -> (rollout, response texts). Only inside ``sampling_from``, whose weights it samples
+    def respond(self, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
+        """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
         from."""
         assert self.sampler
         rollout = self.sampler.sample(
@@ -313,16 +311,15 @@ class PpoRun(Run):
         )
         if self.plan.release_cache:  # memory is short in the phases after sampling
             self.sampler.release()
-        return rollout, response_texts(rollout, self.tokenizer, self.endings.stops)
+        return Batch(prompts, rollout, response_texts(rollout, self.tokenizer, self.endings.stops))
 
-    def raw_scores(
-        self, reward: Reward, prompts: Sequence[Prompt], rollout: Rollout, texts: list[str]
-    ) -> RawScores:
+    def raw_scores(self, reward: Reward, batch: Batch) -> RawScores:
         """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
         normalised, clipped and weighed."""
         with self.host.on_device(*modules_of(reward)):
-            lengths = rollout.layout.response_len
-            return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
+            finished = batch.rollout.finished.tolist()
+            lengths = batch.rollout.layout.response_len
+            return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
 
     # --------------------------------------------------------------------------------- what is saved
 

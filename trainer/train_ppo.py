@@ -268,10 +268,10 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
         noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
     with seconds.of("rollout"), run.world.all_or_none(), run.sampling_from(run.old_actor):
-        rollout, texts = run.respond(prompts, noise, args.temperature)
+        batch = run.respond(prompts, noise, args.temperature)
+    batch.seconds = seconds
     with seconds.of("reward"), run.world.all_or_none():
-        raw = run.raw_scores(run.reward, prompts, rollout, texts)
-    batch = Batch(prompts, rollout, texts, raw, seconds=seconds)
+        batch.raw = run.raw_scores(run.reward, batch)
     if args.filter_groups:
         sample_again(run, batch, step)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.

@@ -79,7 +79,8 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 
     run.respond = noted
     assert evaluate_actor(run, {}, {})[0] == found  # the same responses every time
-    for kind, (prompts, (_, texts)) in zip(("", "_greedy"), sampled, strict=True):
+    for kind, (prompts, batch) in zip(("", "_greedy"), sampled, strict=True):
+        texts = batch.texts
         scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
         counts = sum(text.count("a") for text in texts) / len(texts)
         assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)

@@ -130,7 +130,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         batches[times] = train_ppo.collect(run, 0, iter([asked]))
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        fresh = run.raw_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()

@@ -49,12 +49,12 @@ def sample_again(run: Any, batch: Batch, step: int) -> None:
             asked = [batch.prompts[row] for row in rows]
             keys = noise_of_step(args, step, np.asarray(run.positions)[rows], times)
             with batch.seconds.of("rollout"):
-                new, texts = run.respond(asked, keys, args.temperature)
+                new = run.respond(asked, keys, args.temperature)
             with batch.seconds.of("reward"):
-                batch.raw.replace(rows, run.raw_scores(run.reward, asked, new, texts))
+                batch.raw.replace(rows, run.raw_scores(run.reward, new))
             order = list(range(len(batch.prompts)))
             for place, row in enumerate(rows):
                 order[row] = len(batch.prompts) + place
-                batch.texts[row] = texts[place]
-            batch.rollout = join_rollouts([batch.rollout, new]).rows(order)
+                batch.texts[row] = new.texts[place]
+            batch.rollout = join_rollouts([batch.rollout, new.rollout]).rows(order)
             batch.again += len(rows)

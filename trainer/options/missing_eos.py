@@ -34,9 +34,9 @@ def choose_penalty(run: Any, logger: Any) -> None:
         prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)
     with world.all_or_none(), run.sampling_from(run.old_actor):
-        rollout, texts = run.respond(prompts, keys, args.temperature)
+        batch = run.respond(prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = run.raw_scores(reward, prompts, rollout, texts)
+        raw = run.raw_scores(reward, batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std

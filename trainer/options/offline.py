@@ -20,7 +20,6 @@ from model.loading import eos_ids
 from trainer.collect import Batch, Seconds
 from trainer.compute.batching import pad_right
 from trainer.compute.rollout_data import Rollout, as_rollout
-from trainer.rewards.combine import RawScores
 from trainer.runs.distributed import World
 
 Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
@@ -71,4 +70,4 @@ def collect_logged(world: World, batches: Iterator[list]) -> Batch:
         rollout = logged_rollout(answers, world.device)
     scores = {"score": torch.tensor([answer.score for answer in answers])}
     texts = [answer.response for answer in answers]
-    return Batch(answers, rollout, texts, RawScores(), scores, seconds)
+    return Batch(answers, rollout, texts, scores=scores, seconds=seconds)
