@@ -247,18 +247,18 @@ def add_machine_flags(p: FlagParser, seed: str) -> None:
     add("--seed", 42, seed, at_most=2**63 - 1)
 
 
-def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> None:
-    """The flags of all three training scripts that say what is written; arguments: their defaults, in
-    steps."""
+def add_output_flags(p: FlagParser, interval: int) -> None:
+    """The flags of all three training scripts that say what is written. interval: steps from one
+    checkpoint or evaluation to the next, by default."""
     add = p.add
     p.group("output")
     add("--out_dir", str(ROOT / "out"), "where all is written", type=path)
     add("--run_name", path, "folder of this run; default: numbered")
     add("--resume", path, "auto, or a run or checkpoint folder")
     add("--log_interval", 0, "steps per printed line; 0: 100 lines or more", may_change=True, at_most=inf)
-    add("--save_interval", save_interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
+    add("--save_interval", interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
-    add("--eval_interval", eval_interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
+    add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     trackers.add_flags(add)
 
 
@@ -306,7 +306,7 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--weight_decay", 0.1, "of matrices, not of gains and biases")
     add("--grad_clip", 1.0, "largest gradient norm", above=0)
     add_machine_flags(p, seed="of new weights and the order of records")
-    add_output_flags(p, save_interval=200, eval_interval=200)
+    add_output_flags(p, interval=200)
     add("--hf_dir", path, "where the HF directory is written")
 
 

@@ -206,7 +206,7 @@ def flag_parser() -> FlagParser:
         may_change=True,
         not_with={"shard": "frozen models are shared out instead"},
     )
-    add_output_flags(p, save_interval=20, eval_interval=20)
+    add_output_flags(p, interval=20)
     add(
         "--best_metric",
         "",

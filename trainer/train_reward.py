@@ -162,10 +162,6 @@ class RewardRun(SupervisedRun):
         )
         self.zero = self.states["zero"] = Zero()
         torch.manual_seed(args.seed)
-        return self.learning(policy)
-
-    def learning(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """A policy -> the reward model that trains."""
         return reward_from(policy, self.tokenizer)
 
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -228,8 +224,8 @@ class RewardRun(SupervisedRun):
         return text
 
 
-def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:
-    build_and_train(kind, parse_args(argv), argv, collect, learn, evaluate)
+def main(argv: list[str] | None = None) -> None:
+    build_and_train(RewardRun, parse_args(argv), argv, collect, learn, evaluate)
 
 
 if __name__ == "__main__":
