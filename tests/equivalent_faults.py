@@ -76,7 +76,7 @@ HAND_WRITTEN = {
     ],
     "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
     "trainer/inputs.py": [
-        ("warmup >= steps", "warmup > steps", "tests/test_inputs.py"),
+        ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
     ],
     "trainer/runs/optimizer_step.py": [

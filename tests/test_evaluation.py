@@ -222,7 +222,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     write_jsonl(tmp_path / "held_out.jsonl", records)
     run = PpoRun(args, ALONE)
     run.actor.load_state_dict(plain.state_dict())
-    found, _ = train_ppo.evaluate_actor(run, {}, {})
+    found, _ = train_ppo.evaluate_actor(run)
     for kind, texts in responses.items():
         each = len(texts) // 13
         right = [text == records[i // each]["answer"] for i, text in enumerate(texts)]

@@ -32,12 +32,11 @@ EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has 
 SHOWN = 8  # held-out prompts whose answers are kept
 
 
-def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> StepLog:
-    """Metrics and rows of a step -> these, and with them what ``evaluate`` finds of the actor on the held-out
-    prompts; nothing is added without ``--eval_data_path``. With ``--ema_beta`` the same of the averaged actor
-    (ema.py), as "ema/<name>", once there is an average."""
+def evaluate_actor(run: "PpoRun") -> StepLog:
+    """What ``evaluate`` finds of the actor on the held-out prompts; nothing without ``--eval_data_path``.
+    With ``--ema_beta`` the same of the averaged actor (ema.py), as "ema/<name>", once there is an average."""
     if run.held_out is None:
-        return metrics, rows
+        return {}, {}
     found, shown = evaluate(run, run.held_out)
     if run.ema.batches:
         with run.ema.in_place():
@@ -45,7 +44,7 @@ def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Step
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
         found |= evaluate_pairs(run, run.held_out_pairs)
-    return metrics | found, rows | shown
+    return found, shown
 
 
 def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:

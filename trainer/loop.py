@@ -6,7 +6,7 @@ A script gives four functions:
     collect(run, step, batches)  -> what the step learns from. InputError where a record or a reward is wrong:
                                     then the run is saved and ends
     learn(run, step, batch)      -> (metrics, {file: rows to keep})
-    evaluate(run, metrics, rows) -> the same two, and with them what an evaluation finds
+    evaluate(run)                -> the same two of an evaluation
 """
 
 import sys
@@ -51,7 +51,7 @@ def build_and_train(
                 save(run, logger)
             if progress.step == 0:
                 run.begin(logger)
-                metrics, rows = evaluate(run, {}, {})
+                metrics, rows = evaluate(run)
                 log_step(run, logger, 0, metrics, rows)
                 run.keep_best(metrics)
             for step in steps:
@@ -69,7 +69,9 @@ def build_and_train(
                 end: BaseException | None = SystemExit(128 + signal) if signal and not last else None
                 if last or (args.eval_interval and done % args.eval_interval == 0):
                     try:
-                        metrics, rows = evaluate(run, metrics, rows)
+                        found, shown = evaluate(run)
+                        metrics |= found
+                        rows |= shown
                     except InputError as error:  # a reward failed: first log and save what has been learned
                         end = error
                 log_step(run, logger, done, metrics, rows)

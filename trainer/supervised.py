@@ -34,7 +34,7 @@ from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
 from trainer.runs.base import Learner, Progress, Run
-from trainer.runs.displays import Rows, StepLog
+from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
@@ -228,11 +228,10 @@ def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
 
 
 @torch.no_grad()
-def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: Rows) -> StepLog:
-    """Metrics and rows of a step -> these, and with them the means of the held-out records, if there are any,
-    which the processes share."""
+def evaluate(run: SupervisedRun) -> StepLog:
+    """-> the means of the held-out records, if there are any, which the processes share; no rows."""
     if run.held_out is None:
-        return metrics, rows
+        return {}, {}
     sums = Metrics()
     world = run.world
     with world.all_or_none():
@@ -244,4 +243,4 @@ def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: Rows) -> StepL
             sums.merge(run.loss(part, run.loss_counts(part), "eval")[1])
 
         each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
-    return metrics | run.summarise(sums.means(world)), rows
+    return run.summarise(sums.means(world)), {}
