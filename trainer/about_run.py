@@ -38,11 +38,14 @@ def describe_run(run: "PpoRun") -> str:
     data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
         data += f", {len(run.held_out)} prompts held out"
-    lines = [f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}"]
-    if adapters := describe_adapters(run.actor):
-        lines.append(f"lora     {adapters}")
+    adapters = describe_adapters(run.actor)
     parts = [name for name in run.reward.names if not name.startswith("score") and not name.endswith("_raw")]
-    lines += [f"reward   {' + '.join(parts) or 'the scores of the file'}", data]
+    lines = [
+        f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}",
+        f"lora     {adapters}" if adapters else "",
+        f"reward   {' + '.join(parts) or 'the scores of the file'}",
+        data,
+    ]
     if run.ptx:
         texts = run.ptx.data
         lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {run.ptx.coef:g} (--ptx_coef)")

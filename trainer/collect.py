@@ -44,9 +44,7 @@ class Batch:
     again: int = 0  # responses that --filter_groups sampled again
 
 
-def noise_of_step(
-    args: Namespace, step: int, positions: Sequence[int] | np.ndarray, times: int = 0
-) -> Tensor:
+def noise_of_step(args: Namespace, step: int, positions: Sequence[int], times: int = 0) -> Tensor:
     """The noise keys [B] of responses. positions: theirs in the global batch; times: how often these prompts
     were sampled before in this step."""
     places = np.asarray(positions)

@@ -70,7 +70,6 @@ class PpoRun(Run):
     display = displays.PPO
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    result_path: Path
     folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts

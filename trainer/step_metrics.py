@@ -92,12 +92,8 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
     texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
     every = torch.ones(len(texts), dtype=torch.bool)
-
-    def centred(numbers: Sequence[float]) -> Tensor:  # each process has those of all
-        return ppo.centred(torch.tensor(numbers, dtype=torch.float64), every, torch.clone)[0]
-
-    score = centred(scores_of_all)
-    length = centred(lengths)
+    numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
+    score, length = (ppo.centred(x, every, torch.clone)[0] for x in numbers)
     size = (score.square().sum() * length.square().sum()).sqrt().item()
     return {
         "rollout/distinct": len(set(texts)) / len(texts),

@@ -9,7 +9,6 @@ takes depends on nothing that was sampled. What still scores the same after N ti
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from trainer.collect import Batch, noise_of_step
@@ -41,13 +40,14 @@ def sample_again(run: Any, batch: Batch, step: int) -> None:
     Processes sample different numbers of times, so they exchange nothing until all are done.
     """
     args = run.args
+    positions = run.positions
     with run.world.all_or_none(), run.sampling_from(run.old_actor):
         for times in range(1, args.filter_groups + 1):
             rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
             if not rows:
                 break
             asked = [batch.prompts[row] for row in rows]
-            keys = noise_of_step(args, step, np.asarray(run.positions)[rows], times)
+            keys = noise_of_step(args, step, [positions[row] for row in rows], times)
             with batch.seconds.of("rollout"):
                 new = run.respond(asked, keys, args.temperature)
             with batch.seconds.of("reward"):
