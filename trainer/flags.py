@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 # What people set in stages 1 and 2.
-STAGE_FLAGS = "model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size "
-STAGE_FLAGS += "learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"
+STAGE_FLAGS = """
+    model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size
+    learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"""
 LARGE = 10**6  # of weights and limits
 
 

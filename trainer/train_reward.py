@@ -104,7 +104,7 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     config.num_labels = 1
     # transformers reads the score at the last token that is not this pad token. Without a pad token in the
     # config, it could not find that token in a padded batch.
-    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    config.pad_token_id = tokenizer.pad_token_id
     try:
         reward = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError as error:

@@ -68,6 +68,7 @@ class DemoRun(train_reward.RewardRun):
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.args.seed)
             deeper = deepened(policy, EXTRA_LAYERS)
         model = super().start_from(deeper)
         self.lm_head = copy.deepcopy(policy.get_output_embeddings())
