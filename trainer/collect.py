@@ -55,15 +55,15 @@ def noise_of_step(args: Namespace, step: int, positions: Sequence[int], times: i
 # ---------------------------------------------------------------------------- rewards of steps in a response
 
 
-def step_rewards(
-    steps: list, texts: list[str], rollout: Rollout, tokenizer: PreTrainedTokenizerBase
-) -> Tensor | None:
+def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
     """-> [B, R] fp32 on the rollout's device: the sum of the steps that end with each token; None without a
-    reward function. steps: of each response [(character offset or None, score)] (``RawScores.steps``)."""
+    reward function. ``RawScores.steps``: of each response [(character offset or None, score)]."""
+    steps = batch.raw.steps
     if not steps:
         return None
+    rollout = batch.rollout
     rewards = torch.zeros(rollout.sampler_logprobs.shape)
-    for row, (pairs, text, ids) in enumerate(zip(steps, texts, rollout.responses(), strict=True)):
+    for row, (pairs, text, ids) in enumerate(zip(steps, batch.texts, rollout.responses(), strict=True)):
         places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
         for place, (_, score) in zip(places, pairs, strict=True):
             rewards[row, place] += score

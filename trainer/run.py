@@ -205,9 +205,7 @@ class PpoRun(Run):
         """The options; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         learner = self.learners["actor"]
-        self.best = Best()
-        if self.held_out:
-            self.best = first_best(self)
+        self.best = first_best(self) if self.held_out else Best()
         if args.offline_data_path:
             judged = args.eval_reward_fn or args.eval_reward_model
             compared = self.best.metric or ("judge" if judged else "accuracy")

@@ -289,7 +289,7 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
-    new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
+    new.step_rewards = step_rewards(batch, run.tokenizer)
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
         rollout = run.replay.join(new)  # without --replay_batches it is ``new`` itself
