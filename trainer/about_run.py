@@ -34,7 +34,7 @@ THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty
 def describe_run(run: "PpoRun") -> str:
     """What the run is made of, in a few lines."""
     args = run.args
-    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
+    size = run.ref.num_parameters() / 1e6
     data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
         data += f", {len(run.held_out)} prompts held out"

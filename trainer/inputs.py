@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -217,15 +216,12 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
 
 
 def choose_rates(
-    args: Flags, models: Mapping[str, tuple[str, nn.Module]], lora: bool = False
+    args: Flags, models: Mapping[str, tuple[str, PreTrainedModel]], lora: bool = False
 ) -> tuple[dict[str, float], str | None]:
     """Choose the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, a
     line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters
     train."""
-    suited = {
-        name: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
-        for name, (kind, model) in models.items()
-    }
+    suited = {name: suited_rate(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()}
     said = []
     for name, rate in suited.items():
         if getattr(args, name) is None:

@@ -94,7 +94,7 @@ class SupervisedRun(Run):
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
         prepare_training(self.model.base_model, args.gradient_checkpointing)
-        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
+        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
         args.freeze()
         parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
@@ -179,7 +179,7 @@ class SupervisedRun(Run):
 
     def about(self) -> str:
         args = self.args
-        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        size = self.model.num_parameters() / 1e6
         kind = self.model.config.model_type
         lines = [
             f"model    {args.model or 'random weights'}: {size:.2f}M parameters, {kind}",
