@@ -39,7 +39,7 @@ def describe_run(run: "PpoRun") -> str:
     if run.held_out:
         data += f", {len(run.held_out)} prompts held out"
     adapters = describe_adapters(run.actor)
-    parts = [name for name in run.reward.names if not name.startswith("score") and not name.endswith("_raw")]
+    parts = [name for name in run.reward.names if not name.startswith("score")]
     lines = [
         f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}",
         f"lora     {adapters}" if adapters else "",
