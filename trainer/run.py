@@ -100,7 +100,7 @@ class PpoRun(Run):
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
-        self.actor.eval().requires_grad_(not args.lora_r)
+        self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
@@ -140,9 +140,9 @@ class PpoRun(Run):
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
         self.sampler = None  # where nothing is sampled
         if self.plan.slots:
-            # None: what suits a CPU.
-            cache = self.plan.cache if world.device.type == "cuda" else None
-            self.sampler = Sampler(self.actor, self.dtype, self.plan.slots, cache, room, world.device)
+            self.sampler = Sampler(
+                self.actor, self.dtype, self.plan.slots, self.plan.cache, room, world.device
+            )
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 self.sampler.copy.unload()
         self._build_models(start, weight)
