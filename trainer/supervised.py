@@ -53,7 +53,6 @@ class Part(Subset):
 class SupervisedRun(Run):
     """A run of stage 1 or 2."""
 
-    args: Flags
     rate: str  # a kind of ``suited_rate``
     records: type[RecordDataset]  # what it learns from
     data: Part
