@@ -131,7 +131,6 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
-    ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
     (
         "critic from no reward model",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},

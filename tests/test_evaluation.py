@@ -9,6 +9,7 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
+from trainer.collect import Batch
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
@@ -36,8 +37,7 @@ def evaluate_with(monkeypatch):
     def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
         monkeypatch.setattr(evaluation, "answer", answer)
         args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
-        collector = SimpleNamespace(sampling_from=nullcontext)
-        run = SimpleNamespace(args=args, world=world, actor=None, collector=collector)
+        run = SimpleNamespace(args=args, world=world, actor=None, sampling_from=nullcontext)
         return evaluate(run, prompts)
 
     return evaluate_with
@@ -56,7 +56,7 @@ def answering(sampled, greedy):
         parts = {"score": lengths / 10}
         if run.args.reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
-        return rollout, texts, parts
+        return Batch(prompts, rollout, texts, scores=parts)
 
     return answer
 
@@ -222,7 +222,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     write_jsonl(tmp_path / "held_out.jsonl", records)
     run = PpoRun(args, ALONE)
     run.actor.load_state_dict(plain.state_dict())
-    found, _ = train_ppo.evaluate_actor(run, {}, {})
+    found, _ = train_ppo.evaluate_actor(run)
     for kind, texts in responses.items():
         each = len(texts) // 13
         right = [text == records[i // each]["answer"] for i, text in enumerate(texts)]

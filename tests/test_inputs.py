@@ -51,7 +51,7 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
         return
     assert wanted.items() <= vars(args).items()
     assert args.batch_size % args.mini_batch_size == 0 == args.batch_size % answers
-    assert count_steps(args, 10 * args.batch_size, 1)[0] == 10 * answers  # prompts are what epochs count
+    assert count_steps(args, 10 * args.batch_size, 1) == 10 * answers  # prompts are what epochs count
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,12 @@ def test_what_does_not_fit_is_refused(given, line):
         ({"max_steps": 4, "lr_schedule": "constant"}, 4, 2),  # the length may change
         ({"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 3}, 6, 2),
         ({"max_steps": 3, "critic_warmup_steps": 3}, "--critic_warmup_steps 3: the run has only 3 steps", 0),
-        (
-            {"max_steps": 6, "critic_warmup_steps": 2, "lr_warmup_steps": 4},
-            "--lr_warmup_steps 4: the actor",
-            0,
-        ),
     ],
 )
 def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, warmup):
     args = completed(**given)
     if isinstance(steps, int):
-        assert count_steps(args, 10**6, 1) == (steps, warmup)
+        assert (count_steps(args, 10**6, 1), args.critic_warmup_steps) == (steps, warmup)
         return
     with pytest.raises(InputError, match=steps):
         count_steps(args, 10**6, 1)
@@ -142,7 +137,7 @@ def test_a_short_run_warms_the_critic_up_for_a_quarter_at_most(given, steps, war
 
 def test_steps_are_of_all_processes_and_epochs():
     args = completed(batch_size=8, num_generations=2, epochs=3)
-    assert count_steps(args, 10, 2)[0] == 4  # 30 prompts, 8 in a step
+    assert count_steps(args, 10, 2) == 4  # 30 prompts, 8 in a step
 
 
 @pytest.mark.parametrize(
@@ -173,7 +168,8 @@ def test_rates_are_chosen_by_size_and_said(monkeypatch):
     models = {"learning_rate": ("actor", small), "critic_learning_rate": ("critic", large)}
     suited = {"learning_rate": small.num_parameters(), "critic_learning_rate": 2 * large.num_parameters()}
     for set_ in ({}, {"learning_rate": 3e-4}, {"learning_rate": 3e-4, "critic_learning_rate": 1e-3}):
-        args, found, line = choose_rates(completed(**set_), models)
+        args = completed(**set_)
+        found, line = choose_rates(args, models)
         assert found == suited
         chosen = suited | set_
         assert (args.learning_rate, args.critic_learning_rate) == tuple(chosen.values())

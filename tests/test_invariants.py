@@ -39,14 +39,14 @@ def make_run(files, **values):
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
     args = train_ppo.parse_args(flags(**given))
     run = PpoRun(args, ALONE)
-    return run, run.prompts
+    return run, run.data
 
 
 def filled_rollout(run, prompts, step=0):
     """Collect and fill a batch with the trainer's own functions -> (rollout with all its fields, metrics)."""
     size = run.args.batch_size
     batches = iter([[prompts[i] for i in range(size)]])
-    batch, metrics = train_ppo.collect(run, step, batches, list(range(size))), Metrics()
+    batch, metrics = train_ppo.collect(run, step, batches), Metrics()
     train_ppo.fill_rollout(run, step, batch, metrics)
     return batch.rollout, metrics
 
@@ -78,7 +78,7 @@ def furthest(left, right):
 
 def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
     run, prompts = make_run(files, entropy_top=0.5)  # which fills the field ``counted`` too
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
     order, put = {}, Rollout.__setattr__
 
     def noting(rollout, name, value):
@@ -246,9 +246,9 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     run.prepare()
     assert run.old_actor is run.actor
     assert set(run.modules) == {"actor", "critic"}
-    batches, positions, dtypes = iter([[prompts[i] for i in range(16)]] * 3), list(range(16)), set()
+    batches, dtypes = iter([[prompts[i] for i in range(16)]] * 3), set()
     for step in range(3):
-        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
+        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches))
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
         dtypes |= {p.dtype for p in run.actor.parameters()}
@@ -267,7 +267,7 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
             run.prepare()
         batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
         for step in range(4):
-            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            batch = train_ppo.collect(run, step, batches)
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
         results.append([*scores, *weights(run)])

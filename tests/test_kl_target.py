@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_invariants import files, make_run
 
-from errors import InputError
 from trainer.options.kl_target import KlTarget
 from trainer.runs.base import Learner
 from trainer.runs.health import Past, remedy_of
@@ -68,9 +67,8 @@ def test_a_kl_that_is_no_number_changes_nothing():
         assert follow(controller(), [kl] * 4) == 0.1
 
 
-def test_a_horizon_shorter_than_a_batch_is_refused(files):
-    with pytest.raises(InputError, match="--kl_horizon 15: a batch has 16 responses"):
-        make_run(files, kl_target=1, kl_horizon=15)
+def test_a_horizon_shorter_than_a_batch_counts_as_one(files):
+    assert make_run(files, kl_target=1, kl_horizon=15)[0].kl.horizon == 16
 
 
 def test_remedies_name_the_target_where_there_is_one():

@@ -339,7 +339,7 @@ def test_a_run_that_releases_keys_and_values_is_the_same(monkeypatch, tmp_path):
     learn = train_ppo.learn
 
     def noted(run, *more):
-        samplers.append((run.collector.sampler.engine is None, run.collector.sampler.slots))
+        samplers.append((run.sampler.engine is None, run.sampler.slots))
         return learn(run, *more)
 
     monkeypatch.setattr(train_ppo, "learn", noted)

@@ -41,7 +41,7 @@ def nll(model, items):
 
 
 def minibatch_of(run, prompts, step=0):
-    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]))
     rollout = train_ppo.fill_rollout(run, step, batch, Metrics())
     return rollout.rows(range(8))
 

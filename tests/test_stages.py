@@ -40,8 +40,8 @@ from trainer.compute import precision
 from trainer.compute.batching import pad_right
 from trainer.compute.scoring import score_learned
 from trainer.inputs import load_inputs
-from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
+from trainer.run import critic_start
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import backward
 
@@ -386,8 +386,8 @@ def killed(files, tmp_path_factory):
         return learn(run, step, items)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "learn", until)
         for kind, script in SCRIPTS.items():
+            patch.setattr(script, "learn", until)
             with pytest.raises(Killed):
                 script.main(argv_of(files, kind, outs[kind]))
     return outs

@@ -8,7 +8,7 @@ from tiny import request_of, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, ids_of
 
 from trainer import ppo
-from trainer.collect import step_rewards, token_places
+from trainer.collect import Batch, step_rewards, token_places
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.stops import HALF, response_texts
 from trainer.rewards.combine import Reward
@@ -91,8 +91,8 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     scores = reward.combine(raw)
     assert scores["function"].tolist() == [3.75, 3.0, 0.0]
     assert scores["score"].tolist() == [3.75, 2.5, -0.5]
-    steps = step_rewards(raw.steps, texts, rollout, tokenizer)
+    steps = step_rewards(Batch([], rollout, texts, raw), tokenizer)
     assert steps.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0] * 4, [0.0] * 4]
     rewards = ppo.token_rewards(scores["score"], rollout.response_len, rollout.mask, steps=steps)
     assert rewards.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0, 2.5, 0.0, 0.0], [0.0, 0.0, -0.5, 0.0]]
-    assert step_rewards([], texts, rollout, tokenizer) is None  # no reward function
+    assert step_rewards(Batch([], rollout, texts), tokenizer) is None  # no reward function

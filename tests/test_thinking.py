@@ -243,11 +243,12 @@ def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
     args = train_ppo.parse_args([*argv, *(flags(reasoning=given) if given is not None else [])])
     if policy:
         inputs = load_inputs(args, ALONE)
-        return inputs.args.reasoning, "\n".join(filter(None, inputs.notes))
+        return args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
     prompts = RLAIFDataset(data, tokenizer, 64)
     model = tiny_llama(len(tokenizer), spread=2.0)
-    return choose_reasoning(args, ALONE, model, tokenizer, prompts)
+    said = choose_reasoning(args, ALONE, model, tokenizer, prompts)
+    return args.reasoning, said
 
 
 def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):

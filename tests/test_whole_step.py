@@ -235,14 +235,12 @@ class Plain:
                 rows_of_k = self.rows_of(next(dealt))
                 if self.critic:
                     self.step("critic", self.critic_loss(rows_of_k), number)
-                was_stopped = stopped
                 if actor_learns and not stopped:
                     loss, approx_kl = self.actor_loss(rows_of_k)
                     loss = loss + self.ptx_loss(number) if args.ptx_coef else loss
                     stopped = 0 < args.target_kl < approx_kl
                     if not stopped:
                         self.step("actor", loss, number)
-                if not was_stopped:
                     self.note("policy/early_stop", torch.tensor([float(stopped)]))
         if (step + 1) % args.update_old_actor_freq == 0:
             self.old_actor = copy.deepcopy(self.actor)
@@ -556,7 +554,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     args = train_ppo.parse_args(flags(**given))
     untouched = load_policy(args.model)
     run = PpoRun(args, ALONE)
-    prompts = run.prompts
+    prompts = run.data
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)
@@ -582,7 +580,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     for step in range(STEPS):
         count = size // run.args.num_generations
         asked = [prompts[step * count + i] for i in range(count)]
-        batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
+        batch = train_ppo.collect(run, step, iter([asked]))
         responses = batch.rollout.responses()
         offline = bool(run.args.offline_data_path)
         answers = (

@@ -20,9 +20,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward
 from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
+from trainer.run import critic_start
 from trainer.runs.displays import PARTS, metric_names
 
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"

@@ -120,17 +120,17 @@ class Coarse:
 def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path, model):
     """All others keep their answers; what is kept of the new ones is what a fresh score of them is."""
     more = {"reward_model": run_files(tmp_path)["reward_model"], "reasoning": 1} if model else {}
-    batches, positions = {}, list(range(32))
+    batches = {}
     for times in (0, 1, 9):
         run = built(files, **{**RUN, **ONE, **more, "filter_groups": times, "out_dir": tmp_path / "out"})
         if model:
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
-        asked = [run.prompts[i] for i in range(8)]
-        batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
+        asked = [run.data[i] for i in range(8)]
+        batches[times] = train_ppo.collect(run, 0, iter([asked]))
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.collector.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        fresh = run.raw_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]  # a line of another JSONL file of the run folder
 Rows = dict[str, list[Row]]  # {file: what is written to it}
+StepLog = tuple[dict[str, float], Rows]  # what a step or an evaluation has found: metrics, rows to keep
 PARTS = "reward/*"  # stands for every part of the reward
 
 

@@ -5,25 +5,22 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 from trainer.runs.base import Run
+from trainer.runs.displays import Rows
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
 
 Logger = RunLogger | NullLogger
 
 
-def log_step(
-    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Log a step's metrics and {file: rows to keep}. ``train_to_the_end`` (loop.py) calls it between two
-    steps."""
+def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
+    """Log a step's metrics and {file: rows to keep}. The loop (loop.py) calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
@@ -67,12 +64,13 @@ def collected_between_steps() -> Iterator[None]:
             gc.enable()
 
 
-def run_to_the_end(run: Run, logger: Logger, train: Callable[[Run, Logger], None]) -> None:
-    """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
-    say how to go on too. The log files are closed in any case."""
+@contextmanager
+def ending(run: Run, logger: Logger) -> Iterator[None]:
+    """After this block, in which a run trains, the summary is written. If it stops early, by bad input or a
+    signal, say how to go on too. The log files are closed in any case."""
     try:
         with sleep_when_busy(run.world.device.type), collected_between_steps():
-            train(run, logger)
+            yield
         logger.summary()
     except (InputError, SystemExit):
         with StopRequest():  # torchrun ends the other processes of a run when one has died

@@ -58,9 +58,9 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
             raise out_of_memory_error(longest)
         budget //= 2
         run.progress.token_budget = budget
-    sums.add("perf/out_of_memory", budget < wanted, 1)
+    sums.add("perf/out_of_memory", budget < wanted)
     if run.loss_scale.active:
-        sums.add("perf/loss_scale", run.loss_scale.value, 1)
+        sums.add("perf/loss_scale", run.loss_scale.value)
     return sums
 
 
