@@ -100,7 +100,7 @@ def gpu_kernels(monkeypatch):
         started.append(kernel.fn.__name__)
         start(kernel, *args, **constants)
 
-    monkeypatch.setattr(kernels._layers, "parts", 3)  # programs of a gradient: in the interpreter each counts
+    monkeypatch.setattr(kernels, "PARTS", 3)  # programs of a gradient: in the interpreter each counts
     monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(fused_layers, "kernels_for", kernels_for)
     monkeypatch.setattr(fused_layers, "rotated_attention", lambda *arguments: None)

@@ -127,12 +127,19 @@ def rotated_attention(
     if kernels is None:
         return None
 
+    _, _, heads, dim = query.shape
+    most = window or packing.longest
+    sizes = (len(packing.lengths), heads, key.shape[2], dim, most, float(scaling))
+
     def forward(query, key, value):
-        out = kernels.attention(query, key, value, cos, sin, packing.starts, window, scaling)
+        out = torch.empty_like(query)
+        kernels.call("attention", *sizes, query, key, value, cos, sin, packing.starts, out)
         return out, (query, key, value)
 
     def gradient(query, key, value, grad):
-        return kernels.attention_backward(query, key, value, cos, sin, packing.starts, window, scaling, grad)
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        kernels.call("attention_backward", *sizes, query, key, value, cos, sin, packing.starts, grad, *grads)
+        return grads
 
     return differentiable(forward, gradient, query, key, value)
 

@@ -62,8 +62,7 @@ class KVCache(Cache):
         self.config = model.config
         self.slots = slots
         self.fused = decodes_fused(model)
-        kernels: Any = kernels_of(model.device.type)
-        self.kernels = kernels
+        self.kernels: Any = kernels_of(model.device.type)
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype
@@ -134,21 +133,19 @@ class KVCache(Cache):
         keys = F.pad(keys, (0, 0, 0, -keys.shape[2] % self.block))
         return keys.unflatten(2, (-1, self.block)).transpose(3, 4)
 
-    def attend(
-        self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, norms: list[Any], window: int | None
-    ) -> Tensor:
+    def attend(self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
 
         joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
-        values are written into the cache. norms: of queries and keys, modules or None.
+        values are written into the cache.
         """
         joint = joint.view(len(joint), -1, layer.head_dim)
-        weights = [getattr(x, "weight", None) for x in norms]
-        eps = getattr(norms[0], "variance_epsilon", 0.0)
+        norms = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        eps = self.config.rms_norm_eps
         keys = self.keys[layer.layer_idx]
         values = self.values[layer.layer_idx]
         return self.kernels.decode_attention(
-            joint, cos, sin, weights, eps, self.positions, keys, values, window, layer.scaling
+            joint, cos, sin, norms, eps, self.positions, keys, values, window, layer.scaling
         )
 
     def move(self, source: Tensor, target: Tensor | slice, longest: int) -> None:

@@ -29,7 +29,10 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
     if logits.is_cpu and (kernels := kernels_for(logits)) is not None:  # a GPU's: ``sample_and_store``
-        return kernels.sample_tokens(logits, temperature, u)
+        token = torch.empty(len(u), dtype=torch.int64)
+        logprob = torch.empty(len(u))
+        kernels.over_rows("sample_tokens", logits, u.contiguous(), token, logprob, float(temperature))
+        return token, logprob
     if temperature not in (0, 1):
         logits = logits.float() / temperature
     probs = logits.softmax(-1, dtype=torch.float32)

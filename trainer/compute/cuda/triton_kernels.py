@@ -229,26 +229,27 @@ def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLO
     tl.store(log_sum + row, highest + log_total)
 
 
-@triton.jit
+@over_rows
 def token_logprobs_backward(
-    logits, targets, log_sum, grad, entropy, grad_entropy, out, size, scale, BLOCK: tl.constexpr
+    logits, targets, log_sum, grad, entropy, grad_entropy, out, scale, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = grad scale (onehot(target) - p) [rows, size], p = e^(z - log_sum): the gradient of the logits.
+    """out = grad scale (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits. It
+    may take their place.
 
     grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
-    entropy), where entropy [rows] and its gradient are not None. Grid: (rows, blocks)
+    entropy), where entropy [rows] and its gradient are not None.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = row * size + column
-    log_p = _read(logits + place, column < size) * scale - tl.load(log_sum + row)
+    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    there = row < rows
+    log_p = _read(logits + place, inside) * scale - _read(log_sum + row, there)
     p = tl.exp(log_p)
-    own = (column == tl.load(targets + row)).to(tl.float32)
-    slope = tl.load(grad + row) * scale * (own - p)
+    own = (column == tl.load(targets + row, there, 0)).to(tl.float32)
+    slope = _read(grad + row, there) * scale * (own - p)
     if entropy is not None:  # where p is 0 its logarithm may be -inf
-        pull = p * (tl.where(p == 0, 0, log_p) + tl.load(entropy + row))
-        slope -= tl.load(grad_entropy + row) * scale * pull
-    tl.store(out + place, slope, column < size)
+        pull = p * (tl.where(p == 0, 0, log_p) + _read(entropy + row, there))
+        slope -= _read(grad_entropy + row, there) * scale * pull
+    tl.store(out + place, slope, inside)
 
 
 @triton.jit
