@@ -5,6 +5,7 @@ The kernel of flash attention needs a GPU (tests/gpu), compiled attention is in 
 
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_single_queries_over_a_cache(groups):
     query, key, value = torch.randn(3, 4, 1, 8).bfloat16(), *torch.randn(2, 3, groups, 7, 8)
     seen = (torch.arange(7) <= torch.tensor([0, 6, 3])[:, None])[:, None, None]
     mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    out, _ = attention.attention(None, query, key, value, mask, scaling=0.3)
+    module = SimpleNamespace(num_key_value_groups=4 // groups)
+    out, _ = attention.attention(module, query, key, value, mask, scaling=0.3)
     wanted = by_products(query.float(), key, value, seen, 0.3).transpose(1, 2)
     assert out.shape == (3, 1, 4, 8)
     torch.testing.assert_close(out, wanted.bfloat16(), rtol=1e-2, atol=1e-2)

@@ -71,9 +71,9 @@ def decoding(k, dtype, heads, groups, dim, normed):
 
 
 def sampling(k, dtype, size, ends):
-    ids, flags, numbers = (torch.zeros(3, dtype=t) for t in (torch.int64, torch.bool, torch.float64))
-    kept = torch.zeros(3, 5, dtype=torch.int64), tensor(3, 5), ids, flags
-    state = ids, ids, ids, flags
+    ids, numbers = (torch.zeros(3, dtype=t) for t in (torch.int64, torch.float64))
+    kept = torch.zeros(3, 5, dtype=torch.int64), tensor(3, 5)
+    state = ids, ids, ids, ids
     noise, eos = numbers.expand(5, 3).T.contiguous(), torch.zeros(ends, dtype=torch.int64)
     k.sample_and_store(tensor(3, size), 0.7, noise, eos, 5, state, kept)
 

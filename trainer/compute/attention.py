@@ -55,21 +55,11 @@ def attention(
         if out is None:
             out = _padded_attention(q, k, v, packing, window, scaling)
         return out[None], None
-    if attention_mask is not None and query.shape[2] == 1:
-        return _single_queries(query, key, value, attention_mask, scaling), None
     if attention_mask is None and query.shape[2] == key.shape[2]:
         return _causal_attention(query, key, value, window, scaling), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _single_queries(query, key, value, mask, scaling):
-    """Attention of one query a row over its keys; mask additive [B, 1, 1, S] -> [B, 1, heads, dim of values].
-
-    Query heads with the same key are computed as queries of one head, so that no key is repeated.
-    """
-    shared = query.squeeze(2).unflatten(1, (key.shape[1], -1)).to(key.dtype)  # [B, key heads, shared, dim]
-    out = F.scaled_dot_product_attention(shared, key, value, mask, scale=scaling)
-    return out.flatten(1, 2)[:, None].to(query.dtype)
+    # Single queries over a cache, whose dtype may be another; longer prompts than a sliding window
+    out, _ = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)
+    return out.to(query.dtype), None
 
 
 def _causal_attention(query, key, value, window, scaling):

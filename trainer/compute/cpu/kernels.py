@@ -58,7 +58,7 @@ def _key(command):
 
 
 def call(name: str, *arguments: Tensor | float | None) -> int:
-    """Call a C function with contiguous tensors, whose addresses it gets, and numbers; None is NULL. Its first
+    """Call a C function with the addresses of contiguous tensors, and with numbers; None is NULL. Its first
     argument says which of the tensors are in bf16, one bit for each pointer."""
     function = getattr(library(), name)
     if function.argtypes is None:

@@ -42,8 +42,7 @@ def check(device: str = "cuda") -> None:
     over_rows("token_logprobs_backward", x, ids, each, each, each, each, half.clone(), 1.0)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
     state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
-    results = noise.long(), noise.float(), ids.clone(), ids.bool()
-    sample_and_store(x, 1.0, noise, ids[:1], 1, state, results)
+    sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
     joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
@@ -157,7 +156,7 @@ def sample_and_store(
     results: Sequence[Tensor],
 ) -> None:
     """``Engine._sample_and_store`` from logits [n, V] on. state: the engine's row, token, count and done of
-    these n slots; results: its tokens, logprobs, response_len, finished; ends, limit: its eos and limit."""
+    these n slots; results: its tokens and logprobs; ends, limit: its eos and limit."""
     n, size = logits.shape
     block = max(16, min(4096, triton.next_power_of_2(size)))
     launch(

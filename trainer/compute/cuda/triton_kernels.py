@@ -234,8 +234,8 @@ def token_logprobs_backward(
     logits, targets, log_sum, grad, entropy, grad_entropy, out, scale, rows, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = grad scale (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits. It
-    may take their place.
+    """out = grad scale (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits,
+    which it may overwrite.
 
     grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
     entropy), where entropy [rows] and its gradient are not None.
@@ -265,12 +265,12 @@ def _first_beyond(weights, target, places, none):
 @triton.jit
 def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
-    tokens, logprobs, response_len, finished, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    tokens, logprobs, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """``Engine._sample_and_store`` of n slots, not greedy. Slots that are done stay as they are. Grid: (n,)
 
-    row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width], response_len
-    and finished [rows] have a row for each prompt; a response ends at one of ends [ends_count], and at limit.
+    row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width] have a row for
+    each prompt; a response ends at one of ends [ends_count], and at limit.
     """
     # A row of logits is read once. Of each block of the vocabulary two numbers stay in registers: its largest
     # logit, and the sum of its probabilities relative to that one. They tell in which block the token lies,
@@ -312,8 +312,6 @@ def sample_and_store(
             ended |= drawn == tl.load(ends + i)
         tl.store(tokens + place, drawn)
         tl.store(logprobs + place, logprob)
-        tl.store(response_len + own, before + 1)
-        tl.store(finished + own, ended)
         tl.store(token + slot, drawn)
         tl.store(count + slot, before + 1)
-        tl.store(done + slot, ended | (before + 1 >= limit))
+        tl.store(done + slot, ended.to(tl.int64) * 2 | (before + 1 >= limit))
