@@ -89,7 +89,7 @@ def test_packed_states_and_gradients_are_those_of_padded_sequences(make, compile
         net, rows = make().base_model.requires_grad_(True), []
         assert not packed or pack_sequences(net)
         net.layers[0].mlp.register_forward_hook(lambda *given, rows=rows: rows.append(given[2].shape[:-1]))
-        states = packed_states(net, TOKENS, Layout(LENGTHS)).last_hidden_state
+        states = packed_states(net, TOKENS, Layout(LENGTHS))[0]
         states.square().sin().sum().backward()
         results.append([states, *(p.grad for p in net.parameters())])
         assert rows == [(1, sum(LENGTHS)) if packed else TOKENS.shape]
@@ -152,7 +152,7 @@ def test_a_model_in_bf16_computes_the_same_with_flash_attention(make, here, monk
         net = make().base_model.requires_grad_(True)
         prepare_training(net, checkpointing)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            states = packed_states(net, TOKENS, Layout(LENGTHS)).last_hidden_state.float()
+            states = packed_states(net, TOKENS, Layout(LENGTHS))[0].float()
         states.sin().sum().backward()
         assert attention._flash_works.cache_info().currsize == (device == "cpu")
         found.append([states, *(p.grad for p in net.parameters())])

@@ -48,7 +48,7 @@ def attention(
     of heads -> ([B, T, heads, head_dim], None). packing: of the sequences if the row is packed.
     attention_mask: additive, or None for causal attention."""
     window = kwargs.get("sliding_window")
-    scaling = kwargs.get("scaling") or query.shape[3] ** -0.5
+    scaling = kwargs.get("scaling")
     if packing is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = _flash_attention(q, k, v, packing, window, scaling)

@@ -17,7 +17,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
-from trainer.compute.threads import own_groups
+from trainer.compute.threads import least_of_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -138,14 +138,14 @@ def free_memory(device: torch.device) -> int:
 def free_in_groups() -> float:
     """Bytes that the control groups of this process leave it, infinity if they have no limit: psutil does not
     know them. Pages of files count as free: the system takes them back where it needs memory."""
-    free = [float("inf")]
-    for group in own_groups():
-        with suppress(OSError, ValueError, KeyError):  # no limit: no such file, or "max"
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free.append(limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
-    return min(free)
+
+    def free(group):
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(facts["active_file"]) + int(facts["inactive_file"])
+
+    return least_of_groups(free)
 
 
 class HostMemory:

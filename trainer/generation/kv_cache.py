@@ -62,7 +62,8 @@ class KVCache(Cache):
         self.config = model.config
         self.slots = slots
         self.fused = decodes_fused(model)
-        self.kernels: Any = kernels_of(model.device.type)
+        kernels: Any = kernels_of(model.device.type)
+        self.kernels = kernels
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype
@@ -70,8 +71,7 @@ class KVCache(Cache):
         self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
             tabulate_rotary(model, width)
-        self.numbers = torch.arange(slots, device=model.device)
-        self.columns = torch.arange(self.width, device=model.device)
+        self.numbers = torch.arange(max(slots, self.width), device=model.device)  # of slots, of columns
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -89,7 +89,7 @@ class KVCache(Cache):
         self.longest = longest
         if self.fused:
             return positions.view(-1, 1, 1, 1)
-        behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
+        behind = positions[:, None] - self.numbers[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         zero = torch.zeros((), dtype=self.dtype, device=behind.device)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def _key(command):
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
 
 
-def call(name: str, *arguments: Tensor | float | None) -> int:
+def call(name: str, *arguments: Any) -> int:
     """Call a C function with the addresses of contiguous tensors, and with numbers; None is NULL. Its first
     argument says which of the tensors are in bf16, one bit for each pointer."""
     function = getattr(library(), name)
@@ -83,7 +84,7 @@ def lanes() -> int:
     return call("lanes")
 
 
-def over_rows(name: str, x: Tensor, *arguments: Tensor | float | None) -> None:
+def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
     """Call a C function over the rows of x [..., width]."""
     width = x.shape[-1]
     call(name, x.numel() // width, width, x, *arguments)

@@ -68,7 +68,7 @@ def _warps(numbers: int) -> int:
     return min(16, max(1, numbers // 256))
 
 
-def over_rows(name: str, x: Tensor, *arguments: Tensor | float | None) -> None:
+def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
     """Start a kernel over the rows of x [..., width]. Norms need whole rows in a block."""
     width = x.shape[-1]
     rows = x.numel() // width
