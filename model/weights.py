@@ -16,11 +16,6 @@ from torch.distributed.tensor import DTensor
 # ---------------------------------------------------------------- sharded weights
 
 
-def is_sharded(x: Tensor) -> bool:
-    """Whether this process has only some rows of a tensor."""
-    return isinstance(x, DTensor)
-
-
 def local_part(x: Tensor) -> Tensor:
     """What this process has of a tensor, in place: the rows of a sharded one, all of any other."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -35,7 +30,7 @@ def sharded_and_whole(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Ten
     """Tensors -> (those that are sharded, the others), in their order."""
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for x in tensors:
-        parts[not is_sharded(x)].append(x)
+        parts[not isinstance(x, DTensor)].append(x)
     return parts
 
 

@@ -67,13 +67,12 @@ def each_micro_batch(
     work: Callable[[list[int]], object],
     name: str = "scoring",
     model: nn.Module | None = None,
-    dummy: Callable[[], object] | None = None,
 ) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
     name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
-    must call this function, and ``dummy()`` makes a pass of a single sequence (``InStep`` in sharding.py)."""
+    must call this function, and ``work([])`` makes a pass of any sequence (``InStep`` in sharding.py)."""
     in_step = getattr(model, "in_step", None)
     waiting = micro_batches(lengths, token_budget)
     if in_step:
@@ -83,7 +82,7 @@ def each_micro_batch(
         while waiting:
             rows = waiting.pop()
             if in_step:
-                in_step.run(partial(work, rows) if rows else dummy)
+                in_step.run(partial(work, rows))
             elif not attempt(work, rows)[0]:
                 if len(rows) == 1:
                     raise out_of_memory_error(lengths[rows[0]])

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from model.critic import CriticModel
 from model.loading import as_input_error, is_moe, quiet
@@ -31,7 +30,7 @@ from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast, rows_to_add
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import InStep, layers_of
 
 # A model without its head. transformers calls ``base_model`` a Module, which has no config.
 Backbone = Any
@@ -71,8 +70,8 @@ def pack_sequences(backbone: Backbone) -> bool:
 
 
 def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row; the
-    load-balancing loss of a mixture of experts, times the weight in its config, a sum over sequences and
+    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row;
+    the load-balancing loss of a mixture of experts, times the weight in its config, a sum over sequences and
     layers, 0 for other models)."""
     experts = is_moe(backbone)
     extra = {"output_router_logits": True} if experts else {}
@@ -117,9 +116,8 @@ def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     with as_input_error("--gradient_checkpointing: leave the flag out"):
         enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    for layer in layers_of(model):
+        layer.training = True
 
 
 def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: int) -> Tensor:
@@ -216,12 +214,13 @@ def score_all(
     width = rollout.sampler_logprobs.shape[1]
 
     def fill(index):
-        part = score(rollout.rows(index))
-        found.update(zip(index, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
+        rows = index or [0]  # of a pass of a sharded model for which no rows are left
+        part = score(rollout.rows(rows))
+        found.update(zip(rows, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
 
     lengths = rollout.layout.lengths
     budget = tokens_per_pass(rollout.tokens.device)
-    each_micro_batch(lengths, budget, fill, name, scorer, lambda: score(rollout.rows([0])))
+    each_micro_batch(lengths, budget, fill, name, scorer)
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 

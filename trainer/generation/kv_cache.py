@@ -29,14 +29,6 @@ def bytes_per_token(config: PretrainedConfig, bytes_each: int) -> int:
     return 2 * config.num_hidden_layers * heads * dim * bytes_each
 
 
-def decodes_fused(model: PreTrainedModel) -> bool:
-    """Whether a compiled function does all that every attention layer does between its matrix products."""
-    layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    kernels = kernels_of(model.device.type)
-    able = kernels is not None and model.dtype in kernels.TYPES
-    return able and len(layers) == model.config.num_hidden_layers
-
-
 def tabulate_rotary(model: PreTrainedModel, width: int) -> None:
     """Let the model look up the cosines and sines of rotary positions below ``width``, in its own dtype,
     while a GPU samples: transformers computes them at every step, in nine small kernels, and a small model
@@ -53,17 +45,20 @@ class KVCache(Cache):
     """A cache of ``slots`` sequences of at most ``width`` tokens. Call ``prefill`` or ``decode`` before each
     forward of the model.
 
-    ``keys`` and ``values``: {layer: [slots, heads, width, head_dim]}, from the first forward on. Where
-    attention is ``fused`` and there is a ``block``, keys lie as in ``_in_blocks``.
+    ``keys`` and ``values``: {layer: [slots, heads, width, head_dim]}, from the first forward on. ``fused``: a
+    kernel does all that every attention layer does between its products. Where it has a ``block``, keys lie
+    as in ``_in_blocks``.
     """
 
     def __init__(self, model: PreTrainedModel, slots: int, width: int) -> None:
         super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
         self.config = model.config
         self.slots = slots
-        self.fused = decodes_fused(model)
         kernels: Any = kernels_of(model.device.type)
         self.kernels = kernels
+        layers = [module for module in model.modules() if is_fused(module, attention_forward)]
+        able = kernels is not None and model.dtype in kernels.TYPES
+        self.fused = able and len(layers) == model.config.num_hidden_layers
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype

@@ -105,7 +105,7 @@ class ClassifierRewardModel(RewardModel):
         scores = torch.empty(len(ids))
 
         def score_some(rows):
-            scores[rows] = self._score([ids[row] for row in rows]).cpu()
+            scores[rows] = self._score([ids[row] for row in rows] or [[0]]).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
@@ -114,7 +114,6 @@ class ClassifierRewardModel(RewardModel):
             work=score_some,
             name="reward model",
             model=self.root,
-            dummy=lambda: self._score([[0]]),
         )
         if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
             with together():
