@@ -62,14 +62,11 @@ class ScoreHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """States [..., hidden] -> fp32 [..., 1]"""
         with torch.autocast(x.device.type, enabled=False):
-            product = sum_of_products if x.device.type == "cuda" else F.linear
-            return product(x.float(), self.weight, self.bias)
-
-
-def sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` for one output, but no matrix product, so that a GPU never computes it in TF32."""
-    y = (x * weight[0]).sum(-1, keepdim=True)
-    return y if bias is None else y + bias
+            x = x.float()
+            if not x.is_cuda:
+                return F.linear(x, self.weight, self.bias)
+            y = (x * self.weight[0]).sum(-1, keepdim=True)  # no matrix product, so never in TF32
+            return y if self.bias is None else y + self.bias
 
 
 HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}

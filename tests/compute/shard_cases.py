@@ -125,7 +125,7 @@ def sampler(in_step):
     """The sampler's copy of a sharded model, freed and loaded again."""
     model = llama(lora_r=2)
     plain = dict(merged(model))
-    copied = SamplerCopy(llama(), torch.float32, "cpu")
+    copied = SamplerCopy(llama(), torch.float32, torch.device("cpu"))
     shard(PolicyScorer(model), in_step, torch.float32)
     copied.unload()
     freed = sum(x.untyped_storage().nbytes() for places in copied.places.values() for x in places)

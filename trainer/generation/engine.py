@@ -223,14 +223,14 @@ class Engine:
         self.cache.prefill(self.live)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         states = self._hidden_states(tokens, positions, None)
-        rows = [rows[0] for rows in groups] + [row for rows in groups for row in rows[1:]]
-        computed = [*range(len(groups)), *(i for i, rows in enumerate(groups) for _ in rows[1:])]
-        place = send(torch.tensor(computed), self.device)
-        new = slice(self.live, self.live + len(rows))
-        if len(rows) > len(groups):
+        first = [(i, rows[0]) for i, rows in enumerate(groups)]
+        again = [(i, row) for i, rows in enumerate(groups) for row in rows[1:]]
+        place, row = send(torch.tensor([*first, *again]).T, self.device)
+        new = slice(self.live, self.live + len(row))
+        if again:
             self.cache.move(self.live + place, new, tokens.shape[1])
         lengths = lengths[place]
-        self.row[new] = send(torch.tensor(rows), self.device)
+        self.row[new] = row
         self.position[new] = lengths - 1
         self.count[new] = 0
         self.begun[new] = 0
@@ -252,8 +252,7 @@ class Engine:
             if self.graphs.asynchronous:
                 columns = _bucket(columns, least, self.cache.width)
             key = (rows, columns, self.temperature, self.limit)
-            kept = [self.state, self.tokens, self.logprobs]
-            self.graphs.run(key, partial(self._decode, rows, columns), kept)
+            self.graphs.run(key, partial(self._decode, rows, columns), self.state)
 
     def _decode(self, rows, columns):
         """Decode one token in each of the first ``rows`` slots; all positions are below ``columns``."""
