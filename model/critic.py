@@ -72,8 +72,7 @@ class CriticModel(nn.Module):
     def rescale(self, scale: float) -> None:
         """Multiply the head's output by ``scale`` from now on, and divide the head by as much: all values
         stay."""
-        for p in self.value_head.parameters():
-            p.mul_(self.scale / scale)
+        self.map_values(self.scale / scale, 0.0)
         self.scale = scale
 
     @torch.no_grad()

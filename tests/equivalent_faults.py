@@ -33,12 +33,13 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "the dimension meant is of that size, or at that place": [
             "probs = logits.softmax(1, dtype=torch.float32)",
-            "inside = probs.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)  # [B, BLOCK]",
         ],
         "a guard against the last bit of a sum": [
-            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 2 * -33))",
-            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 3**-33))",
-            "column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK + 1)",
+            "return place, inside.clamp(0, 1 + 2 ** (-33))",
+            "return place, inside.clamp(0, 2 - 2**-33)",
+            "return place, inside.clamp(0, 1 - 2 * -33)",
+            "return place, inside.clamp(0, 1 - 3**-33)",
+            "return place, inside.clamp(0, 1 - 2**-34)",
         ],
     },
 }
@@ -86,8 +87,7 @@ HAND_WRITTEN = {
         ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
     ],
     "trainer/generation/sampling.py": [
-        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_sampling.py"),
-        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_sampling.py"),
+        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py"),
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),

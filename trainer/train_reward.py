@@ -68,7 +68,6 @@ from model.loading import is_moe
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
-from trainer.compute.scoring import balance_loss
 from trainer.inputs import DEMO
 from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
@@ -167,8 +166,8 @@ class RewardRun(SupervisedRun):
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
         of experts."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype)
-        return scores, balance_loss(self.model, output, layout)
+        scores, _, balance = score_packed(self.model, conversations, self.dtype)
+        return scores, balance
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         *sides, given = zip(*items, strict=True)

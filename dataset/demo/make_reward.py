@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
-from trainer.compute.scoring import balance_loss
 from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs.metrics import Metrics
@@ -82,10 +81,9 @@ class DemoRun(train_reward.RewardRun):
 
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keeps what the additional losses are of: the states [N, H] of all tokens, and squared scores."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype)
-        self.hidden = output.last_hidden_state
+        scores, self.hidden, balance = score_packed(self.model, conversations, self.dtype)
         self.penalty = SCORE_PENALTY * scores.square().sum()
-        return scores, balance_loss(self.model, output, layout)
+        return scores, balance
 
     def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""

@@ -19,13 +19,14 @@ from test_families import FAMILIES, VOCAB
 from tiny import tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
-from model.weights import is_sharded, local_part, whole
+from model.weights import local_part, whole
 from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
@@ -83,7 +84,7 @@ def of_scorer(scorer, plain, in_step, dtype):
     sum_gradients(model.parameters(), world)
     norm = clip_gradients(model, 1e9)
     exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
-    parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
+    parts = [local_part(p) for p in model.parameters() if isinstance(p, DTensor)]
     return {
         "loss": abs(mine.item() - values[world.rank]) / (1 + abs(mine.item())),
         "gradient": furthest([p.grad for p in trained(model)], wanted),
@@ -124,7 +125,7 @@ def sampler(in_step):
     """The sampler's copy of a sharded model, freed and loaded again."""
     model = llama(lora_r=2)
     plain = dict(merged(model))
-    copied = SamplerCopy(llama(), torch.float32, "cpu")
+    copied = SamplerCopy(llama(), torch.float32, torch.device("cpu"))
     shard(PolicyScorer(model), in_step, torch.float32)
     copied.unload()
     freed = sum(x.untyped_storage().nbytes() for places in copied.places.values() for x in places)
@@ -140,7 +141,7 @@ def steps(in_step, moments):
     shard(scorers[0], in_step, torch.float32)
     optimizers = []
     for model in models:
-        parts = [[p for p in trained(model) if is_sharded(p) == kind] for kind in (True, False)]
+        parts = [[p for p in trained(model) if isinstance(p, DTensor) == kind] for kind in (True, False)]
         groups = [{"params": part} for part in parts if part]
         optimizers.append(make_optimizer(groups, 1e-2, moments, 0))
     for _ in range(3):
@@ -203,7 +204,7 @@ def out_of_memory(in_step, kind):
         calls.append(rows)
         if in_step.world.rank == 1 and len(calls) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        run_through(scorer, [ids[row] for row in rows])
+        run_through(scorer, [ids[row] for row in rows or [0]])
 
     try:
         if kind == "train":
@@ -211,7 +212,7 @@ def out_of_memory(in_step, kind):
                 in_step.run(partial(work, rows))
         else:
             scorer.in_step = in_step
-            each_micro_batch(lengths, 9, work, model=scorer, dummy=lambda: work([0]))
+            each_micro_batch(lengths, 9, work, model=scorer)
     except SystemExit as error:
         return str(error.code)
 

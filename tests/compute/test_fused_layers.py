@@ -45,7 +45,7 @@ def states_and_gradients(net, dtype=torch.float32, lengths=(40, 39, 31, 17, 2)):
     tokens = torch.randint(32, (len(lengths), 40), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor(lengths)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        states = packed_states(net, tokens, Layout(lengths)).last_hidden_state
+        states = packed_states(net, tokens, Layout(lengths))[0]
     grads = torch.autograd.grad(states.float().sin().sum(), net.parameters())
     return [states.detach(), *grads]
 
@@ -100,7 +100,7 @@ def gpu_kernels(monkeypatch):
         started.append(kernel.fn.__name__)
         start(kernel, *args, **constants)
 
-    monkeypatch.setattr(kernels._layers, "parts", 3)  # programs of a gradient: in the interpreter each counts
+    monkeypatch.setattr(kernels, "PARTS", 3)  # programs of a gradient: in the interpreter each counts
     monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(fused_layers, "kernels_for", kernels_for)
     monkeypatch.setattr(fused_layers, "rotated_attention", lambda *arguments: None)
@@ -160,7 +160,7 @@ def test_other_families_stay_what_they_are(config):
 
 
 def states_of(net):
-    return packed_states(net, torch.arange(18).view(2, 9), Layout([9, 7])).last_hidden_state
+    return packed_states(net, torch.arange(18).view(2, 9), Layout([9, 7]))[0]
 
 
 def test_a_model_with_a_layer_of_a_known_name_that_computes_something_else_is_left_alone():
@@ -222,7 +222,7 @@ def test_in_bf16_on_a_cpu_row_counts_are_rounded_to_multiples():
     )
     tokens, lengths = torch.randint(20, (3, 50)), torch.tensor([50, 30, 7])
     with torch.autocast("cpu", torch.bfloat16):
-        states = packed_states(model.base_model, tokens, Layout(lengths)).last_hidden_state
+        states = packed_states(model.base_model, tokens, Layout(lengths))[0]
     assert len(states) == 87
     assert seen == [2 * PRODUCT_ROW_MULTIPLE]
     hook.remove()

@@ -126,7 +126,7 @@ def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
     answers(sampler, range(3), limit=4)
     captures = sampler.graphs.warm_ups
     assert answers(sampler).responses() == plain(model).responses()
-    assert sampler.engine.sizes == (24, 16, 10)
+    assert sampler.sizes == (24, 16, 10)
     assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
 
 
@@ -362,7 +362,7 @@ def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     gpu.setattr(engine, "CudaGraphs", CudaGraphs)
     sampler = Sampler(model, sizes=(24, 200, 100))  # a CPU: long prompts may never come, nor be room for them
     answers(sampler, range(3))
-    assert sampler.engine.sizes == (3, 13, 10)
+    assert sampler.sizes == (3, 13, 10)
 
 
 def test_the_bytes_of_the_cache_can_be_given(model):

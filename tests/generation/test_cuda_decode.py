@@ -103,8 +103,8 @@ def drawn(logits, temperature, u):
     """What the kernel draws -> (tokens, their log-probs): one token a row, which no id ends."""
     n = len(u)
     tokens, zeros = torch.zeros(n, 1, dtype=torch.int64, device=DEVICE), torch.zeros_like(u).long()
-    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.bool()
-    results = tokens, torch.zeros(n, 1, device=DEVICE), zeros.clone(), zeros.bool()
+    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.clone()
+    results = tokens, torch.zeros(n, 1, device=DEVICE)
     cuda.sample_and_store(logits, temperature, u[:, None].contiguous(), zeros[:1] - 2, 1, state, results)
     return tokens[:, 0], results[1][:, 0]
 
@@ -197,11 +197,8 @@ class Slots:
         self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
         self.eos, self.limit, self.early_ends = ids(1, 4, 6), 5, EarlyEnds(2, (1, 4, 6))
-        self.tokens, self.response_len = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE), ids(*[0] * 9)
-        self.response_len[self.row] += self.count * (self.done == 0)
+        self.tokens = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE)
         self.logprobs = torch.zeros(9, 6, device=DEVICE)
-        self.finished = torch.zeros(9, dtype=torch.bool, device=DEVICE)
-        self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
         self.temperature = 0.8
         self._logits = lambda states: states
         self.stop_table, self.least = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE), 2
@@ -222,12 +219,12 @@ def test_what_is_kept_of_a_token(monkeypatch):
             patch.setattr("trainer.generation.engine.kernels_for", lambda *tensors: cuda)
             Engine._sample_and_store(fused, slice(0, 3), logits[:3])
             Engine._sample_and_store(fused, slice(3, 6), logits[3:])
-        for name in ("row", "position", "count", "done", "response_len", "finished"):
+        for name in ("row", "position", "count", "done"):
             assert getattr(fused, name).equal(getattr(plain, name)), name
         assert fused.token[plain.done == 0].equal(plain.token[plain.done == 0])
         assert fused.tokens[:8, :5].equal(plain.tokens[:8, :5])
         assert torch.allclose(fused.logprobs[:8, :5], plain.logprobs[:8, :5], atol=1e-6)
-        ended = plain.finished[plain.row] & (plain.done > 0)
+        ended = plain.done >= 2
         kinds |= set(zip(plain.done.bool().tolist(), ended.tolist(), strict=True))
     assert kinds == {(False, False), (True, False), (True, True)}
     assert plain.done.all()
@@ -283,7 +280,7 @@ def test_families_sample_the_same(name, forced):
 def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
     model = build(FAMILIES["Llama"]())
     pack_sequences(model.base_model)
-    assert not kv_cache.decodes_fused(model.cpu().half())  # on a CPU
+    assert not kv_cache.KVCache(model.cpu().half(), 4, 20).fused  # on a CPU
     forced()
     cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
     assert cache.fused

@@ -69,7 +69,7 @@ class SamplerCopy:
             if x.is_floating_point() and "inv_freq" not in name:
                 x.data = x.data.to(dtype)
         self.model.to(device)
-        self._lay_out(torch.device(device).type == "cpu")
+        self._lay_out(device.type == "cpu")
         storages = [place.untyped_storage() for places in self.places.values() for place in places]
         self.storages = [(storage, storage.nbytes()) for storage in storages]
         for layer in self.joined:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class ClassifierRewardModel(RewardModel):
         scores = torch.empty(len(ids))
 
         def score_some(rows):
-            scores[rows] = self._score([ids[row] for row in rows]).cpu()
+            scores[rows] = self._score([ids[row] for row in rows] or [[0]]).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
@@ -115,7 +114,6 @@ class ClassifierRewardModel(RewardModel):
             work=score_some,
             name="reward model",
             model=self.root,
-            dummy=lambda: self._score([[0]]),
         )
         if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
             with together():
@@ -136,15 +134,15 @@ class ClassifierRewardModel(RewardModel):
 
 def score_packed(
     classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype
-) -> tuple[Tensor, Any, Layout]:
-    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision,
-    the backbone's output, the ``Layout`` of its states). dtype: of autocast."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision;
+    what ``packed_states`` gives: states, balance loss). dtype: of autocast."""
     tokens, lengths = pad_right(conversations, classifier.device)
     layout = Layout(map(len, conversations), device=tokens.device)
     with autocast(tokens.device, dtype):
-        output = packed_states(classifier.base_model, tokens, layout)
-    states = output.last_hidden_state[score_places(tokens, lengths, classifier.config.pad_token_id)]
-    return classifier.get_submodule("score")(states).squeeze(-1), output, layout
+        states, balance = packed_states(classifier.base_model, tokens, layout)
+    last = states[score_places(tokens, lengths, classifier.config.pad_token_id)]
+    return classifier.get_submodule("score")(last).squeeze(-1), states, balance
 
 
 def score_places(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
