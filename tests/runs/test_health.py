@@ -435,9 +435,10 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
         {"kl/k1": 3.5},
         {"kl/k1": 4},
     ]
-    said = [[(f.name, f.level) for f in health.add(record)] for record in steps_of(steps)]
-    assert said[0] == [("unusual_flags", "look"), ("kl_far", "look")]
-    assert said[1:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
+    records = [{"step": 0}, *steps_of(steps)]
+    said = [[(f.name, f.level) for f in health.add(record)] for record in records]
+    assert said[:2] == [[("unusual_flags", "look")], [("kl_far", "look")]]
+    assert said[2:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
     places = [(f.name, f.level, f.step) for f in health.sorted]
     unusual, far, drastic = (
         ("unusual_flags", "look", 0),

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -88,8 +87,8 @@ def wanted(function: RewardFunction) -> dict[str, Parameter]:
             "--reward_fn: the function is called with prompts, responses, answers, so its first three "
             f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
         )
-    more = {name: p for name, p in signature.parameters.items() if name not in given}
-    return {name: p for name, p in more.items() if p.kind != p.VAR_POSITIONAL}
+    parameters = signature.parameters.items()
+    return {name: p for name, p in parameters if name not in given and p.kind != p.VAR_POSITIONAL}
 
 
 def must_have(p: Parameter) -> bool:
@@ -113,12 +112,12 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     the records a list of B."""
     asked = wanted(function)
     records = [prompt.record for prompt in request.prompts]
-    found = dict.fromkeys(chain.from_iterable(records))
-    names = [name for name, p in asked.items() if name in found or must_have(p)]
+    names = {name for name, p in asked.items() if must_have(p)}.union(*records)
     if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
-        taken = inspect.signature(function).parameters
-        names += [name for name in found if name not in taken]
-    return {name: [record.get(name) for record in records] for name in names}
+        names -= inspect.signature(function).parameters.keys() - asked.keys()
+    else:
+        names &= asked.keys()
+    return {name: [record.get(name) for record in records] for name in sorted(names)}
 
 
 def call_reward_function(

@@ -19,7 +19,6 @@ from urllib.error import HTTPError
 from tqdm import tqdm
 
 from errors import InputError
-from progress_bar import phase
 from trainer.rewards.reward_function import Request
 
 BATCH = 64  # responses in one request
@@ -39,13 +38,10 @@ class RewardServer:
         self.timeout = timeout
 
     def __call__(self, request: Request) -> list[float]:
-        count = len(request.responses)
         scores: list[float] = []
-        with phase("reward server", count, "responses") as bar:
-            while len(scores) < count:
-                part = slice(len(scores), len(scores) + BATCH)
-                scores += self._ask(request.prompts[part], request.responses[part])
-                bar.update(len(scores) - bar.n)
+        for start in range(0, len(request.responses), BATCH):
+            part = slice(start, start + BATCH)
+            scores += self._ask(request.prompts[part], request.responses[part])
         return scores
 
     def _ask(self, prompts, responses):

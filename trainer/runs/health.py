@@ -280,23 +280,15 @@ class Health:
 
     def __init__(self, args: dict[str, Any]) -> None:
         self._found: dict[str, Finding] = {}  # by rule: the first one, or the first one that is "wrong"
-        self._said: list[Finding] = []  # what ``add`` has returned
         self.past = Past(args)
         logged = args.get("offline_data_path")
         checked = args.get("script", SCRIPT) == SCRIPT
         self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
-        self._look()  # at flags and data: nothing else is known yet
 
     def add(self, record: dict[str, Any]) -> list[Finding]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self.past.add(record)
-        self._look()
-        begun = [finding for finding in self.sorted if finding not in self._said]
-        self._said += begun
-        return begun
-
-    def _look(self) -> None:
-        """Keep what the rules find."""
+        begun = []
         for rule in self._rules:
             known = self._found.get(rule.name)
             wrong = self.past.holds(rule.wrong)
@@ -309,6 +301,8 @@ class Health:
                     start=seen.get("start", math.nan),
                     past=self.past,
                 )
+                begun.append(rule.name)
+        return [finding for finding in self.sorted if finding.name in begun]
 
     @property
     def sorted(self) -> list[Finding]:
