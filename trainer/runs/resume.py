@@ -89,7 +89,7 @@ class RunFolder:
                     if named:
                         raise InputError(f"{self.path}: is a file; give another --run_name") from None
             self._lock()
-        if not resume and (found or (self.path / "config.json").exists()):
+        if not resume and (self.path / "config.json").exists():
             raise InputError(
                 f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
             )
@@ -144,7 +144,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
         return path.parent.parent, [path]
-    elif not ((path / "config.json").exists() or checkpoints.list_checkpoints(path)):
+    elif not (path / "config.json").exists():
         raise InputError(
             f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
         )
