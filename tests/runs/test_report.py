@@ -100,7 +100,8 @@ def written(folder, times=1, findings=(), long_text=""):
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
     run = SimpleNamespace(args=args, display=displays.PPO, total_steps=6 * times, script="train_ppo.py")
     run.best_note, run.result_path, run.progress = lambda: "", None, SimpleNamespace(step=6 * times)
-    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended", 6)
+    run.saved_step = 6
+    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended")
     return folder / "report.html"
 
 
@@ -278,9 +279,9 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
-    def noted(run, folder, health, state, saved_step):
-        states.append((run.progress.step, state, saved_step))
-        return write_report(run, folder, health, state, saved_step)
+    def noted(run, folder, health, state):
+        states.append((run.progress.step, state, run.saved_step))
+        return write_report(run, folder, health, state)
 
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)

@@ -115,7 +115,9 @@ class Run(ABC):
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
 
+    folder: Path
     result_path: Path
+    saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
     @abstractmethod

@@ -234,10 +234,10 @@ class Finding:
     source: str
 
 
-def finding_of(rule: Rule, level: str, since: int, start: float, past: Past) -> Finding:
-    """A row of which a condition holds since this step -> the finding. start: of the condition's metric."""
+def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Finding:
+    """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
-    known = {**past.facts, **past.args, **newest, **past.seen, "start": start}
+    known = {**past.facts, **past.args, **newest, **past.seen, **seen}
     numbers = []
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known
@@ -245,7 +245,7 @@ def finding_of(rule: Rule, level: str, since: int, start: float, past: Past) -> 
     return Finding(
         name=rule.name,
         level=level,
-        step=since,
+        step=seen["since"],
         symptom=rule.symptom.format_map(known),
         numbers=", ".join(numbers),
         causes=rule.causes,
@@ -294,13 +294,9 @@ class Health:
             wrong = self.past.holds(rule.wrong)
             seen = wrong or self.past.holds(rule.look)
             if seen and (not known or (known.level == LOOK and wrong)):
-                self._found[rule.name] = finding_of(
-                    rule,
-                    level=WRONG if wrong else LOOK,
-                    since=known.step if known else seen["since"],
-                    start=seen.get("start", math.nan),
-                    past=self.past,
-                )
+                if known:  # so far it was unusual
+                    seen["since"] = known.step
+                self._found[rule.name] = finding_of(rule, self.past, seen, WRONG if wrong else LOOK)
                 begun.append(rule.name)
         return [finding for finding in self.sorted if finding.name in begun]
 

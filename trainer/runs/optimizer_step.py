@@ -49,7 +49,6 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
         wanted = run.in_step.most(wanted)
-        longest = run.in_step.most(longest)
     budget = wanted
     while (sums := attempt(backward, run, sources, budget)[1]) is None:
         forget_gradients(run)

@@ -34,11 +34,10 @@ def filled(template: str, **content: object) -> str:
     return TEMPLATES.get_template(template).render(content)
 
 
-def write_report(run: Run, folder: Path, health: Health, state: str, saved_step: int) -> str:
+def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     """Write summary.md, report.html and curves.png -> the text of the first.
 
-    state: "running", "ended" or "stopped"; saved_step: which step the saved weights have. Raises InputError
-    if the disk cannot be written.
+    state: "running", "ended" or "stopped". Raises InputError if the disk cannot be written.
     """
     from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
@@ -47,7 +46,7 @@ def write_report(run: Run, folder: Path, health: Health, state: str, saved_step:
     panels = run.display.panels
     shown = {"run": run, "state": state, "words": in_words(run, past, state), "findings": findings}
     shown["table"] = table(run.display, past)
-    text = filled("summary.md.jinja2", **shown, saved_step=saved_step)
+    text = filled("summary.md.jinja2", **shown)
     with writing(folder):
         write_whole(folder / "summary.md", text)
     page = filled(
