@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from dataset.answers import comparable
 from dataset.chat_template import (
     Thinking,
-    conversation_text,
+    conversation_ids,
     encode,
     learned_pieces,
     prompt_text,
@@ -264,11 +264,8 @@ class PreferenceDataset(RecordDataset[Judged]):
     def item(self, i: int, record: Record) -> Judged:
         record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
-        rows = []
-        for prompt, response in sides:
-            prompt = add_system(prompt, self.system_prompt)
-            rows.append(self.ids(conversation_text(self.tokenizer, prompt, response)))
-        return *rows, given
+        whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
+        return *conversation_ids(self.tokenizer, whole), given
 
 
 # ---------------------------------------------------------------- logged answers (offline PPO)

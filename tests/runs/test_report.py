@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from trainer import train_ppo, train_sft
 from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Finding
+from trainer.runs.health import Rule
 from trainer.runs.plots import draw_panel, draw_svgs
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
@@ -42,7 +43,8 @@ def finding(level, step):
     """A finding as health.py gives it."""
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
-    return Finding("kl_far", level, step, symptom, "kl/k1 2.0", causes, "--kl_coef 0.06", "a paper")
+    rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
+    return replace(rule, level=level, step=step)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
-Steps = list[tuple[int | None, float]]  # (character offset, None for the end; score) of a response
+Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
@@ -186,13 +186,14 @@ def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list
     return scores, steps
 
 
-def as_step(pair: tuple, length: int) -> tuple[int | None, float]:
+def as_step(pair: tuple, length: int) -> tuple[int, float]:
     """A pair that was returned for a response of ``length`` characters, with its numbers as Python's. Raises
     TypeError, ValueError or OverflowError for what is no such pair."""
     offset, score = pair
-    if offset is not None and not 0 <= operator.index(offset) <= length:
+    offset = length if offset is None else operator.index(offset)
+    if not 0 <= offset <= length:
         raise ValueError
-    return offset if offset is None else operator.index(offset), float(score)
+    return offset, float(score)
 
 
 def _shown(value: object) -> str:

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import urllib.request
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -25,6 +26,7 @@ BATCH = 64  # responses in one request
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
 
 
+@dataclass
 class RewardServer:
     """Call it with a ``Request`` of B responses -> B scores. timeout: ``--reward_timeout``, the seconds
     without a byte of the reply, 0 for no limit. What may pass is asked again after 1, 2, 4 and 8 seconds.
@@ -33,9 +35,8 @@ class RewardServer:
     not have one number per response. The run then saves and ends; it can be resumed, also with another URL.
     """
 
-    def __init__(self, url: str, timeout: float):
-        self.url = url
-        self.timeout = timeout
+    url: str
+    timeout: float
 
     def __call__(self, request: Request) -> list[float]:
         scores: list[float] = []

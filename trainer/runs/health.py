@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,6 @@ class Past:
         self.seen: dict[str, Any] = {}
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
-        self._conclude()
 
     def add(self, record: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
@@ -200,41 +199,27 @@ MOVE = re.compile(r" ?--(\w+) ([x/]?)(\d[\w.+-]*)")  # of a remedy
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of health.toml, which says what its fields mean."""
+    """A row of health.toml, which says what its fields mean. A finding, something that is unusual in a run
+    (level "look") or cannot be right ("wrong") since a step, is its row, with the numbers of the run in the
+    texts."""
 
     name: str
     symptom: str
-    numbers: list[str]
-    causes: list[str]
-    remedy: str
-    source: str = "judgement: docs/health.md"  # a limit that was found here
+    numbers: list[str]  # what shows it
+    causes: list[str]  # the likely ones, the likeliest first
+    remedy: str  # flags with values to try, or words
+    source: str = "judgement: docs/health.md"  # where the limit comes from: it was found here
     offline: bool = False
     look: Sequence[str] = ()
     wrong: Sequence[str] = ()
+    level: str = ""
+    step: int = 0
 
 
 RULES = [Rule(name=name, **row) for name, row in TABLE["rules"].items()]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that is unusual in a run (level "look") or cannot be right ("wrong").
-
-    step: since when; numbers: what shows it; causes: the likely ones, the likeliest first; remedy: flags with
-    values to try, or words; source: where the limit comes from.
-    """
-
-    name: str
-    level: str
-    step: int
-    symptom: str
-    numbers: str
-    causes: list[str]
-    remedy: str
-    source: str
-
-
-def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Finding:
+def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Rule:
     """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
     known = {**past.facts, **past.args, **newest, **past.seen, **seen}
@@ -242,15 +227,13 @@ def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Find
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known
             numbers.append(text.format_map(known))
-    return Finding(
-        name=rule.name,
+    return replace(
+        rule,
         level=level,
         step=seen["since"],
         symptom=rule.symptom.format_map(known),
-        numbers=", ".join(numbers),
-        causes=rule.causes,
+        numbers=numbers,
         remedy=remedy_of(rule.remedy.format_map(known), past),
-        source=rule.source,
     )
 
 
@@ -279,13 +262,13 @@ class Health:
     """The findings of a run, step by step. args: config.json as a dict, or {}."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        self._found: dict[str, Finding] = {}  # by rule: the first one, or the first one that is "wrong"
+        self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
         self.past = Past(args)
         logged = args.get("offline_data_path")
         checked = args.get("script", SCRIPT) == SCRIPT
         self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
 
-    def add(self, record: dict[str, Any]) -> list[Finding]:
+    def add(self, record: dict[str, Any]) -> list[Rule]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self.past.add(record)
         begun = []
@@ -301,15 +284,15 @@ class Health:
         return [finding for finding in self.sorted if finding.name in begun]
 
     @property
-    def sorted(self) -> list[Finding]:
+    def sorted(self) -> list[Rule]:
         """All findings: those of before the first step, which may be the cause of others, then the wrong
         ones, then by step."""
         return sorted(self._found.values(), key=lambda f: (f.step > 0, f.level != WRONG, f.step))
 
 
-def one_line(finding: Finding) -> str:
+def one_line(finding: Rule) -> str:
     """A finding as one line, for the terminal."""
     return (
-        f"{finding.level}, since step {finding.step}: {finding.symptom}. {finding.numbers}. "
+        f"{finding.level}, since step {finding.step}: {finding.symptom}. {', '.join(finding.numbers)}. "
         f"Try: {finding.remedy} (docs/health.md, {finding.name})"
     )

@@ -90,7 +90,7 @@ class RunFolder:
                     if named:
                         raise InputError(f"{self.path}: is a file; give another --run_name") from None
             self._lock()
-        if not resume and (self.path / "config.json").exists():
+        if not resume and (found or (self.path / "config.json").exists()):
             raise InputError(
                 f"--run_name {run_name}: {self.path} holds a run; add --resume auto or change the name"
             )
