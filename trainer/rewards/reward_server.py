@@ -73,8 +73,6 @@ class RewardServer:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
-            except TimeoutError:
-                reason = f"no answer after {self.timeout:g} s"
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
                 reason = str(error) or type(error).__name__
             if pause:

@@ -198,7 +198,7 @@ def share_of(items: Sequence[T], world: World) -> list[T]:
     which gives the same means."""
     if len(items) < world.size:
         return list(items)
-    return [items[i] for i in range(world.rank, len(items), world.size)]
+    return list(items[world.rank :: world.size])
 
 
 def batches_of(count: int, size: int, world: World) -> list[list[int]]:

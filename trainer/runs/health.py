@@ -89,6 +89,13 @@ class Past:
         values = self.values[name][:count]
         return fmean(values) if len(values) == count else math.nan
 
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """The first and the last value of a metric of evaluations; of one of steps the means of the first
+        tenth and of the last tenth of them. None without two values."""
+        values = self.values[name]
+        count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
+        return (fmean(values[:count]), fmean(values[-count:])) if len(values) > 1 else None
+
     def holds(self, conditions: Iterable[str]) -> dict[str, Any]:
         """For the first of these that holds (health.toml says how they are written): ``since``, the first
         step of those that show it, and ``start``, the metric at the start of the run; else nothing."""
