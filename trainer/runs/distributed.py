@@ -171,8 +171,9 @@ def init_world(device: str, require: int = False) -> World:
         return World(0, 1, place)
     backend = "nccl" if place.type == "cuda" else "gloo"
     store, rank, size = next(dist.rendezvous("env://"))
-    store = store_of_attempt(store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, store=store_of_attempt(store), rank=rank, world_size=size, timeout=PATIENCE
+    )
     return World(rank, size, place)
 
 

@@ -14,6 +14,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,11 @@ Values = Mapping[str, float | str]  # metrics and texts
 Started = tuple[Any, Callable[[str], Any]]  # a run as the package has it; a text -> the package's form of it
 
 
+@dataclass
 class TensorBoard:
     """TensorBoard's event files, written as the runs of the others are. It needs no TensorFlow."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
+    writer: Any
 
     def log(self, values: Values, step: int) -> None:
         """Take the values of one step."""
