@@ -28,6 +28,7 @@ from trainer.compute.precision import keep_exact, round_frozen
 from trainer.compute.scoring import prepare_training
 from trainer.compute.sharding import shard
 from trainer.flags import Flags
+from trainer.rewards.combine import scoring_models
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
 from trainer.runs.optimizer_step import make_optimizer
 
@@ -112,7 +113,7 @@ def shard_models(run: "PpoRun") -> None:
         shard(scorer, in_step, run.dtype)
         scorer.in_step = in_step
     if shares_reward_models(run.args):
-        for model, _ in (*run.reward.models.values(), *run.judge.models.values()):
+        for model in scoring_models(run.reward, run.judge):
             shard(model.root, in_step, run.dtype, model.model)
             model.root.in_step = in_step  # type: ignore[assignment]  # ``each_micro_batch`` asks for it
     for learner in run.learners.values():

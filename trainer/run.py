@@ -62,6 +62,7 @@ class PpoRun(Run):
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
     result_path: Path
+    folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts
     fingerprints = fingerprints  # before frozen weights are rounded
@@ -316,6 +317,7 @@ class PpoRun(Run):
         found = None
         with self.world.all_or_none():
             if self.world.is_main:
+                self.folder = logger.folder.path
                 found = read_best(self.folder)
         found = self.world.from_main(found)
         if found and self.best.follows(found):

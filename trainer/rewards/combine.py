@@ -336,6 +336,11 @@ def load_judge(
     )
 
 
+def scoring_models(*rewards: Reward) -> list[RewardModel]:
+    """The reward models of these rewards."""
+    return [model for reward in rewards for model, _ in reward.models.values()]
+
+
 def modules_of(*rewards: Reward) -> list[PreTrainedModel]:
     """The frozen modules of the reward models of these rewards."""
-    return [model.model for reward in rewards for model, _ in reward.models.values()]
+    return [model.model for model in scoring_models(*rewards)]
