@@ -309,7 +309,7 @@ def test_a_held_out_fall_is_told_from_chance(row):
         assert found.step == 16
         assert found.symptom == f"{name} falls"  # after 16 steps nobody can tell what the score does
         first, best, last = (f"{float(value):.3f}" for value in values)
-        assert found.numbers == f"{name} {last}, at the start {first}, at the best {best}"
+        assert found.numbers == [f"{name} {last}, at the start {first}, at the best {best}"]
 
 
 def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploited():
@@ -435,9 +435,10 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
         {"kl/k1": 3.5},
         {"kl/k1": 4},
     ]
-    said = [[(f.name, f.level) for f in health.add(record)] for record in steps_of(steps)]
-    assert said[0] == [("unusual_flags", "look"), ("kl_far", "look")]
-    assert said[1:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
+    records = [{"step": 0}, *steps_of(steps)]
+    said = [[(f.name, f.level) for f in health.add(record)] for record in records]
+    assert said[:2] == [[("unusual_flags", "look")], [("kl_far", "look")]]
+    assert said[2:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
     places = [(f.name, f.level, f.step) for f in health.sorted]
     unusual, far, drastic = (
         ("unusual_flags", "look", 0),
@@ -445,7 +446,7 @@ def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wro
         ("ratio_drastic", "wrong", 3),
     )
     assert places == [unusual, far, drastic]  # since when, not when it became worse
-    assert health.sorted[1].numbers.startswith("kl/k1 3.50 ")  # of the step that was said
+    assert health.sorted[1].numbers[0].startswith("kl/k1 3.50 ")  # of the step that was said
     assert one_line(health.sorted[2]).startswith("wrong, since step 3: the updates of one batch")
 
 
@@ -503,7 +504,7 @@ def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
 def test_what_is_not_known_is_left_out():
     """A run of an older version, without flags and with few metrics."""
     (found,) = health_of([{"step": 1, "policy/approx_kl": 0.6}]).sorted
-    assert found.numbers == "policy/approx_kl 0.600 (usual: below 0.05)"
+    assert found.numbers == ["policy/approx_kl 0.600 (usual: below 0.05)"]
     remedies = [health_of([{"step": 1, name: 9.0}]).sorted[0].remedy for name in ("policy/ratio", "kl/k1")]
     assert remedies == ["--ppo_epochs 1", "--kl_coef 0.02"]
     held = [{"step": n, "value/clip_fraction": 0.5} for n in range(3)]
@@ -512,8 +513,8 @@ def test_what_is_not_known_is_left_out():
 
 def test_numbers_are_those_of_the_run():
     found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
-    assert found["few_prompts"].numbers == "10 prompts or logged answers, 589 samples or passes of each"
-    assert found["few_end"].numbers == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
+    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 samples or passes of each"]
+    assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 
 def test_what_is_usual_is_what_the_flags_take():

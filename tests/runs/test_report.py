@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from trainer import train_ppo, train_sft
 from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Finding
+from trainer.runs.health import Rule
 from trainer.runs.plots import draw_panel, draw_svgs
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
@@ -42,7 +43,8 @@ def finding(level, step):
     """A finding as health.py gives it."""
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
-    return Finding("kl_far", level, step, symptom, "kl/k1 2.0", causes, "--kl_coef 0.06", "a paper")
+    rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
+    return replace(rule, level=level, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,8 @@ def written(folder, times=1, findings=(), long_text=""):
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
     run = SimpleNamespace(args=args, display=displays.PPO, total_steps=6 * times, script="train_ppo.py")
     run.best_note, run.result_path, run.progress = lambda: "", None, SimpleNamespace(step=6 * times)
-    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended", 6)
+    run.saved_step = 6
+    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended")
     return folder / "report.html"
 
 
@@ -278,9 +281,9 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
-    def noted(run, folder, health, state, saved_step):
-        states.append((run.progress.step, state, saved_step))
-        return write_report(run, folder, health, state, saved_step)
+    def noted(run, folder, health, state):
+        states.append((run.progress.step, state, run.saved_step))
+        return write_report(run, folder, health, state)
 
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)

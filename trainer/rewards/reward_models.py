@@ -168,45 +168,42 @@ class RemoteRewardModel(RewardModel):
             raise InputError(
                 "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
             )
-        self.batched = hasattr(self.model, "get_scores") and self._agrees()
-
-    def __call__(self, conversations: Conversations) -> Tensor:
-        """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        return self._scores(conversations, self.batched)
+        self.batched = False
+        if not hasattr(self.model, "get_scores"):
+            return
+        expected = self(CHECKED)
+        self.batched = True
+        difference = "its get_scores and get_score differ"
+        try:
+            if torch.allclose(self(CHECKED), expected, TOLERANCE, TOLERANCE):
+                return
+        except InputError as error:
+            difference = str(error).removeprefix("--reward_model: ")
+        self.batched = False
+        tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
 
     @torch.no_grad()
-    def _scores(self, conversations, batched):
+    def __call__(self, conversations: Conversations) -> Tensor:
+        """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
         chats = [
             [*to_messages(asked), {"role": "assistant", "content": said}] for asked, said in conversations
         ]
         scores = torch.empty(len(chats))
-        name = "get_scores" if batched else "get_score"
+        name = "get_scores" if self.batched else "get_score"
         lengths = [1] * len(chats)
         budget = 1  # one at a time
-        if batched:
+        if self.batched:
             lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
             budget = tokens_per_pass(self.model.device)
 
         def score_some(rows):
-            some = [chats[row] for row in rows] if batched else chats[rows[0]]
+            some = [chats[row] for row in rows] if self.batched else chats[rows[0]]
             found = getattr(self.model, name)(self.tokenizer, some)
             scores[rows] = torch.as_tensor(found).float().cpu().reshape(len(rows))  # some return one as 0-d
 
         with as_input_error(f"--reward_model: its {name} failed"):
             each_micro_batch(lengths, budget, score_some, "reward model")
         return scores
-
-    def _agrees(self) -> bool:
-        """Whether get_scores does the same as get_score; says so where it does not."""
-        expected = self._scores(CHECKED, batched=False)
-        difference = "its get_scores and get_score differ"
-        try:
-            if torch.allclose(self._scores(CHECKED, batched=True), expected, TOLERANCE, TOLERANCE):
-                return True
-        except InputError as error:
-            difference = str(error).removeprefix("--reward_model: ")
-        tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
-        return False
 
 
 def load_reward_model(

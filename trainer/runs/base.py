@@ -47,8 +47,7 @@ class Kept:
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 @dataclass
@@ -115,7 +114,9 @@ class Run(ABC):
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
 
+    folder: Path
     result_path: Path
+    saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
     @abstractmethod

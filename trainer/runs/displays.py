@@ -85,7 +85,7 @@ def display_of(row: Row) -> Display:
 
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-UNITS = {name: f"({unit})" for name, unit in TABLE["units"].items()}
+UNITS = TABLE["units"]
 PPO = display_of(TABLE["ppo"])
 OFFLINE = replace(PPO, **TABLE["offline"])
 SFT = display_of(TABLE["sft"])

@@ -28,20 +28,17 @@ def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], row
 
 def save(run: Run, logger: Logger) -> None:
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
-    if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
+    step = run.progress.step
+    if not step:  # nothing has been learned, and an earlier run's result may be there
         return
-    folder = None
-    with run.world.all_or_none():
-        if isinstance(logger, RunLogger) and logger.saved_step != run.progress.step:
+    if run.saved_step != step:
+        with run.world.all_or_none():
             logger.flush()
-            folder = logger.folder.path
-    folder = run.world.from_main(folder)
-    if folder:
-        checkpoints.save(folder, run, run.args.keep_checkpoints)
+        checkpoints.save(run)
     with run.world.all_or_none(), run.gathered():
-        if isinstance(logger, RunLogger):
+        if run.world.is_main:
             run.save_result()
-            logger.saved_step = run.progress.step
+    run.saved_step = step
 
 
 @contextmanager
