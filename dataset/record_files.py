@@ -136,4 +136,8 @@ def _temporary(path: str, lines: Iterable[bytes]) -> IO[bytes]:
 def parse_json(raw: bytes) -> Any:
     """Bytes of JSON text -> the value. Raises InputError."""
     with as_input_error("not JSON in UTF-8; one object a line is needed"):
-        return json.loads(raw.decode("utf-8-sig"))
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # JSON can escape half a surrogate pair, which no text can be encoded with
+            json.dumps(value, ensure_ascii=False).encode()
+    return value
