@@ -70,7 +70,6 @@ class PpoRun(Run):
     display = displays.PPO
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts
     begin = choose_penalty
@@ -365,7 +364,6 @@ class PpoRun(Run):
         """The best of a resumed run is that of its folder."""
         with self.world.all_or_none():
             if self.world.is_main:
-                self.folder = logger.folder.path
                 self.best = best_so_far(self.folder, self.best, logger)
         self.best = self.world.from_main(self.best)
 
