@@ -4,18 +4,19 @@ import json
 import math
 import shlex
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from same_runs import same_metrics, same_weights
 from tiny import (
     PYTHON,
     ROOT,
     finish,
     flags,
+    free_port,
     launch_two,
     load_weights,
     read_jsonl,
@@ -38,24 +39,15 @@ from model.saving import save_policy
 from trainer import supervised, train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
-from trainer.compute.scoring import score_learned
 from trainer.inputs import load_inputs
-from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import backward
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
-SIZES = {
-    "device": "cpu",
-    "dtype": "float32",
-    "run_name": "r",
-    "batch_size": 4,
-    "max_steps": 6,
-    "eval_size": 5,
-}
-SIZES |= {"save_interval": 2, "eval_interval": 4, "log_interval": 3, "learning_rate": 3e-3}
+SIZES = {"device": "cpu", "dtype": "float32", "run_name": "r", "batch_size": 4, "max_steps": 6}
+SIZES |= {"eval_size": 5, "save_interval": 2, "eval_interval": 4, "log_interval": 3, "learning_rate": 3e-3}
 SIZES |= {"keep_checkpoints": 9}
 MINI = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 512}
 SCRIPTS = {"sft": train_sft, "reward": train_reward}
@@ -102,9 +94,11 @@ def gradients_of(run, items, budget=4096):
     lengths = [run.tokens(x) for x in items]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
     sums = backward(run, [source], budget)
-    return sums.means(ALONE), {
-        n: p.grad.clone() for n, p in run.trained.named_parameters() if p.grad is not None
-    }
+    return sums.means(ALONE), gradients_in(run.trained)
+
+
+def gradients_in(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def close(left, right, tolerance=1e-6):
@@ -132,21 +126,6 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
     assert close(wanted, gradients)
 
 
-def test_only_what_the_assistant_says_is_learned(files, tmp_path):
-    turns = [{"content": text} for text in ("a b", "c", "d", "e f")]
-    data = write_jsonl(tmp_path / "one.jsonl", [{"conversations": turns}] * 2)
-    run = build({**files, "sft": data}, "sft", eval_size=1)
-    ((ids, _),) = items = [run.data[0]]
-    vocabulary = run.tokenizer.get_vocab()
-    said = "user a b </s> assistant c </s> user d </s> assistant e f </s>"
-    assert ids == [vocabulary[word] for word in said.split()]
-    logprobs = run.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    places = [5, 6, 11, 12, 13]  # c </s> e f </s>
-    wanted = torch.stack([-logprobs[place - 1, ids[place]] for place in places])
-    assert torch.allclose(-score_learned(items, run.scorer)[0], wanted, atol=1e-6)
-    assert run.loss_counts(items) == [5, 1]
-
-
 def scores_of(model, rows):
     """The scores [B] that plain transformers gives these lists of ids, padded."""
     rows = [torch.tensor(ids) for ids in rows]
@@ -169,26 +148,22 @@ def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, k
     assert {margin for *_, margin in items} == {0.0, 0.5, 1.0}
     means, gradients = gradients_of(run, items)
     plain = run.modules["model"]
-    total, lm_tokens, pair_losses = 0.0, run.loss_counts(items)[-1], []
+    pairs, more, lm_tokens = 0.0, 0.0, run.loss_counts(items)[-1]
     for chosen, rejected, margin in items:
         c, r = scores_of(plain, [chosen, rejected])
-        pair_losses.append(F.softplus(-(c - r - margin)))
-        total = total + pair_losses[-1] / 6
+        pairs = pairs + F.softplus(-(c - r - margin)) / 6
         if kind == "reward":
             continue
-        total = total + 0.01 * (c**2 + r**2) / 6
         part = next(i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
         states = [plain.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in (chosen, rejected)]
         at_c, at_r = (plain.score(x[part]).squeeze() for x in states)
-        total = total + 0.5 * F.softplus(-(at_c - at_r)) / 6
         logits = run.modules["lm_head"](states[0][part - 1 : -1])
-        total = (
-            total + 0.7 * F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum") / lm_tokens
-        )
-    assert means["train/loss"] == pytest.approx(sum(pair_losses).item() / 6, abs=1e-6)
+        nll = F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum")
+        more = more + (0.01 * (c**2 + r**2) + 0.5 * F.softplus(-(at_c - at_r))) / 6 + 0.7 * nll / lm_tokens
+    assert means["train/loss"] == pytest.approx(pairs.item(), abs=1e-6)
     run.trained.zero_grad()
-    total.backward()
-    assert close({n: p.grad for n, p in run.trained.named_parameters() if p.grad is not None}, gradients)
+    (pairs + more).backward()
+    assert close(gradients_in(run.trained), gradients)
 
 
 def test_regression_by_hand(files):
@@ -285,42 +260,21 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
-    assert plain.config.num_labels == 1
-    assert plain.config.pad_token_id == 0
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (plain.config.num_labels, plain.config.pad_token_id) == (1, 0)
     reward_model = load_reward_model(str(folder), ALONE.device)
     records = read_jsonl(files["pairs"])
     pairs = [(record["prompt"], record["chosen"]) for record in records]
-    rows = conversation_ids(tokenizer, pairs)
-    offset = plain.config.reward_offset
-    assert offset != 0
-    assert torch.allclose(scores_of(plain, rows) - offset, reward_model(pairs), atol=1e-5)
+    rows = conversation_ids(AutoTokenizer.from_pretrained(folder), pairs)
+    assert offset_in(whole["reward"]) != 0
+    scores = scores_of(plain, rows)
+    assert torch.allclose(scores - offset_in(whole["reward"]), reward_model(pairs), atol=1e-5)
     alone = torch.cat([plain(torch.tensor([row])).logits[:, 0] for row in rows])
-    assert torch.allclose(alone, scores_of(plain, rows), atol=1e-5)
-
-    held_out = [
-        (record["prompt"], record[side]) for record in records[-5:] for side in ("chosen", "rejected")
-    ]
+    assert torch.allclose(alone, scores, atol=1e-5)
+    held_out = [(r["prompt"], r[side]) for r in records[-5:] for side in ("chosen", "rejected")]
     scores = reward_model(held_out)
     assert scores.std() > 0.01
     assert scores.mean().item() == pytest.approx(0.0, abs=1e-3)  # it was found before weights became fp16
     assert len(list((whole["reward"] / "r" / "checkpoints").iterdir())) == 3
-
-
-def test_a_critic_that_starts_from_it_starts_centred(files, whole):
-    from model.critic import CriticModel
-
-    reward_model = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
-    policy = load_policy(files["model"])
-    tokenizer = load_tokenizer(files["model"])
-    start, weight = critic_start("reward", {"model": (reward_model, -2.5)}, policy, tokenizer)
-    critic = CriticModel.from_model(start, weight=weight)
-    pair = ("a b", "c d e")
-    ids = conversation_ids(reward_model.tokenizer, [pair])[0]
-    place = max(i for i, token in enumerate(ids) if token != 0)  # the last token that is not the pad token
-    assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(
-        -2.5 * reward_model([pair]).item(), abs=1e-5
-    )
 
 
 def test_an_offset_that_is_no_number_is_refused(whole, tmp_path):
@@ -360,14 +314,13 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
 # -------------------------------------------------------------------------- resuming and failing, as in PPO
 
 
-def same_supervised_run(one, other, step=6):
-    left, right = (load_weights(folder, step, "model") for folder in (one, other))
-    assert left.keys() == right.keys()
-    assert all(left[name].equal(right[name]) for name in left)
-    left, right = (load_weights(folder, step, "optimizer") for folder in (one, other))
-    assert all(left[name].equal(right[name]) for name in left)
-    lines = [without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other)]
-    assert lines[0] == lines[1]
+def same_supervised_run(one, other):
+    for name in ("model", "optimizer"):
+        left, right = (load_weights(folder, 6, name) for folder in (one, other))
+        assert left.keys() == right.keys()
+        assert all(left[key].equal(right[key]) for key in left)
+    left, right = (without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
+    assert left == right
 
 
 class Killed(BaseException):
@@ -435,22 +388,15 @@ train_reward.main(json.loads(sys.argv[2]))
 
 def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
     (tmp_path / "both.py").write_text(BOTH.format(root=str(ROOT)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
-    for process in launch_two([*argv, port], script=tmp_path / "both.py"):
+    for process in launch_two([*argv, str(free_port())], script=tmp_path / "both.py"):
         finish(process)
     for kind in SCRIPTS:
-        one, two = (load_weights(out / "r", 6, "model") for out in (whole[kind], tmp_path / kind))
-        difference = max((one[name] - two[name]).abs().max().item() for name in one)
-        print(f"{kind}: largest weight difference between one and two processes {difference:.1e}")
-        assert difference < 1e-5
-        left, right = (read_jsonl(out / "r" / "metrics.jsonl") for out in (whole[kind], tmp_path / kind))
-        for a, b in zip(left, right, strict=True):
-            assert a.keys() == b.keys()
-            for name in {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"} & a.keys():
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (a["step"], name)
+        one, two = whole[kind] / "r", tmp_path / kind / "r"
+        same_weights(one, two, 6, ("model",))
+        same_metrics(
+            one, two, {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}, rel=1e-4, abs=1e-5
+        )
     assert offset_in(whole["reward"]) == pytest.approx(offset_in(tmp_path / "reward"), abs=1e-5)
 
 
@@ -464,14 +410,10 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
 
     monkeypatch.setattr(train_sft.SftRun, "loss", cramped)
     train_sft.main(argv_of(files, "sft", tmp_path))
-    one, two = (load_weights(out / "r", 6, "model") for out in (whole["sft"], tmp_path))
-    assert close(one, two, 1e-5)
-    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    assert metrics[1]["perf/out_of_memory"] == 1
-    assert (
-        json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())["token_budget"]
-        < 2048
-    )
+    same_weights(whole["sft"] / "r", tmp_path / "r", 6, ("model",))
+    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[1]["perf/out_of_memory"] == 1
+    state = json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())
+    assert state["token_budget"] < 2048
 
 
 def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
@@ -599,20 +541,14 @@ def test_the_flags_of_make_demo_assets_exist():
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, more, says):
-    made = {
-        "empty": write_jsonl(tmp_path / "empty.jsonl", []),
-        "margin": write_jsonl(
-            tmp_path / "margin.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}]
-        ),
-        "score": write_jsonl(
-            tmp_path / "score.jsonl", [{"user_input": "a", "completion": "b", "score": "x"}]
-        ),
-    }
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
+    records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
+    made = {name: write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
     more = {name: x.format(**files, **made) if isinstance(x, str) else x for name, x in more.items()}
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
     with pytest.raises(InputError, match=says):
-        SCRIPTS["sft" if kind == "sft" else "reward"].main(argv)
+        SCRIPTS[kind].main(argv)
     assert not (tmp_path / "out").exists()
 
 
