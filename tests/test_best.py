@@ -153,9 +153,6 @@ def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
     same_run(whole / "r", tmp_path / "r", step=6)
 
 
-# ---------------------------------------------------------------------------------------------- the metric
-
-
 def test_which_metric_decides():
     """The pairs, the judge, the function, the accuracy above 0, the score: the first that there is."""
     found = dict.fromkeys(["eval/length", "eval/score", "reward/judge"], 1.0)

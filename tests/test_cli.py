@@ -76,9 +76,6 @@ def test_reward_code_of_a_model_needs_permission(files, tmp_path):
         train(**files | {"reward_model": str(tmp_path)}, **SIZES, out_dir=tmp_path / "out")
 
 
-# --------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
     """A folder of files, each wrong in one way; BAD below uses their names."""
@@ -121,10 +118,10 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
     (
-        "a wrong function is named before models are loaded",
+        "both",
         {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"},
         "no function 'g'",
-    ),
+    ),  # it is checked first
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
     ("learning rate NaN", {"learning_rate": "nan"}, "--learning_rate nan"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
@@ -133,7 +130,7 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
     ("rates that never get to their peak", {"lr_warmup_steps": 2}, "--lr_warmup_steps 2"),
     (
-        "critic from no reward model",
+        "critic from none",
         {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},
         "--critic_init",
     ),

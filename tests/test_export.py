@@ -44,9 +44,6 @@ def demo(tmp_path):
     return path
 
 
-# ---------------------------------------------------------------- both ways
-
-
 THERE_AND_BACK = ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2", "Gemma 3", "OPT"]
 
 
@@ -103,9 +100,6 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     )
     assert state.keys() == own.keys()
     assert all(torch.equal(state[key], own[key]) for key in own)
-
-
-# ---------------------------------------------------------------- what is in the directory
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +171,6 @@ def test_a_tokenizer_that_transformers_reads_wrongly_is_read_right_by_the_card(t
     run(tmp_path / "a.pth", tmp_path / "exported")
     assert "PreTrainedTokenizerFast.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
     assert load_tokenizer(tmp_path / "exported").get_vocab() == word_tokenizer(WORDS).get_vocab()
-
-
-# ---------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("version", [2, 3])

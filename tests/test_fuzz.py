@@ -79,8 +79,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
-# ------------------------------------------------------------------------------------------------- values
-
 ODD = ["<|im_end|>", "</s>", "<unk>", "\ufdd0\U000f0001", "\ud800", "空", "user", "assistant"]
 json_scalars = (
     st.none()
@@ -174,7 +172,6 @@ value_changes = st.lists(st.tuples(st.integers(0, 10**6), new_values), min_size=
     lambda changes: lambda data: with_values(data, changes)
 )
 
-# --------------------------------------------------------------------------------------------- data files
 
 GOOD_LINES = [  # good for every dataset
     '{"prompt": "What is two plus three?", "answer": "5", "chosen": "5", "rejected": "6"}',
@@ -275,8 +272,6 @@ def test_a_tokenizer_without_an_end(tmp_path):
         SFTDataset(path, tokenizer, 10)
 
 
-# -------------------------------------------------------------------------------------------------- flags
-
 FLAGS = train_ppo.flag_parser().flags
 ODD_VALUES = ["nan", "inf", "-inf", "1e400", "1e-400", "", " ", "0x10", "1_0", "１２", "--", "-1e5", "\0"]
 ODD_VALUES += ["9" * 250, "1" + "0" * 200, "\ud800", "a\nb", "x" * 300, "auto", "loss", "float32"]
@@ -318,9 +313,6 @@ def test_values_that_would_take_all_memory_or_time(name, value):
     with pytest.raises(InputError, match=f"--{name}") as error:
         train_ppo.parse_args([f"--{name}", str(value)])
     check_line(str(error.value))
-
-
-# --------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
@@ -381,9 +373,6 @@ def test_runs(chosen, steps, run_files, folder):
             )
         except SystemExit as error:
             check_line(str(error))
-
-
-# ------------------------------------------------------------------------------------------------- models
 
 
 def minimind_state():
@@ -539,9 +528,6 @@ def test_corpus_of_model_folders(what, file, change, model_folder):
         read_model(model_folder)
 
 
-# --------------------------------------------------------------------------------------------- tokenizers
-
-
 @pytest.fixture(scope="module")
 def tokenizer_folder(folder):
     path = folder / "tokenizer"
@@ -611,8 +597,6 @@ def test_chat_templates(template, tokenizer_folder):
         read_tokenizer(tokenizer_folder)
 
 
-# --------------------------------------------------------------------------------------- reward functions
-
 RETURNS = [
     "None", "3", "[]", "[1.0]", "[1, 'x']", "[None, None]", "['1', '2']", "(1, 2)", "{1: 2, 3: 4}", "'12'",
     "[float('nan'), 1]", "[1, float('inf')]", "[1e300, 1]", "[10**400, 1]", "[True, False]", "range(2)",
@@ -647,9 +631,6 @@ def test_what_reward_functions_return(value, folder):
 @fuzz(150, lines=st.lists(st.sampled_from(PYTHON_LINES) | st.text(max_size=15), max_size=4))
 def test_reward_files(lines, folder):
     reward_of(folder, "\n".join(lines))
-
-
-# -------------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,17 @@
 """Invariants of a PPO step: ratio 1 and KL 0 at the start; cutting and padding change nothing."""
 
 import copy
-from dataclasses import fields
 
 import pytest
 import torch
 from tiny import flags, run_files
 
 from trainer import train_ppo
-from trainer.compute.rollout_data import Rollout, length_mask
+from trainer.compute.rollout_data import length_mask
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import (
-    Step,
-    forget_gradients,
-    note_steps,
-)
+from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -28,17 +23,10 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     """A Run as main builds it, with its prompts. None: a flag is left out."""
-    sizes = {
-        "batch_size": 16,
-        "mini_batch_size": 8,
-        "max_gen_len": 8,
-        "critic_warmup_steps": 0,
-        "max_steps": 4,
-        "dtype": "float32",  # the invariants are exact, or to 1e-6
-    }
+    sizes = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0}
+    sizes |= {"max_steps": 4, "dtype": "float32"}  # the invariants are exact, or to 1e-6
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
-    args = train_ppo.parse_args(flags(**given))
-    run = PpoRun(args, ALONE)
+    run = PpoRun(train_ppo.parse_args(flags(**given)), ALONE)
     return run, run.prompts
 
 
@@ -73,25 +61,6 @@ def furthest(left, right):
     return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
-# ---------------------------------------------------------------------------------- before the first update
-
-
-def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
-    run, prompts = make_run(files, entropy_top=0.5)  # which fills the field ``counted`` too
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
-    order, put = {}, Rollout.__setattr__
-
-    def noting(rollout, name, value):
-        if rollout is batch.rollout:
-            order.setdefault(name, len(order))
-        put(rollout, name, value)
-
-    monkeypatch.setattr(Rollout, "__setattr__", noting)
-    train_ppo.fill_rollout(run, 0, batch, Metrics())
-    declared = [field.name for field in fields(Rollout)]
-    assert declared[declared.index("sampler_logprobs") + 1 :] == list(order)
-
-
 def test_ratio_is_one_and_kl_zero_before_the_first_update(files):
     run, prompts = make_run(files, temperature=0.7)
     rollout, metrics = filled_rollout(run, prompts)
@@ -115,9 +84,6 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert real.mean().abs() < 1e-6
     assert real.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
     assert rollout.advantages[~rollout.mask].abs().max() == 0
-
-
-# ------------------------------------------------------------------------ how a minibatch is cut and padded
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
@@ -170,9 +136,6 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     assert same(*results)
     assert kept[1] < 0.5 * kept[0]
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
-
-
-# ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):

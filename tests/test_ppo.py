@@ -398,9 +398,6 @@ def test_equal_returns_leave_nothing_to_explain():
     assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, alone))
 
 
-# ------------------------------------------------------------------- what tests/mutations.py found untested
-
-
 def test_steps_keep_their_places_and_the_rest_of_the_score_lands_last():
     """Scores 5 and 2; steps of 1 and 2 in the first response, of 4 in the second."""
     steps = torch.tensor([[1.0, 0.0, 2.0], [4.0, 0.0, 0.0]])

@@ -106,9 +106,6 @@ def close(left, right, tolerance=1e-6):
     return all(torch.allclose(left[n], right[n], rtol=1e-4, atol=tolerance) for n in left)
 
 
-# ------------------------------------------------------------------------------------------- losses, by hand
-
-
 def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files):
     run = build(files, "sft")
     items = [run.data[i] for i in range(7)]
@@ -206,9 +203,6 @@ def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
     whole, cut = (gradients_of(run, items, budget)[1] for budget in (4096, 20))
     assert close(whole, cut)
     assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
-
-
-# ------------------------------------------------------------------------------------------ what comes out
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +303,6 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     last = read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
     assert last["eval/rmse"] == pytest.approx(last["eval/loss"] ** 0.5)
     assert -1 <= last["eval/correlation"] <= 1
-
-
-# -------------------------------------------------------------------------- resuming and failing, as in PPO
 
 
 def same_supervised_run(one, other):
@@ -453,9 +444,6 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
     assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
 
 
-# -------------------------------------------------------------------------- commands, late errors, templates
-
-
 def said_command(capsys, word):
     """The words behind ``word`` in what a run has printed, as a shell reads them."""
     lines = capsys.readouterr().out.splitlines()
@@ -515,9 +503,6 @@ def test_the_flags_of_make_demo_assets_exist():
         if "--dtype" in argv:
             args = (train_sft if "sft" in script else train_reward).parse_args(argv)
             assert Path(args.data_path).is_file()
-
-
-# ---------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

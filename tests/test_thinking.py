@@ -74,9 +74,6 @@ def files_of(folder, name="Qwen3", count=40):
     return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
 
 
-# --------------------------------------------------------------------------------------- what is rendered
-
-
 RENDERED = [  # template, its arguments, the end of the prompt
     ("Qwen3", {}, "assistant "),
     ("Qwen3", {"enable_thinking": True}, "assistant "),
@@ -157,8 +154,6 @@ def test_logged_answers_thought_or_did_not(option):
         train_ppo.parse_args(flags(offline_data_path="pairs.jsonl", **option))
 
 
-# ---------------------------------------------------------------------------------------- what is rewarded
-
 THOUGHT = "the answer is surely two"  # 24 characters
 CASES = [  # response, MiniMind's points, what is judged
     (f"<think>\n{THOUGHT}\n</think>\n\n2", 1.25, "2"),
@@ -227,9 +222,6 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
 
-# --------------------------------------------------------------------------------- which format they have
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The demo's policy in a folder of somebody's own."""
@@ -280,8 +272,6 @@ def test_a_given_flag_stays(tmp_path):
     assert chosen(tmp_path, records, None, given=0) == (0, None)
     assert chosen(tmp_path, records, None, given=1) == (1, None)
 
-
-# ---------------------------------------------------------------------------------------------- whole runs
 
 RUN = {**EXACT, **CRITIC, "max_gen_len": 6, "max_steps": 4, "eval_interval": 0}
 

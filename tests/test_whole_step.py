@@ -511,9 +511,6 @@ def balance_losses(output, mask, config):
     return torch.stack(losses)
 
 
-# --------------------------------------------------------------------------------------------------- the test
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")

@@ -29,7 +29,6 @@ from dataset.data_order import (
 )
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
-from dataset.record_files import open_records
 from errors import InputError
 from trainer import train_reward, train_sft
 from trainer.generation.engine import sample
@@ -46,9 +45,6 @@ def assistant(text):
 
 
 SYSTEM = {"role": "system", "content": "S"}
-
-# ---------------------------------------------------------------------------------------------------------
-# Prompts
 
 
 def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
@@ -94,15 +90,6 @@ def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
             kind(jsonl(*records), tokenizer, 100)
 
 
-def test_files_without_records(tmp_path, jsonl):
-    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
-        open_records(tmp_path / "nowhere.jsonl")
-    with pytest.raises(InputError, match="the library datasets cannot read it"):
-        open_records(tmp_path)
-    with pytest.raises(InputError, match="no records"):
-        open_records(jsonl("", "  "))
-
-
 def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jsonl):
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [user("hi")], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
@@ -130,10 +117,6 @@ def test_the_fingerprints_of_files_are_those_of_older_runs():
     assert RLAIFDataset(demo / "eval.jsonl", tokenizer, 256).fingerprint == "64f8c7b817e2"
     assert SFTDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "87ec6c742863"
     assert PreferenceDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "7094bdd2ff3f"
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Order
 
 
 def test_order_is_a_pure_function():
@@ -202,10 +185,6 @@ def test_a_process_reads_its_prompts_once_for_all_their_answers_also_when_resume
             assert numbers == [batch[p // answers] for p in positions[::answers]]
     assert local_positions(4, 1, 2) == [1, 3, 5, 7]
     assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Demonstrations, preferences, the flags of templates
 
 
 def learned(tokenizer, sample):
@@ -294,13 +273,9 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
         assert learned(plain, one) == f"5{eos}"
         plain.save_pretrained(tmp_path / "saved")
         assert type(plain).from_pretrained(tmp_path / "saved").chat_template == plain.chat_template
-    for given, shown in (
-        (
-            '{"q": "{prompt}", "ü\'": 1}',
-            '{"q": "hi", "ü\'": 1}',
-        ),  # characters with a meaning in Jinja strings
-        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<hi>"),
-    ):
+    meaning = '{"q": "%s", "ü\'": 1}'  # characters with a meaning in Jinja strings
+    jinja = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    for given, shown in ((meaning % "{prompt}", meaning % "hi"), (jinja, "<hi>")):
         set_template(plain, given)
         assert prompt_text(plain, "hi") == shown
 
@@ -324,9 +299,6 @@ def test_bad_templates_are_named(plain):
     with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
         set_template(plain, "a {prompt} b")
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Logged answers
 
 PAIRS = [
     {"prompt": "a b", "chosen": "c d", "rejected": "e"},
@@ -419,9 +391,6 @@ def test_an_answer_has_to_end_where_the_policy_ends(jsonl):
         logged(jsonl(*RATED), tokenizer)
     assert logged(jsonl(*RATED), tokenizer, eos=[0, H])[0].response_ids == [C, H]
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Runs
 
 SIZES = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
 

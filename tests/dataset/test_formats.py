@@ -1,11 +1,9 @@
 """Every form of record that docs/data.md names, as a prompt, a demonstration, a pair or a rated answer."""
 
 import json
-import shlex
 
 import pytest
-from tiny import ROOT, flags, read_jsonl
-from transformers import AutoTokenizer
+from tiny import ROOT
 
 from dataset.answers import comparable
 from dataset.chat_template import conversation_ids, conversation_text, prompt_text, unmark
@@ -23,7 +21,6 @@ from dataset.formats import (
 )
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
-from trainer import train_ppo
 
 
 def user(text):
@@ -376,18 +373,3 @@ def test_every_example_record_of_the_docs_is_read_as_their_table_says():
             assert (answer, to_demonstration(record)) == (None, (None, text))
         else:
             assert "2 + 3?" in text and answer == "5"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["from_pairs", "templated"])
-def test_the_commands_of_the_docs(name, tmp_path):
-    (line,) = [line for line in PAGE.splitlines() if line.endswith(name)]
-    _, *argv = shlex.split(line)[1:]
-    sizes = flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0, max_gen_len=8)
-    train_ppo.main([*argv, *sizes])
-    sample = read_jsonl(tmp_path / name / "samples.jsonl")[0]
-    if name == "templated":
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo_actor_128")
-        assert prompt_text(tokenizer, "hi") == "Question: hi\nAnswer:"
-    else:
-        assert sample["prompt"] in {r["prompt"] for r in read_jsonl(ROOT / "dataset/demo/preferences.jsonl")}

@@ -3,7 +3,6 @@
 import functools
 import json
 import signal
-from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +13,6 @@ from tiny import request_of, run_files, train, write_jsonl
 from errors import InputError
 from trainer.rewards.combine import Reward
 from trainer.rewards.reward_function import (
-    TimeUp,
     call_reward_function,
     check_columns,
     load_reward_function,
@@ -191,9 +189,6 @@ def test_a_reward_without_records():
     assert reward(request_of(["p", "q"], ["r", "s"]))["function"].tolist() == [1, 1]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Runs
-
 CHECKED = """
 import json, pathlib
 def score(prompts, responses, answers, level, hint=None):
@@ -249,20 +244,7 @@ def test_a_wrong_name_ends_a_run_before_it_samples_anything(file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The time limit leaves nothing behind
-
 alarms = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
-
-
-@alarms
-def test_no_alarm_goes_on_after_a_time_that_is_up_at_once():
-    before = signal.getsignal(signal.SIGALRM)
-    for _ in range(2000):
-        with suppress(TimeUp), time_limit(1e-6):
-            pass
-        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-        assert signal.getsignal(signal.SIGALRM) is before
 
 
 @alarms

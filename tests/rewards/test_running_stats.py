@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 
 import pytest
 import torch
@@ -105,37 +104,6 @@ def test_without_the_flag_nothing_is_counted():
     parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
     assert {name: x.tolist() for name, x in parts.items()} == {"model": [2.0, 3.0], "score": [2.0, 3.0]}
     assert reward.running == {}
-
-
-def test_processes_share_their_statistics():
-    """Two with four scores each equal one with eight. Threads here; test_processes.py has real processes."""
-    names = list("abcdefgh")
-    table = dict(zip(names, SCORES.tolist(), strict=True))
-    alone, *two = (reward_of(table, normalize=True, reasoning=False) for _ in range(3))
-    whole = alone.combine(ask(alone, names), ALONE)["score"]
-    meeting, slots, halves = threading.Barrier(2), [None, None], [None, None]
-
-    class Half:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def gather(self, item):
-            slots[self.rank] = item
-            meeting.wait()
-            return list(slots)
-
-    def process(rank):
-        raw = ask(two[rank], names[4 * rank : 4 * rank + 4])
-        halves[rank] = two[rank].combine(raw, Half(rank))["score"]
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert two[0].running == two[1].running  # to the last bit
-    close(two[0].running["model"], alone.running["model"])
-    assert torch.cat(halves).tolist() == pytest.approx(whole.tolist(), abs=1e-6)
 
 
 def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
