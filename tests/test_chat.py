@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from forks import Forked
-from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, word_tokenizer
+from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, user, word_tokenizer
 from tiny_tokenizers import TOKENIZERS
 from transformers import LlamaForCausalLM
 
@@ -82,10 +82,6 @@ def trainers_answer(path, messages, max_gen_len=12):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     rollout = sample(model, [ids], noise_keys(0, 0, [0]), [0], max_gen_len, 0.0)
     return response_texts(rollout, tokenizer)[0]
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def converse(one, lines, monkeypatch, interactive=True, seed=42):

@@ -7,12 +7,14 @@ import pytest
 from tiny import (
     ROOT,
     WORDS,
+    assistant,
     flags,
     read_jsonl,
     run_files,
     save_policy_dir,
     tiny_llama,
     train,
+    user,
     word_tokenizer,
     write_jsonl,
 )
@@ -20,13 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids, prompt_text, set_system_prompt, set_template
-from dataset.data_order import (
-    epoch_order,
-    global_batch,
-    local_positions,
-    minibatch_rows,
-    record_batches,
-)
+from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows, record_batches
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
@@ -34,15 +30,6 @@ from trainer import train_reward, train_sft
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
 
 SYSTEM = {"role": "system", "content": "S"}
 
@@ -410,7 +397,7 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
 
 
 def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
-    model = save_policy_dir(tmp_path / "policy", word_tokenizer(WORDS, chat=True))
+    model = save_policy_dir(tmp_path / "policy", words())
     records = [{"q": {"x": "a b"}, "good": "c", "bad": "d e", "tools": [{}]}] * 8
     path = write_jsonl(tmp_path / "named.jsonl", records)
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}
