@@ -15,7 +15,7 @@ from tiny import (
     save_reward_dir,
     word_tokenizer,
 )
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from errors import InputError
 from trainer import train_ppo
@@ -24,6 +24,7 @@ from trainer.rewards.combine import RawScores, Reward
 from trainer.rewards.reward_models import load_reward_model, parse_spec
 from trainer.runs.displays import PARTS, metric_names
 
+CPU = torch.device("cpu")
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
 
@@ -122,29 +123,10 @@ def test_a_cut_response_pays_the_missing_eos_penalty():
     assert reward(request_of(["p", "p"], ["a", "b"], finished=[True, False]))["score"].tolist() == [1.0, 0.25]
 
 
-def test_classifier_scores_are_the_models_own_whatever_the_batch(classifier):
-    """Batched, padded and sorted, each score equals the model's own on that conversation alone."""
-    tokenizer = AutoTokenizer.from_pretrained(classifier)
-    model = AutoModelForSequenceClassification.from_pretrained(classifier)
-    prompts = [[{"role": "user", "content": "one " * n}] for n in range(1, 8)]
-    conversations = [(p, "two three " * (7 - i)) for i, p in enumerate(prompts)]
-    alone = []
-    for prompt, response in conversations:
-        text = tokenizer.apply_chat_template(
-            [*prompt, {"role": "assistant", "content": response}], tokenize=False
-        )
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        with torch.no_grad():
-            alone.append(model(ids).logits.item())
-    scores = load_reward_model(classifier, torch.device("cpu"))(conversations)
-    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
-    assert scores.std() > 1e-3
-
-
 def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
     tokenizer = word_tokenizer(WORDS, chat=True)
     path = save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
-    reward_model = load_reward_model(path, torch.device("cpu"))
+    reward_model = load_reward_model(path, CPU)
     reward_model.max_length = 6
     score = reward_model([("one two three", "four five four five two")])
     ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
@@ -157,7 +139,7 @@ def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path
 
 def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(classifier):
     """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
-    reward = load_reward_model(classifier, torch.device("cpu"))
+    reward = load_reward_model(classifier, CPU)
     rows = len(reward.tokenizer)
     for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
         policy = LlamaForCausalLM(llama_config(rows + more))
@@ -168,28 +150,27 @@ def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(c
 
 
 def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
-    path = save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None)
-    model = load_reward_model(path, torch.device("cpu"))
+    model = load_reward_model(save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None), CPU)
     conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
     alone = [model([pair]).item() for pair in conversations]
     assert model(conversations).tolist() == pytest.approx(alone, abs=1e-5)
+    assert max(alone) - min(alone) > 1e-3
 
 
-def test_remote_code_reward_model(remote):
+def test_remote_code_needs_permission_and_then_scores(remote):
     with pytest.raises(InputError, match="--trust_remote_code"):
-        load_reward_model(remote, torch.device("cpu"))
-    model = load_reward_model(remote, torch.device("cpu"), trust_remote_code=True)
+        load_reward_model(remote, CPU)
+    model = load_reward_model(remote, CPU, trust_remote_code=True)
     assert model([("one", "one two three"), ("two", "one")]).tolist() == [1.5, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["missing", "a causal LM", "two labels"])
-def test_what_is_no_reward_model_is_refused(kind, tmp_path):
-    if kind == "a causal LM":
-        save_policy_dir(tmp_path, word_tokenizer(WORDS))
-    if kind == "two labels":
-        save_reward_dir(tmp_path, word_tokenizer(WORDS), num_labels=2)
-    with pytest.raises(InputError, match="--reward_model"):
-        load_reward_model(str(tmp_path), torch.device("cpu"))
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    save_policy_dir(tmp_path / "a causal LM", word_tokenizer(WORDS))
+    save_reward_dir(tmp_path / "two labels", word_tokenizer(WORDS), num_labels=2)
+    for name in ("missing", "a causal LM", "two labels"):
+        with pytest.raises(InputError, match="--reward_model"):
+            load_reward_model(str(tmp_path / name), CPU)
 
 
 def test_specs_of_reward_models(tmp_path):
