@@ -46,7 +46,6 @@ TOKENIZER = word_tokenizer(WORDS, chat=True)
 
 
 def saved(model, folder, tokenizer=TOKENIZER):
-    """Save a model as a run does -> the path of its .pth."""
     save_policy(model, tokenizer, folder / "ppo_actor_32.pth")
     return folder / "ppo_actor_32.pth"
 
@@ -99,7 +98,6 @@ def converse(one, lines, monkeypatch, interactive=True, seed=42):
 
 
 def asked_of(one):
-    """What the user said, as far as it is remembered."""
     return [turn["content"] for turn in one.history][::2]
 
 
@@ -177,7 +175,6 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal(tmp_path):
-    """Answers, history, /clear, Ctrl-C in the middle of an answer, Ctrl-D."""
     path = saved(endless(positions=1_000_000), tmp_path)
     terminal = Terminal("--model", path, "--max_gen_len", 400_000)
     try:

@@ -78,7 +78,6 @@ def test_reward_code_of_a_model_needs_permission(files, tmp_path):
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    """A folder of files, each wrong in one way; BAD below uses their names."""
     folder = tmp_path_factory.mktemp("bad")
     paths = {name: folder / name for name in ("text.jsonl", "empty.jsonl", "full_sft_32.pth", "big", "fn.py")}
     paths["text.jsonl"].write_text('{"prompt": "a"}\nhello\n')

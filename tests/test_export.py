@@ -38,7 +38,6 @@ def words_for(vocab_size):
 
 @pytest.fixture
 def demo(tmp_path):
-    """The demo's policy as a .pth, as a run would save it."""
     path = tmp_path / "out" / "ppo_actor_128.pth"
     save_policy(load_policy(DEMO), load_tokenizer(DEMO), path)
     return path
@@ -112,7 +111,6 @@ def exported(tmp_path_factory):
 
 
 def code_of(folder, question):
-    """The code of the model card that asks this."""
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
     return code.replace("Your question", question)
 

@@ -58,7 +58,6 @@ def test_every_number_of_the_scripts_is_checked(script):
 
 
 def says(name):
-    """What is said of a peer's name, without the name."""
     return NOT_HERE.get(name) or (PEER_FLAGS[name], VALUES.get(name))
 
 
@@ -117,7 +116,6 @@ def asking(name):
 
 
 def off(name):
-    """The value with which it asks for nothing."""
     return "" if FLAGS[name].kind in (path, str) and FLAGS[name].off == 0 else FLAGS[name].off
 
 

@@ -264,7 +264,6 @@ def test_paths_that_are_invalid(path, tokenizers):
 
 
 def test_a_tokenizer_without_an_end(tmp_path):
-    """It once raised a TypeError: text + None."""
     tokenizer = word_tokenizer(["a"])
     tokenizer.eos_token = None
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])

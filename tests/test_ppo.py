@@ -17,7 +17,6 @@ CLIP = (0.2, 0.2)
 
 
 def alone(total):
-    """The sum over the processes of a run that has one."""
     return total
 
 
@@ -213,7 +212,6 @@ def test_moments_give_mean_and_std_of_real_tokens_over_processes():
 
 
 def rows(advantages, mask=None, old_logprobs=None, **fields):
-    """Rows of a rollout as ``policy_loss`` reads them."""
     every = torch.ones_like(advantages)
     return SimpleNamespace(
         advantages=advantages,

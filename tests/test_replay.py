@@ -47,18 +47,15 @@ def test_joined_rollouts_have_all_rows_in_order():
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
+    without = Replay(0, list(range(8)), ALONE)
+    without.keep(batches[0])
+    assert without.join(batches[1]) is batches[1]
     assert replay.join(batches[0]) is batches[0]
     for batch in batches[:3]:
         replay.keep(batch)
     joined = replay.join(batches[3])
     for place, batch in enumerate(batches[1:]):
         same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)
-
-
-def test_without_replay_nothing_is_kept():
-    replay = Replay(0, list(range(8)), ALONE)
-    replay.keep(rollout_of(1))
-    assert replay.join(rollout := rollout_of(2)) is rollout
 
 
 def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():

@@ -124,7 +124,6 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
 
 
 def scores_of(model, rows):
-    """The scores [B] that plain transformers gives these lists of ids, padded."""
     rows = [torch.tensor(ids) for ids in rows]
     padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
     return model(padded, attention_mask=None).logits[:, 0]
@@ -445,7 +444,6 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
 
 
 def said_command(capsys, word):
-    """The words behind ``word`` in what a run has printed, as a shell reads them."""
     lines = capsys.readouterr().out.splitlines()
     return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
 

@@ -68,7 +68,6 @@ def tokenizer_of(name, **kwargs):
 
 
 def files_of(folder, name):
-    """A random policy with that template, a reward function and prompts, as flags."""
     files = run_files(folder)
     policy = save_policy_dir(folder / "thinker", tokenizer_of(name), layers=2, spread=2.0)
     return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
@@ -136,7 +135,6 @@ WRONG = [  # template, flags, what is said
 
 @pytest.fixture(scope="module")
 def thinkers(tmp_path_factory):
-    """{template: flags of a policy with it}"""
     return {name: files_of(tmp_path_factory.mktemp("thinker"), name) for name in (*TEMPLATES, None)}
 
 
@@ -217,7 +215,6 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's policy in a folder of somebody's own."""
     return shutil.copytree(ROOT / "model/demo/policy", tmp_path_factory.mktemp("mine") / "policy")
 
 

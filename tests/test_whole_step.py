@@ -486,13 +486,11 @@ def same_weights(untouched, model):
 
 
 def repeated_trigrams(ids):
-    """The share of trigrams that occurred before"""
     trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
     return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
 
 
 def asked_of(model):
-    """What a mixture of experts has to be asked for"""
     return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
 
 

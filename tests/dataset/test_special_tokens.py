@@ -242,7 +242,6 @@ def test_prompts_and_preferences_of_a_file_are_encoded_as_alone(tokenizer, tmp_p
 
 
 def test_of_demonstrations_the_answer_and_one_eos_are_learned(kind, tokenizer, tmp_path):
-    """The prompt is that of PPO."""
     eos = tokenizer.eos_token_id
     texts = spelled(tokenizer)
     talks = [[user(text), assistant(text), user("the"), assistant(text)] for text in texts]

@@ -26,7 +26,6 @@ PAIRS = [("one two", "three " * n + "four") for n in range(1, 9)]
 
 
 def saved_in(folder, dtype, offset=0.0):
-    """A classifier that was saved in ``dtype`` -> its path."""
     path = save_reward_dir(folder, word_tokenizer(WORDS, chat=True), layers=2)
     model = AutoModelForSequenceClassification.from_pretrained(path).to(dtype)
     model.config.reward_offset = offset

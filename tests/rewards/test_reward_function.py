@@ -26,7 +26,6 @@ RECORDS = [
 
 
 def called(function):
-    """Call a reward function on ``RECORDS`` -> the scores."""
     request = request_of(["p", "q"], ["r", "s"], [None, "a"], records=RECORDS)
     return call_reward_function(function, request, 0)[0]
 

@@ -18,7 +18,6 @@ SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2
 
 
 def count_a(request):
-    """The rewards that the test server gives."""
     return [text.split().count("a") / 2 for text in request["responses"]]
 
 

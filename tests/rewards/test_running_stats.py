@@ -22,7 +22,6 @@ def close(one, other):
 
 
 def reward_of(table, **more):
-    """A ``Reward`` whose reward model looks up the score of a response in ``table``."""
     return Reward({"model": (lambda asked: torch.tensor([table[text] for _, text in asked]), 1.0)}, **more)
 
 
@@ -37,6 +36,9 @@ def test_running_stats_by_hand():
     assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
     assert both.std == pytest.approx(math.sqrt(6.5))
     assert both.scale(torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
+        seen = RunningStats.of(scores) + RunningStats.of(scores)
+        assert seen.scale(scores).tolist() == [0.0] * len(scores)
 
 
 def test_running_stats_are_the_same_however_the_numbers_are_split():
@@ -47,12 +49,6 @@ def test_running_stats_are_the_same_however_the_numbers_are_split():
         RunningStats(8, 10001.375, RunningStats.of(SCORES).squares),
     )
     assert RunningStats() + RunningStats() == RunningStats()
-
-
-def test_running_stats_without_spread_do_not_divide_by_zero():
-    for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):
-        seen = RunningStats.of(scores) + RunningStats.of(scores)
-        assert seen.scale(scores).tolist() == [0.0] * len(scores)
 
 
 def test_normalised_scores_by_hand():
