@@ -191,8 +191,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
 
 
 def test_bad_steps_of_different_models_end_a_run_together(files):
-    """A minibatch counts once, whichever model's step was not finite, and a good one of the other does not
-    set the count back."""
+    """A minibatch counts once, and a good step of the other model does not set the count back."""
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
