@@ -120,7 +120,8 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
 
 
 KWARGS = "--chat_template_kwargs"
-BOTH = {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'}
+
+
 WRONG = [  # template, flags, what is said
     ("Qwen3", {"chat_template_kwargs": "{enable"}, rf"{KWARGS} \{{enable: must be"),
     ("Qwen3", {"chat_template_kwargs": "[1]"}, rf"{KWARGS} \[1\]: must be a JSON object"),
@@ -128,7 +129,6 @@ WRONG = [  # template, flags, what is said
     ("Qwen3", {"chat_template_kwargs": '{"add_generation_prompt": true}'}, "add_generation_prompt"),
     (None, {"chat_template_kwargs": '{"x": 1}'}, f"{KWARGS}: x is not read by .*, if the tokenizer has one"),
     (None, {"thinking_ratio": 0.9}, "--thinking_ratio 0.9: the chat template reads neither enable_thinking"),
-    ("Qwen3", BOTH, f"--thinking_ratio 0.9: not with {KWARGS} "),
     ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
 ]
 
