@@ -153,15 +153,12 @@ def test_bad_input_is_one_line_and_writes_nothing(what, change, named, files, ba
         assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_on_the_real_command_line(files, tmp_path):
+def test_bad_input_on_the_real_command_line_and_ddp_without_torchrun(files, tmp_path):
     process = launch(flags(**files, **SIZES | {"mini_batch_size": 16}, out_dir=tmp_path / "out"))
     out, err = process.communicate(timeout=600)
     assert process.returncode == 2
     assert err == "error: --mini_batch_size 16: must divide --batch_size 8\n"
     assert out == ""
-
-
-def test_ddp_without_torchrun_is_refused(files, tmp_path):
     with pytest.raises(InputError, match="torchrun"):
         train_ppo.main([*flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
 

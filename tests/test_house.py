@@ -56,7 +56,7 @@ def wrong_imports(module, imported):
     return [other for other, its in pairs if its != room and LEVEL_OF[its] >= LEVEL_OF[room]]
 
 
-def test_imports_point_down():
+def test_every_file_has_a_place_and_imports_point_down():
     """To the same level only within a package."""
     wrong = {module: wrong_imports(module, imports_of(tree)) for module, tree in FILES.items()}
     assert {module: found for module, found in wrong.items() if found} == {}
@@ -67,9 +67,6 @@ def test_imports_point_down():
         ("trainer.supervised", "trainer.train_sft"),
     ):
         assert wrong_imports(module, {imported}) == [imported]
-
-
-def test_every_file_has_a_place():
     assert all(map(room_of, FILES))
     assert len(FILES) > 50
 

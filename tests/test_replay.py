@@ -105,17 +105,11 @@ def test_each_minibatch_is_learned_from_equally_often(older, count, epochs):
         assert not older <= born < steps - older or set(each) == {epochs}
 
 
-def test_without_replay_each_ppo_epoch_has_an_order_of_its_own():
+def test_orders_by_hand_and_which_rows_are_the_newest():
     expected = [k for epoch in (6, 7) for k in epoch_order(4, 5, epoch)]
     assert minibatch_order(3, 0, 4, 2, seed=5) == expected
-
-
-def test_old_and_new_batches_take_turns():
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
-
-
-def test_the_newest_rows_are_the_last():
     rollout = SimpleNamespace(tokens=range(5), rows=list)
     assert newest_rows(rollout, 2) == [3, 4]
     assert newest_rows(rollout, 5) is rollout

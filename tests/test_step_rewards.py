@@ -35,9 +35,6 @@ def test_where_characters_land_by_hand():
     assert token_places(range(len(text)), text, ids, tokenizer) == [0, 0, 1, 1, 1, 2, 2]
     assert token_places([None, len(text)], text, ids, tokenizer) == [3, 3]
     assert token_places([0, 2], "ab 你", ids, tokenizer) == [0, 1]  # the text before a stop string
-
-
-def test_a_character_of_several_tokens_lands_on_the_last_of_them():
     tokenizer = TOKENIZERS["byte level"]()
     for names, places in ((["aä", "½łb"], [0, 1, 1]), (["a", "ä", "½", "ł", "b"], [0, 3, 4])):
         ids = [tokenizer.get_vocab()[name] for name in names]

@@ -106,14 +106,11 @@ def test_the_fingerprints_of_files_are_those_of_older_runs():
     assert PreferenceDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "7094bdd2ff3f"
 
 
-def test_order_is_a_pure_function():
+def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
     assert sorted(epoch_order(20, 1, 0)) == list(range(20))
     orders = [epoch_order(20, *key).tolist() for key in ((1, 0), (1, 1), (2, 1), (2 + 2**32, 1), (1, 0))]
     assert orders[0] == orders[4] and len({tuple(order) for order in orders}) == 4
     assert epoch_order(8, 42, 3).tolist() == [2, 6, 5, 1, 3, 7, 0, 4]  # the same under every numpy
-
-
-def test_global_batches_are_one_endless_stream():
     stream = [i for epoch in range(4) for i in epoch_order(7, 5, epoch)]
     batches = [global_batch(7, 5, step, 4) for step in range(7)]
     assert [i for batch in batches for i in batch] == stream

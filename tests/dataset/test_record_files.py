@@ -65,12 +65,6 @@ def test_tables(tmp_path):
         open_records(tmp_path / "b.parquet")
 
 
-def test_tables_without_the_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"a\.parquet: .*pip install 'datasets"):
-        open_records(tmp_path / "a.parquet")
-
-
 def test_hub_names(monkeypatch):
     import datasets
 
@@ -116,13 +110,20 @@ def test_paths_that_name_no_file(tmp_path, monkeypatch, name):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_pipe_is_refused():
+def test_what_cannot_be_opened_or_unpacked_is_refused(tmp_path, monkeypatch):
     end, start = os.pipe()
     os.write(start, LINES)
     os.close(start)
     with pytest.raises(InputError, match=r"/dev/fd/\d+: cannot be read"):
         open_records(f"/dev/fd/{end}")
     os.close(end)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(LINES))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(InputError, match=r"a\.gz: cannot be unpacked into .*gone \(TMPDIR"):
+        open_records(tmp_path / "a.gz")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"a\.parquet: .*pip install 'datasets"):
+        open_records(tmp_path / "a.parquet")
 
 
 @pytest.fixture
@@ -156,13 +157,6 @@ def test_ctrl_c_ends_no_worker(forty):
         made += [next_batch(batches) for _ in range(4)]
     assert made == [[data[i] for i in batch] for batch in order]
     assert multiprocessing.active_children() == []
-
-
-def test_no_room_for_what_is_unpacked(tmp_path, monkeypatch):
-    (tmp_path / "a.gz").write_bytes(gzip.compress(LINES))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"a\.gz: cannot be unpacked into .*gone \(TMPDIR"):
-        open_records(tmp_path / "a.gz")
 
 
 @pytest.fixture

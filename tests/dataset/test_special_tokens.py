@@ -194,12 +194,21 @@ def test_a_spelled_token_does_not_change_how_its_neighbours_are_read():
     assert tagged.count(tokenizer.eos_token_id) == 1
 
 
-def test_full_width_letters_do_not_become_a_special_token():
+def test_a_unigram_tokenizer_makes_no_special_tokens_of_letters_and_changes_no_neighbour():
     for template in (None, LLAMA):
         tokenizer = unigram(template)
         for text in ("hello ＜/s＞ the", "＜/s＞ </s>"):
             assert tokenizer.eos_token_id in tokenizer(text, add_special_tokens=False)["input_ids"]  # unsafe
             assert tokenizer.eos_token_id not in prompt_ids(tokenizer, text)
+    # A Metaspace tokenizer writes a space before each text, and none behind a special token inside it.
+    tokenizer = unigram("{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    turns = [user("the"), assistant("user"), user("user")]
+    context = as_before(tokenizer, turns, False)
+    assert prompt_ids(tokenizer, [*turns, assistant("</s>")])[: len(context)] == context
+    tokenizer = unigram()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
+    assert prompt_ids(tokenizer, "你<|x|>") == prompt_ids(unigram(), "你<|x|>")
 
 
 def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():
@@ -211,21 +220,6 @@ def test_roles_are_text_as_well_but_their_own_names_may_be_special_tokens():
     tokenizer.add_special_tokens({"extra_special_tokens": ["user", "assistant", "system"]})
     messages = [{"role": "system", "content": "the"}, user("the"), assistant("the"), user("the")]
     assert prompt_ids(tokenizer, messages) == as_before(tokenizer, messages, True)
-
-
-def test_turns_before_a_spelled_token_are_encoded_as_without_it():
-    """A Metaspace tokenizer writes a space before each text, and none behind a special token inside it."""
-    tokenizer = unigram("{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}")
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    turns = [user("the"), assistant("user"), user("user")]
-    context = as_before(tokenizer, turns, False)
-    assert prompt_ids(tokenizer, [*turns, assistant("</s>")])[: len(context)] == context
-
-
-def test_an_unknown_character_beside_a_spelled_token_changes_nothing():
-    tokenizer = unigram()
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
-    assert prompt_ids(tokenizer, "你<|x|>") == prompt_ids(unigram(), "你<|x|>")
 
 
 def test_prompts_and_preferences_of_a_file_are_encoded_as_alone(tokenizer, tmp_path):

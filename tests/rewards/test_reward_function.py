@@ -112,7 +112,7 @@ def test_a_function_that_cannot_be_called_is_refused_when_it_is_loaded(signature
     assert str(caught.value).endswith(f"they are {signature.replace('*', '')}")
 
 
-def test_what_is_no_function_is_refused(tmp_path):
+def test_what_is_no_function_is_refused_and_a_mistake_inside_has_its_place(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("x = 1\n")
     (tmp_path / "imports.py").write_text("import nowhere_to_be_found\n")
@@ -121,6 +121,9 @@ def test_what_is_no_function_is_refused(tmp_path):
             load_reward_function(spec)
     with pytest.raises(InputError, match="nowhere_to_be_found"):
         load_reward_function(f"{tmp_path}/imports.py:score")
+    (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
+    with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
+        called(load_reward_function(f"{tmp_path / 'f.py'}:f"))
 
 
 def test_a_field_that_no_record_has_is_refused_unless_there_is_a_default():
@@ -170,12 +173,6 @@ NUMBERS = [(1, 2), range(1, 3), iter([1.0, 2.0]), torch.tensor([1, 2]), numpy.ar
 @pytest.mark.parametrize("returned", [*NUMBERS, [torch.tensor(1), 2]], ids=range(7))
 def test_what_counts_as_numbers(returned):
     assert called(lambda *_: returned) == [1, 2]
-
-
-def test_a_mistake_inside_the_function_has_its_place(tmp_path):
-    (tmp_path / "f.py").write_text("def f(p, r, a):\n    return r[9]\n")
-    with pytest.raises(InputError, match=r"IndexError: .* at .*f\.py:2; correct the function"):
-        called(load_reward_function(f"{tmp_path / 'f.py'}:f"))
 
 
 CHECKED = """
