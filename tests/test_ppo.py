@@ -73,7 +73,7 @@ def test_the_score_lands_on_the_last_token_and_the_kl_penalty_on_every_one_but_p
     assert both[0].tolist() == pytest.approx([0.9, -0.2, 3.7])
 
 
-def test_gae_by_hand():
+def test_gae_by_hand_and_with_lambda_one_return_minus_value():
     """gamma 0.5, lambda 0.5. Row 0: deltas 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 2 - 8 = -6;
     A2 = -6, A1 = 0 + .25 * -6 = -1.5, A0 = 1 + .25 * -1.5 = 0.625. Row 1: one token, 3 - 1 = 2."""
     rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 9.0, float("nan")]])  # padding may hold anything
@@ -84,9 +84,6 @@ def test_gae_by_hand():
     one = torch.ones(1, 1)
     advantages, returns = ppo.gae(2 * one, 0.5 * one, one.bool(), 0.9, 0.9)
     assert (advantages.item(), returns.item()) == (1.5, 2.0)
-
-
-def test_gae_with_lambda_one_is_return_minus_value():
     torch.manual_seed(0)
     rewards, values = torch.randn(4, 7), torch.randn(4, 7)
     mask = length_mask(torch.tensor([7, 5, 1, 3]), 7)
@@ -328,7 +325,7 @@ def test_the_kl_in_the_reward_follows_the_actor():
     assert logprobs.grad.tolist() == [pytest.approx(expected)]
 
 
-def test_value_loss_by_hand():
+def test_value_loss_by_hand_and_in_units_of_the_scale():
     """V 3, old 1, range .5 -> clipped 1.5; G 2: max(1, .25) = 1. V 1.2, old 1, G 2: clip leaves it: .64.
     V 3, old 1, G 4: max(1, 6.25) = 6.25. Half the sum."""
     values, old = torch.tensor([[3.0, 1.2, 3.0, 9.0]]), torch.ones(1, 4)
@@ -339,9 +336,6 @@ def test_value_loss_by_hand():
     without, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.0, scale=1.0)
     assert without.item() == pytest.approx(0.5 * (1 + 0.64 + 1))
     assert metrics["value/clip_fraction"] == 0
-
-
-def test_the_value_loss_and_its_clip_are_in_units_of_the_scale():
     torch.manual_seed(0)
     returns, old, mask = 3 * torch.randn(2, 3), torch.zeros(2, 3), MASK
     values = 0.7 * returns  # moved by more than the clip

@@ -164,7 +164,6 @@ def test_remote_code_needs_permission_and_then_scores(remote):
     assert model([("one", "one two three"), ("two", "one")]).tolist() == [1.5, 0.5]
 
 
-@pytest.mark.parametrize("kind", ["missing", "a causal LM", "two labels"])
 def test_what_is_no_reward_model_is_refused(tmp_path):
     save_policy_dir(tmp_path / "a causal LM", word_tokenizer(WORDS))
     save_reward_dir(tmp_path / "two labels", word_tokenizer(WORDS), num_labels=2)

@@ -71,7 +71,7 @@ def test_normalised_scores_by_hand():
     close(reward.running["model"], RunningStats(4, 40.0, 5000.0))
 
 
-def test_reward_models_and_the_server_are_normalised_and_nothing_else():
+def test_with_the_flag_reward_models_and_the_server_are_normalised_and_nothing_else():
     more = {"function": lambda *_: [50.0, 70.0], "server": lambda *_: torch.tensor([50.0, 70.0])}
     reward = reward_of({"a": 1.0, "b": 5.0}, normalize=True, reasoning=False, length_reward=0.5, **more)
     parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
@@ -84,6 +84,10 @@ def test_reward_models_and_the_server_are_normalised_and_nothing_else():
         "score_raw": [100.5, 144.5],  # 1 + 50 + 50 - 0.5 and 5 + 70 + 70 - 0.5
     }
     assert reward.running.keys() == {"model", "server"}
+    reward = reward_of({"a": 2.0, "b": 7.0}, reasoning=False)
+    parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
+    assert {name: x.tolist() for name, x in parts.items()} == {"model": [2.0, 3.0], "score": [2.0, 3.0]}
+    assert reward.running == {}
 
 
 def test_the_raw_score_has_weights_and_no_clip():
@@ -93,13 +97,6 @@ def test_the_raw_score_has_weights_and_no_clip():
     parts = reward(request_of(["p"] * 2, ["a", "b"], finished=[True, False]))
     assert parts["score_raw"].tolist() == [-3.0, 0.75]
     assert reward.names == list(parts)
-
-
-def test_without_the_flag_nothing_is_counted():
-    reward = reward_of({"a": 2.0, "b": 7.0}, reasoning=False)
-    parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
-    assert {name: x.tolist() for name, x in parts.items()} == {"model": [2.0, 3.0], "score": [2.0, 3.0]}
-    assert reward.running == {}
 
 
 def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):
