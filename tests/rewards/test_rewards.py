@@ -113,9 +113,9 @@ def test_some_raw_scores_are_replaced_by_hand():
 def test_without_reasoning_only_the_whole_is_scored():
     asked = []
     reward = Reward({"model": (lambda c: asked.extend(c) or torch.ones(len(c)), 1.0)}, reasoning=False)
-    parts = reward(request_of(["p"], [GOOD]))
+    parts = reward(request_of(["p"], ["<answer>2</answer>"]))
     assert {name: x.tolist() for name, x in parts.items()} == {"model": [1.0], "score": [1.0]}
-    assert asked == [("p", GOOD)]  # and not the answer block
+    assert asked == [("p", "<answer>2</answer>")]  # and not the answer block
 
 
 def test_a_cut_response_pays_the_missing_eos_penalty():
