@@ -70,18 +70,10 @@ def test_every_figure_by_hand_without_reasoning(monkeypatch, evaluate_with, batc
     found, rows = evaluate_with(answer, answers, False)
     kept = [(row["place"], row["response"], row["greedy"]["response"]) for row in rows["eval_samples.jsonl"]]
     assert kept == [(0, "1", " 1 "), (1, "2", "22"), (2, "9999", "9"), (3, "3", "33")]
-    assert found == pytest.approx(
-        {
-            "eval/accuracy": 1 / 3,
-            "eval/score": 0.7 / 4,
-            "eval/length": 7 / 4,
-            "eval/finished": 1 / 4,
-            "eval/accuracy_greedy": 2 / 3,
-            "eval/score_greedy": 0.8 / 4,
-            "eval/length_greedy": 8 / 4,
-            "eval/finished_greedy": 2 / 4,
-        }
-    )
+    sampled = {"accuracy": 1 / 3, "score": 0.7 / 4, "length": 7 / 4, "finished": 1 / 4}
+    greedy = {"accuracy": 2 / 3, "score": 0.8 / 4, "length": 8 / 4, "finished": 2 / 4}
+    wanted = {f"eval/{name}": x for name, x in sampled.items()}
+    assert found == pytest.approx(wanted | {f"eval/{name}_greedy": x for name, x in greedy.items()})
 
 
 def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluate_with):
@@ -145,19 +137,17 @@ def test_what_is_compared_with_the_answer(response, answer, reasoning, right):
 @pytest.mark.parametrize(("short", "there"), [(0, False), (1, False), (2, True), (4, True)])
 def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short, there, tmp_path):
     """Conversations end with long texts, and some with a word: such a word says nothing of the others."""
+
+    def held_out(records):
+        return RLAIFDataset(write_jsonl(tmp_path / "held_out.jsonl", records), word_tokenizer(WORDS), 64)
+
     records = [{"prompt": "a", "answer": "5" if n < short else "b c d e f g"} for n in range(4)]
-    path = write_jsonl(tmp_path / "held_out.jsonl", [*records, {"prompt": "a"}])
-    held_out = RLAIFDataset(path, word_tokenizer(WORDS), 64)
-    assert held_out.has_accuracy is there
-    assert (accuracy_note(held_out) is None) is there
-    if not there:
-        line = f"accuracy none: of 4 held-out answers only {short} are a number or a few words, which"
-        assert accuracy_note(held_out).startswith(line)
-
-
-def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
-    held_out = RLAIFDataset(write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}]), word_tokenizer(WORDS), 64)
-    assert not held_out.has_accuracy and accuracy_note(held_out) is accuracy_note(None) is None
+    found = held_out([*records, {"prompt": "a"}])
+    assert found.has_accuracy is there
+    line = f"accuracy none: of 4 held-out answers only {short} are a number or a few words, which"
+    assert (accuracy_note(found) or line).startswith(line) and (accuracy_note(found) is None) is there
+    without = held_out([{"prompt": "a"}])  # any answer: there is no line either
+    assert not without.has_accuracy and accuracy_note(without) is accuracy_note(None) is None
 
 
 @pytest.mark.parametrize("batch", [256, 8, 1])

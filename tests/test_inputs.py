@@ -55,29 +55,17 @@ def test_sizes_fit_each_other_or_are_refused(answers, batch, mini):
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"advantage": "reinforce"}, "lam"),
-        ({"advantage": "reinforce"}, "critic_warmup_steps"),
-        ({"advantage": "rloo", "num_generations": 2}, "vf_coef"),
-        ({"advantage": "group", "num_generations": 2}, "cliprange_value"),
-        ({}, "overlong_penalty"),
-        ({"offline_data_path": "x"}, "overlong_penalty"),
-    ],
-)
-def test_a_flag_that_asks_for_what_is_the_case_is_never_refused(given, name):
-    value = 1 if name == "lam" else 0
-    assert getattr(completed(**given, **{name: value}), name) == value
-
-
-@pytest.mark.parametrize(
     ("given", "chosen"),
     [
         ({"advantage": "reinforce"}, {"lam": 1, "critic_warmup_steps": 0}),
         ({"max_gen_len": 64}, {"lam": 0.95}),  # by the length of the answers
         ({"max_gen_len": 65}, {"lam": 1.0}),
         ({"max_gen_len": 65, "lam": 0}, {"lam": 0}),
-        ({"offline_data_path": "x"}, {"missing_eos_penalty": 0.0, "data_path": "", "reward_model": []}),
+        ({"advantage": "reinforce", "lam": 1, "critic_warmup_steps": 0}, {"lam": 1}),  # is not refused
+        ({"advantage": "rloo", "num_generations": 2, "vf_coef": 0}, {"vf_coef": 0}),
+        ({"offline_data_path": "x", "overlong_penalty": 0}, {"missing_eos_penalty": 0.0, "reasoning": 1}),
+        ({"offline_data_path": "x"}, {"data_path": "", "reward_model": [], "model": DEMO["model"]}),
+        ({"offline_data_path": "x"}, {"eval_data_path": DEMO["eval_data_path"]}),
         ({"ptx_data_path": "x"}, {"ptx_coef": 0.1}),
         ({"ptx_data_path": "x", "ptx_coef": 0.3}, {"ptx_coef": 0.3}),
         ({}, {"reasoning": 1, "reward_model": [DEMO["reward_model"]], **{n: DEMO[n] for n in ("model",)}}),
@@ -108,6 +96,7 @@ OWN = {"model": "x", "data_path": "x", "reward_url": "http://x"}
         ({"model": "x", "data_path": "x"}, "--reward_model: name one, or a function"),
         ({**OWN, "best_metric": "x"}, "--best_metric: is of use in evaluations only"),
         ({**OWN, "eval_reward_fn": "x"}, "--eval_reward_fn: is of use in evaluations only"),
+        ({**OWN, "eval_reward_model": "x"}, "--eval_reward_model: is of use in evaluations only"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, line):

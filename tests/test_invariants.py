@@ -12,11 +12,7 @@ from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import (
-    Step,
-    forget_gradients,
-    note_steps,
-)
+from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -28,17 +24,10 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     """A Run as main builds it, with its prompts. None: a flag is left out."""
-    sizes = {
-        "batch_size": 16,
-        "mini_batch_size": 8,
-        "max_gen_len": 8,
-        "critic_warmup_steps": 0,
-        "max_steps": 4,
-        "dtype": "float32",  # the invariants are exact, or to 1e-6
-    }
+    sizes = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0}
+    sizes |= {"max_steps": 4, "dtype": "float32"}  # the invariants are exact, or to 1e-6
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
-    args = train_ppo.parse_args(flags(**given))
-    run = PpoRun(args, ALONE)
+    run = PpoRun(train_ppo.parse_args(flags(**given)), ALONE)
     return run, run.data
 
 
@@ -117,9 +106,6 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert rollout.advantages[~rollout.mask].abs().max() == 0
 
 
-# ------------------------------------------------------------------------ how a minibatch is cut and padded
-
-
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_accumulation_changes_no_gradient(files, kl_in):
     run, prompts = make_run(files, kl_in=kl_in, kl_coef=0.3)
@@ -170,9 +156,6 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     assert same(*results)
     assert kept[1] < 0.5 * kept[0]
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
-
-
-# ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):
@@ -228,8 +211,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
 
 
 def test_bad_steps_of_different_models_end_a_run_together(files):
-    """A minibatch counts once, whichever model's step was not finite, and a good one of the other does not
-    set the count back."""
+    """A minibatch counts once, and a good step of the other model does not set the count back."""
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):

@@ -72,7 +72,8 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
 
 def test_without_an_evaluation_there_is_no_sampler(files):
     run = make_run(files, eval_data_path="")
-    assert run.sampler is None and not run.reward.names and run.held_out_pairs is None and not run.best.metric
+    assert run.sampler is None and run.held_out_pairs is None
+    assert not run.reward.names and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
     metrics, _ = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
@@ -123,9 +124,3 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
     metrics, _ = evaluate_actor(plain)
     assert metrics and plain.best.beaten_by(metrics, 1) is None
-
-
-def test_the_demo_takes_logged_answers_and_no_reward_model():
-    args = train_ppo.parse_args(["--offline_data_path", "pairs.jsonl"])
-    assert args.model and args.eval_data_path and not (args.reward_model or args.data_path)
-    assert args.reasoning == 1 and args.missing_eos_penalty == 0

@@ -484,13 +484,11 @@ def same_weights(untouched, model):
 
 
 def repeated_trigrams(ids):
-    """The share of trigrams that occurred before"""
     trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
     return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
 
 
 def asked_of(model):
-    """What a mixture of experts has to be asked for"""
     return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
 
 
@@ -507,9 +505,6 @@ def balance_losses(output, mask, config):
             found = gate.shape[1] * sum(share * gate[:, e].mean() for e, share in enumerate(shares))
             losses[-1] = losses[-1] + config.router_aux_loss_coef * found
     return torch.stack(losses)
-
-
-# --------------------------------------------------------------------------------------------------- the test
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,14 @@ def request_of(prompts, responses, answers=None, finished=None, records=None, le
     return Request(found, responses, finished or [True] * count, lengths or [1] * count)
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
 def write_jsonl(path, records):
     path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     return str(path)

@@ -41,7 +41,6 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judged(files):
-    """The flags of a judge: a function, and a reward model with the weight -2."""
     folder = files["data_path"].removesuffix("/prompts.jsonl")
     model = save_reward_dir(f"{folder}/other", word_tokenizer(list("abcdefgh"), chat=True), seed=7)
     return {"eval_reward_fn": f"{folder}/judge.py:judge", "eval_reward_model": f"{model}=-2"}
@@ -93,7 +92,6 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 
 
 def evaluated_run(files, more, **values):
-    """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
     return PpoRun(args, ALONE)
 
