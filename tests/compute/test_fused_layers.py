@@ -10,13 +10,7 @@ from tiny import tiny_llama
 
 from trainer.compute import fused_layers
 from trainer.compute.batching import Layout
-from trainer.compute.fused_layers import (
-    _layer_forward,
-    attention_forward,
-    fuse_layers,
-    is_fused,
-    mlp_forward,
-)
+from trainer.compute.fused_layers import _layer_forward, attention_forward, fuse_layers, is_fused, mlp_forward
 from trainer.compute.precision import PRODUCT_ROW_MULTIPLE
 from trainer.compute.scoring import pack_sequences, packed_states
 from trainer.generation.engine import ROW_MULTIPLE, Sampler
