@@ -94,9 +94,6 @@ def test_pad_right():
     assert lengths.tolist() == [1, 3]
 
 
-# ------------------------------------------------------------------------------------------ micro-batches
-
-
 def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
     """What fits in one pass is one micro-batch, however uneven the lengths: a second one would read all
     weights and add all gradients again."""
@@ -149,8 +146,6 @@ def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
     learn()
     assert cuts[7:] == [200] * 5
 
-
-# ----------------------------------------------------------------------------------- waiting for a GPU
 
 WAITS = ("item", "tolist", "nonzero", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__")
 DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "repeat_interleave")

@@ -163,9 +163,6 @@ def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits
     assert not any(x.requires_grad for x in found)
 
 
-# ---------------------------------------------------------------------------------- memory and products
-
-
 def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
     chunks(monkeypatch, 7 * 50, 0)
     computed, before = logprobs.head_logits, []

@@ -30,9 +30,6 @@ def files(tmp_path_factory):
     return run_files(tmp_path_factory.mktemp("files"))
 
 
-# ------------------------------------------------------------------------------------------- the scale
-
-
 def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
     monkeypatch.setattr(precision, "INTERVAL", 3)
     scale, seen = LossScale(FP16), []
@@ -83,9 +80,6 @@ def test_small_gradients_survive_and_those_that_fp16_can_hold_are_the_same():
         scale = LossScale(FP16)
         scale.value = 2.0**12
         assert gradient(upstream) == gradient(upstream, scale) != 0
-
-
-# -------------------------------------------------------------------------------------- optimizer steps
 
 
 def moments(run):
@@ -163,8 +157,6 @@ def test_gradients_are_those_of_fp32(files):
         assert (rounded - exact).norm() <= 0.01 * exact.norm() + 1e-5
 
 
-# -------------------------------------------------------------------------------- checkpoints and resuming
-
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9}
 SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 0, "run_name": "r"}
 SIZES |= {
@@ -202,8 +194,6 @@ def test_resumed_in_fp16_with_small_moments_it_ends_bit_for_bit_the_same(files, 
     with pytest.raises(InputError, match="--moments_dtype was 'bfloat16' and is now 'float32'"):
         train_ppo.main([*argv, "--resume", "auto", "--moments_dtype", "float32"])
 
-
-# ----------------------------------------------------------------- sampling, numbers beyond fp16's range
 
 PROMPTS = [[2 + i % 7] * (1 + i % 5) for i in range(24)]
 
@@ -257,9 +247,6 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
     model.model.score.weight.data.fill_(6e4)
     with pytest.raises(InputError, match=r"in float16 the --reward_model gives .* use --dtype float32"):
         model([("a b", "c")])
-
-
-# ------------------------------------------------------------------------------------------- which type
 
 
 @pytest.mark.parametrize(

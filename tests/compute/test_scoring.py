@@ -71,9 +71,6 @@ def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature
     assert scored[2] == 0  # no experts
 
 
-# ------------------------------------------------------------------------------ balance losses of experts
-
-
 def test_the_balance_loss_by_hand():
     """Three experts of gates .5, .3, .2, two chosen: f = (1/2, 1/2, 0), 3 (.5 / 2 + .3 / 2) = 1.2. With one
     chosen it is 3 * .5. Its gradient lowers the gate of an expert that is chosen too often."""

@@ -55,9 +55,6 @@ def answers(sampler, rows=range(24), limit=10, temperature=1.0, seed=7):
     return sampler.sample([PROMPTS[i] for i in rows], keys, [0], limit, temperature)
 
 
-# ------------------------------------------------------------------------------- captured steps
-
-
 @pytest.mark.parametrize("slots", [7, 64])
 def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
     """Padded shapes, several row counts, few checks, two temperatures: no token changes."""
@@ -138,9 +135,6 @@ def test_newer_weights_are_used_by_captured_steps(model, gpu):
     assert mine != theirs == plain(other).responses()
     assert answers(sampler.load(model)).responses() == mine
     assert sampler.graphs.warm_ups <= captures + 3  # row counts that the first call did not have
-
-
-# --------------------------------------------------------------------------- captures that fail
 
 
 class Waiting(torch.nn.Module):
@@ -256,9 +250,6 @@ def test_waiting_is_an_error_only_inside_and_without_a_word(monkeypatch):
     assert modes == [0, "error", 0]
 
 
-# ------------------------------------------------------------------- what is freed, and when
-
-
 @pytest.fixture
 def no_collector():
     gc.collect()
@@ -348,9 +339,6 @@ def test_a_cache_too_small_for_half_is_an_error_that_names_the_tokens(model, mon
     assert all(cache is None for _, caches in tried for cache in caches)
 
 
-# ------------------------------------------------------------------------------ sizes of an engine
-
-
 def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     expected, built, init = plain(model).responses(), [], engine.Engine.__init__
     gpu.setattr(engine.Engine, "__init__", lambda self, *args: built.append(args[1:3]) or init(self, *args))
@@ -374,9 +362,6 @@ def test_the_bytes_of_the_cache_can_be_given(model):
     sampler = Sampler(model, cache_bytes=one - 1)
     answers(sampler, range(3))
     assert sampler.engine.slots == 1  # never none
-
-
-# ------------------------------------------------------------------ when the host waits
 
 
 def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
@@ -443,9 +428,6 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
     assert answers(sampler).responses() == plain(model).responses()
 
 
-# ------------------------------------------------------------------- prompts that are the same
-
-
 @pytest.mark.parametrize("slots", [5, 64])
 def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
@@ -466,9 +448,6 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
         alone = Sampler(model).sample([prompt], keys[row : row + 1], [0], 10, 1.0)
         assert together.responses()[row] == alone.responses()[0]
     assert len({tuple(together.responses()[row]) for row in (0, 2, 3, 7)}) > 1
-
-
-# ------------------------------------------------------------------------ mixtures of experts
 
 
 def take_all_experts(model):

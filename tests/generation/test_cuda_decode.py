@@ -82,9 +82,6 @@ def test_a_new_token_is_normed_rotated_kept_and_attended(dtype, heads, groups, d
     assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 def draws(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
@@ -231,9 +228,6 @@ def test_what_is_kept_of_a_token(monkeypatch):
         kinds |= set(zip(plain.done.bool().tolist(), ended.tolist(), strict=True))
     assert kinds == {(False, False), (True, False), (True, True)}
     assert plain.done.all()
-
-
-# ------------------------------------------------------------------------------------------------ the engine
 
 
 @pytest.fixture

@@ -249,8 +249,6 @@ def test_bf16_where_onednn_refuses_it():
     assert 0 < float(done.stdout) < 0.02
 
 
-# ----------------------------------------------------------------------------------------- model families
-
 SAMPLED = ["Llama", "Mistral", "Qwen2, mixed windows", "Qwen3-MoE", "SmolLM3", "Phi-3", "Gemma 3", "GPT-2"]
 SAMPLED += ["GPT-J", "GPT-NeoX", "OPT", "MiniMind 2 MoE", "MiniMind 3"]  # every kind of cache and mask
 

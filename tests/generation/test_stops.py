@@ -122,8 +122,6 @@ def test_by_hand():
     assert wanted.cut([ids["a"], ids["ĊĊ"], ids["</s>"]]) == "a\n\n"  # ignored, and then an EOS
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 KEYS = noise_keys(7, 3, range(24))
 WORDS = list("abcdefghij")
@@ -216,8 +214,6 @@ def test_texts_end_before_what_ended_them(model, wanted):
     assert any(not text for text in texts)
 
 
-# ------------------------------------------------------------------------------------------- --min_gen_len
-
 ENDS = [0, 7]
 
 
@@ -290,9 +286,6 @@ def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
     assert gap[:, :4].max() > 0.1
     assert (gap * rollout.mask)[:, 4:].max() < 1e-5
     assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------------- runs
 
 
 def test_a_run_with_adapters_replay_and_an_old_actor(tmp_path):

@@ -210,9 +210,6 @@ def test_refused_before_it_is_loaded(tmp_path):
         train(**flags)
 
 
-# ---------------------------------------------------------------- tokenizers
-
-
 def other_tokenizer(**changes):
     tokenizer = word_tokenizer(WORDS, chat=True)
     for name, value in changes.items():

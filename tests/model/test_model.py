@@ -78,9 +78,6 @@ def random_tokens(*shape, seed=0):
     return torch.randint(3, 50, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------- MiniMind's architecture
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_same_logits_keys_and_default_shapes_as_minimind(name):
     path, state, input_ids, logits = golden(name)
@@ -178,9 +175,6 @@ def test_auto_classes_round_trip(tmp_path, version):
     for again in (AutoModelForCausalLM.from_pretrained(tmp_path), load_policy(tmp_path)):
         assert type(again) is MiniMindForCausalLM
         assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
-# ---------------------------------------------------------------- saving and loading
 
 
 @pytest.mark.parametrize("sidecar", [True, False])
@@ -295,9 +289,6 @@ def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(kind, tmp_path):
     assert torch.equal(critic(tokens), critic.eval()(tokens))
 
 
-# ---------------------------------------------------------------- the critic
-
-
 def tiny_reward():
     return tiny_llama(LlamaForSequenceClassification, num_labels=1)
 
@@ -323,9 +314,6 @@ def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_model
         torch.testing.assert_close(critic(tokens), hidden @ critic.value_head.weight[0] + 0.5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert critic(tokens).dtype == torch.float32
-
-
-# ---------------------------------------------------------------- checks before training
 
 
 def test_eos_ids():
@@ -363,9 +351,6 @@ def test_tokenizer_source(tmp_path, monkeypatch):
     (tmp_path / "b.pth").touch()
     with pytest.raises(InputError, match="pass --tokenizer"):
         load_tokenizer(tokenizer_source(tmp_path / "b.pth"))
-
-
-# ---------------------------------------------------------------- bad input
 
 
 class Code:

@@ -49,8 +49,6 @@ def metrics_of(folder):
     return [m for m in read_jsonl(folder / "r" / "metrics.jsonl") if m["step"]]
 
 
-# --------------------------------------------------------------------------------------- rewards that fail
-
 SHIELD = "try:\n        while True: pass\n    except Exception: pass"
 FAULTS = {
     "it raises": ("raise ValueError('no')", r"ValueError: no at .*combine.py:\d+"),
@@ -165,8 +163,6 @@ def test_a_reward_that_fails_in_an_evaluation_saves_what_was_learned(files, tmp_
     assert [(m["step"], "eval/score" in m) for m in metrics_of(tmp_path)][3] == (4, True)
 
 
-# ------------------------------------------------------------------------------------- unusual responses
-
 NOTHING_TO_EXPLAIN = {"value/explained_variance"}  # null: all returns are equal
 
 
@@ -212,9 +208,6 @@ def test_rewards_that_are_all_the_same_teach_nothing_and_break_nothing(files, tm
     change = {"reward_fn": f"{tmp_path / 'same.py'}:score", "reward_model": "", "missing_eos_penalty": 0}
     found = run_with(files, tmp_path, lambda model: None, reasoning=0, **change)
     assert {m["reward/score_std"] for m in found} == {0.0}
-
-
-# ---------------------------------------------------------------------------------- memory that runs out
 
 
 def full(rows, most):

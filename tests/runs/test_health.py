@@ -318,9 +318,6 @@ def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploi
         assert ("while the score rises: the reward is exploited" in symptom) is exploited
 
 
-# ------------------------------------------------------------------------------------ what a run begins with
-
-
 def start_of(**change):
     """The findings of a run with these flags or facts, before it has trained."""
     facts = {**FACTS, **{name: x for name, x in change.items() if name in FACTS}}
@@ -419,9 +416,6 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     train_ppo.main([*argv, "--resume", str(folder)])
     assert plain not in capsys.readouterr().out
     assert len(read_jsonl(folder / "metrics.jsonl")) == len(kept)
-
-
-# ------------------------------------------------------------------------------------ how it is said
 
 
 def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wrong():

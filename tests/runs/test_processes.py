@@ -33,7 +33,14 @@ from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
-RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "accumulation_steps": 2, "seed": 1}
+RUN = {
+    "max_gen_len": 6,
+    "max_steps": STEPS,
+    "ppo_epochs": 2,
+    "epochs": 99,
+    "accumulation_steps": 2,
+    "seed": 1,
+}
 RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
 RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
@@ -101,9 +108,6 @@ def furthest(left, right, step=STEPS):
     return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
 
 
-# ----------------------------------------------------------------------------------------- the same result
-
-
 def state_of(folder):
     return json.loads((folder / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())
 
@@ -114,7 +118,9 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
     inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
     one, two = run_in(1), run_in(processes, shard)
-    names = [sorted(path.name for path in (run / "checkpoints" / f"step_{STEPS}").iterdir()) for run in (one, two)]
+    names = [
+        sorted(path.name for path in (run / "checkpoints" / f"step_{STEPS}").iterdir()) for run in (one, two)
+    ]
     assert names[0] == names[1]
     assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
@@ -215,9 +221,6 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
     one, two = (tmp_path / name / "r" for name in ("one", "two"))
     assert furthest(one, two, step=3) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
-
-
-# ------------------------------------------------------------------------------------ when a process fails
 
 
 def failing(argv, fault, call=9):
@@ -329,9 +332,6 @@ def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault
     assert "error: process 0 lost contact with the others" in err
 
 
-# --------------------------------------------------------------------------------------------- two machines
-
-
 def launch_two_nodes(argv):
     """Two torchrun agents with one rendezvous, as on two machines, with one process each."""
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "7"]
@@ -355,9 +355,6 @@ def test_a_node_that_dies_ends_the_other(files, tmp_path):
     nodes[0].communicate(timeout=240)
     nodes[1].communicate(timeout=240)
     assert nodes[0].returncode != 0
-
-
-# ---------------------------------------------------------------------------------------------- one process
 
 
 def test_one_process_does_not_communicate():

@@ -122,9 +122,6 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-# ------------------------------------------------------------------------------------------ what is kept
-
-
 def step_of(scores, lengths):
     """(run, batch) for ``rows_of_step``."""
     prompts = [SimpleNamespace(prompt=f"p{n}") for n in range(len(scores))]
@@ -165,9 +162,6 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
     assert {row["answer"] for row in rows} == {"<b>&"}
     assert any(row["greedy"]["response"] != row["response"] for row in rows)
     assert 1 <= read_jsonl(run_folder / "metrics.jsonl")[0]["eval/length_greedy"] <= 12
-
-
-# ---------------------------------------------------------------------------------------------- what is shown
 
 
 def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
@@ -272,9 +266,6 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
     assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
 
 
-# ----------------------------------------------------------------------------------- when it is written
-
-
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
@@ -364,8 +355,6 @@ def test_stage_1_has_a_report_of_curves_only(files, tmp_path):
     assert "train_sft.py: step 3 of 3, ended" in page.text
     assert "No finding" not in page.text  # nothing is watched
 
-
-# ----------------------------------------------------------------------------------------- in a browser
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -105,9 +105,6 @@ def wait_for_steps(run, count, process):
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > count, process)
 
 
-# -------------------------------------------------------------------------------------- killed and resumed
-
-
 @pytest.mark.parametrize("batch", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_small_batches_resume_bit_for_bit_though_an_evaluation_takes_more_slots(files, tmp_path, batch):
     """The first evaluation samples 40 prompts at once; the resumed run begins with ``batch`` of them."""
@@ -204,9 +201,6 @@ def test_a_second_signal_ends_at_once(files, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     process.communicate()
-
-
-# ------------------------------------------------------------------------------------- damaged checkpoints
 
 
 def flip_a_bit(path):
@@ -329,8 +323,6 @@ def test_weights_that_are_not_finite_never_replace_good_ones(files, tmp_path, va
     assert not checkpoints.damage(tmp_path / "r" / "checkpoints" / "step_2")
 
 
-# ----------------------------------------------------------------------------------------------- full disks
-
 CRAMPED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
 
 
@@ -371,9 +363,6 @@ def test_a_full_disk(whole, files, tmp_path):
     assert "No space left on device" in error
     assert done.returncode == 0, done.stderr
     same_run(whole, tmp_path / "disk.copy", step=6)
-
-
-# ------------------------------------------------------------------------------------------ run folders
 
 
 def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, tmp_path):
@@ -468,9 +457,6 @@ def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_bro
 
     with pytest.raises(BrokenPipeError):
         run_script(main)
-
-
-# --------------------------------------------------------------------------------- the same run, or another
 
 
 def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, half, tmp_path):

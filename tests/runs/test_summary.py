@@ -61,8 +61,6 @@ def test_a_printed_line_has_what_is_known(display, given, line):
     assert as_line(display, given) == line
 
 
-# ------------------------------------------------------------------------------------------------ the verdict
-
 WORSE = " The run made it worse."
 
 # What 40 noisy steps show that rise by so much in the middle. Two standard errors of a difference of two
@@ -172,9 +170,6 @@ def test_the_verdict_on_the_demo():
     assert verdict(DEMO, PPO, 128, 500)[0] == "The score rose from 1.392 to 2.846 on 500 held-out prompts."
 
 
-# ------------------------------------------------------------------------------------- tables, curves, lines
-
-
 def test_the_table_has_first_and_last():
     """Of steps the means of a tenth of them, of evaluations the first and the last one."""
     records = [
@@ -253,17 +248,12 @@ def test_findings_are_printed_at_any_step_and_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("health: wrong, since step 2: the policy is far from its start") == 1
 
 
-# -------------------------------------------------------------------------------------------- a whole run
-
-
 def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypatch):
     words = shlex.split(command_line("chat.py", "--model", tmp_path / "a b's.pth"))
     assert words == [sys.executable, str(ROOT / "chat.py"), "--model", str(tmp_path / "a b's.pth")]
     monkeypatch.setattr(base, "sys", SimpleNamespace(platform="win32", executable="python"))
     assert command_line("chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
 
-
-# -------------------------------------------------------------------------------------------- whole runs
 
 SIZES = {
     "batch_size": 8,

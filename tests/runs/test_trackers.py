@@ -41,9 +41,6 @@ def home(tmp_path_factory):
         yield
 
 
-# -------------------------------------------------------------------------------------------- reading back
-
-
 def in_tensorboard(folder):
     """-> ({metric: [(step, value), …]}, {name: [(step, text), …]})"""
     sizes = {"scalars": 0, "tensors": 0}
@@ -147,9 +144,6 @@ def check_all_steps(name, folder, after=-1):
     return texts
 
 
-# -------------------------------------------------------------------------------------------------- runs
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
@@ -233,9 +227,6 @@ def test_the_stages_before_have_trackers_too(files, tmp_path, script):
     script.main([*argv, "--tracker", "tensorboard"])
     texts = check_all_steps("tensorboard", tmp_path / "out" / "r")
     assert "held" in texts["summary"][0][1]
-
-
-# ------------------------------------------------------------------------------------- texts and flags
 
 
 def test_html_goes_to_all_as_text(tmp_path):
