@@ -210,18 +210,13 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
         finally:
             streams.pop()
 
-    class Graph:
-        def __init__(self, *args, **more):
-            pass
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *error):
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    @contextlib.contextmanager
+    def graph(*args, **more):
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: "side")
-    names = {"current_device": lambda: 0, "stream": stream, "graph": Graph}
+    names = {"current_device": lambda: 0, "stream": stream, "graph": graph}
     names |= {"CUDAGraph": lambda: None, "graph_pool_handle": lambda: (0, 1)}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -282,15 +277,11 @@ def test_an_engine_that_is_let_go_frees_its_cache_at_once(model, no_collector):
 
 
 def test_a_released_sampler_samples_the_same_again(model, gpu, no_collector):
-    sampler, freed = Sampler(model, slots=7), []
+    sampler = Sampler(model, slots=7)
     first = answers(sampler)
-    parts = [sampler.engine.cache.values[0], sampler.engine.done, sampler.graphs.captured]
-    freed = [weakref.ref(x) for x in parts[:2]]
+    freed = [weakref.ref(x) for x in (sampler.engine.cache.values[0], sampler.engine.done)]
     sampler.release()
-    assert sampler.engine is None
-    assert sampler.graphs.captured == {}
-    assert sampler.graphs.captured is not parts[2]
-    del parts
+    assert (sampler.engine, sampler.graphs.captured) == (None, {})
     assert [x() for x in freed] == [None, None]
     again = answers(sampler)
     assert again.tokens.equal(first.tokens)
@@ -353,13 +344,15 @@ def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     assert sampler.engine.sizes == (3, 13, 10)
 
 
-def test_the_bytes_of_the_cache_can_be_given(model):
+def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     one = 16 * bytes_per_token(model.config, 4)
     assert one == 16 * 2 * 2 * 16 * 4  # keys and values, two layers, one head of 16, fp32
     sampler = Sampler(model, cache_bytes=5 * one + 1)
     assert answers(sampler).responses() == plain(model).responses()
     assert sampler.engine.slots == 5
-    sampler = Sampler(model, cache_bytes=one - 1)
+    assert sampler.engine.cache.values[1].shape == (5, 1, 16, 16)
+    monkeypatch.setattr(engine, "CACHE_BYTES", one - 1)
+    sampler = Sampler(model)
     answers(sampler, range(3))
     assert sampler.engine.slots == 1  # never none
 

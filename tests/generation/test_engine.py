@@ -56,21 +56,6 @@ def test_samples_depend_neither_on_the_batch_nor_on_slots(model):
         assert found.responses() == together
 
 
-def test_another_seed_samples_differently(model):
-    assert draw(model, range(24)).responses() != draw(model, range(24), seed=8).responses()
-
-
-def test_the_rollout_holds_each_prompt_and_its_response(model):
-    rollout = draw(model, range(24))
-    for row, response in enumerate(rollout.responses()):
-        assert rollout.tokens[row, : len(PROMPTS[row])].tolist() == PROMPTS[row]
-        assert 0 not in response[:-1]  # nothing after the first EOS
-        assert rollout.finished[row].item() == (response[-1] == 0)
-        assert rollout.finished[row] or len(response) == 10
-    assert rollout.finished.any()
-    assert not rollout.finished.all()
-
-
 def test_texts_leave_out_an_eos_that_is_an_ordinary_token():
     """A generation config may name any token as an end. It is no special token of the tokenizer."""
     tokenizer, model = word_tokenizer(["a", "b", "c"]), tiny_llama(5, spread=3.0)
@@ -95,16 +80,6 @@ def test_rows_that_are_decoded_and_rows_of_the_head_come_in_multiples_of_eight(m
     whole = {8} if count <= 8 else {8, 16}
     assert {rows for rows, width in decoded if width == 1} <= whole
     assert read <= whole
-
-
-def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
-    """Keys and values, two layers, one head of 16: 2 * 2 * 16 * 4 bytes a token; 16 tokens a sequence."""
-    monkeypatch.setattr("trainer.generation.engine.CACHE_BYTES", 5 * 16 * 2 * 2 * 16 * 4)
-    sampler = Sampler(model)
-    rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
-    assert sampler.engine.slots == 5
-    assert sampler.engine.cache.values[1].shape == (5, 1, 16, 16)
-    assert rollout.responses() == draw(model, range(24)).responses()
 
 
 def test_every_token_is_computed_once(model, monkeypatch):
@@ -139,17 +114,6 @@ def test_attention_reads_no_more_than_the_longest_live_row():
     assert keys[1, 0, 4].equal(x[1, 0, 0])
     assert keys[1, 0, :4].equal(x[1, 0, :4])
     assert keys.data_ptr() == cache.keys[0].data_ptr()  # a view: nothing is copied
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_newer_policy_can_be_loaded(model, dtype):
-    sampler, keys = Sampler(model, dtype), noise_keys(7, 3, range(24))
-    other = tiny_llama(VOCABULARY, seed=1, layers=2, spread=3.0)
-    mine = sampler.sample(PROMPTS, keys, [0], 10, 1.0).responses()
-    theirs = sampler.load(other).sample(PROMPTS, keys, [0], 10, 1.0).responses()
-    assert theirs == Sampler(other, dtype).sample(PROMPTS, keys, [0], 10, 1.0).responses()
-    assert mine != theirs
-    assert mine == sampler.load(model).sample(PROMPTS, keys, [0], 10, 1.0).responses()
 
 
 def gap_in_bf16(policy, prompts):

@@ -54,11 +54,11 @@ def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature,
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1(count):
-    logits = torch.tensor([[0.2, 0.5, 0.3]]).log().repeat(count, 1)
+def test_greedy_takes_the_first_of_the_largest_with_its_log_prob_at_temperature_1(count):
+    logits = torch.tensor([[0.2, 0.4, 0.4]]).log().repeat(count, 1)
     tokens, logprobs = sample_tokens(logits, 0.0, torch.full((count,), 0.99, dtype=torch.float64))
     assert tokens.tolist() == [1] * count
-    assert logprobs.tolist() == pytest.approx([torch.tensor(0.5).log().item()] * count)
+    assert logprobs.tolist() == pytest.approx([torch.tensor(0.4).log().item()] * count)
 
 
 def test_no_token_of_probability_0_is_drawn():

@@ -27,8 +27,6 @@ from transformers import AutoModelForSequenceClassification
 from errors import InputError
 from trainer import train_ppo
 from trainer.compute.memory import attempt, each_micro_batch
-from trainer.generation import engine
-from trainer.generation.sampling import noise_keys
 from trainer.rewards.reward_function import TimeUp, time_limit
 from trainer.runs import optimizer_step
 
@@ -295,24 +293,6 @@ def test_micro_batches_are_halved_until_they_fit_and_only_a_lack_of_memory_is_tr
     assert attempt(full, [1, 2], 1) == (False, None)
     with pytest.raises(RuntimeError, match="shape"):
         attempt(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3))
-
-
-def test_out_of_memory_while_sampling_takes_fewer_slots_and_the_same_tokens(monkeypatch):
-    policy = tiny_llama(10, layers=2, spread=2.0)
-    prompts, keys = [[2 + i % 7] * (1 + i % 5) for i in range(24)], noise_keys(1, 2, list(range(24)))
-    wanted = engine.Sampler(policy).sample(prompts, keys, [0], 12, 1.0)
-
-    class Cramped(engine.KVCache):
-        def __init__(self, config, slots, *more):
-            full(range(slots), 7)
-            super().__init__(config, slots, *more)
-
-    monkeypatch.setattr(engine, "KVCache", Cramped)
-    sampler = engine.Sampler(policy)
-    got = sampler.sample(prompts, keys, [0], 12, 1.0)
-    assert sampler.engine.slots == 6
-    assert got.tokens.equal(wanted.tokens)
-    assert got.response_len.equal(wanted.response_len)
 
 
 def test_gradients_of_a_minibatch_that_did_not_fit_are_not_counted_twice(files):

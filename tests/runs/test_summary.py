@@ -5,10 +5,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiny import ROOT, flags, health_of, read_jsonl, run_files, write_jsonl
+from tiny import ROOT, flags, health_of, read_jsonl, run_files
 
 from errors import InputError
-from trainer import train_ppo, train_reward
+from trainer import train_ppo
 from trainer.runs import base, displays, plots, report
 from trainer.runs.base import command_line
 from trainer.runs.displays import PAIRS, PPO, SFT, as_line
@@ -294,13 +294,3 @@ def test_a_run_that_has_learned_nothing_leaves_no_folder_unless_it_was_there(
     (tmp_path / "mine").mkdir()
     fail_at_once(files, tmp_path, monkeypatch, run_name="mine")
     assert (tmp_path / "mine" / "config.json").exists()
-
-
-def test_stages_say_their_verdict_too(files, tmp_path, capsys):
-    records = [{"prompt": "a b", "chosen": "a", "rejected": f"b {'c' * (n % 3)}"} for n in range(12)]
-    sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 4}
-    more = {"out_dir": tmp_path / "out", "epochs": 9, "model": files["model"]}
-    train_reward.main(flags(data_path=write_jsonl(tmp_path / "pairs.jsonl", records), **sizes, **more))
-    said = capsys.readouterr().out
-    assert "on 4 held-out pairs" in said
-    assert "Files: reward_32 has the weights after step 4." in said
