@@ -13,7 +13,6 @@ from trainer.compute.batching import Layout
 from trainer.compute.cpu import kernels
 from trainer.compute.kernels import kernels_for
 from trainer.compute.scoring import pack_sequences
-from trainer.generation import sampling
 from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 
@@ -78,26 +77,6 @@ def test_a_masked_logit_and_one_that_is_no_number():
     assert p[0].tolist() == pytest.approx([1 / 3] * 3 + [0] * 17)
     assert logs[1].isnan()
     assert entropy[1].isnan()
-
-
-@pytest.mark.parametrize("size", [1, 5, 64, 1000])
-@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_noise_picks_the_same_tokens(dtype, temperature, size, monkeypatch):
-    logits = 3 * draw(500, size, dtype=dtype)
-    u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    tokens, logs = sampling.sample_tokens(logits, temperature, u)
-    monkeypatch.setattr(kernels, "library", lambda: None)
-    plain = sampling.sample_tokens(logits.float(), temperature, u)  # torch would round probabilities to bf16
-    assert tokens.equal(plain[0])
-    assert (logs - plain[1]).abs().max() < 1e-5
-
-
-def test_no_token_of_probability_0_is_drawn():
-    logits = torch.full((4, 37), -torch.inf)
-    logits[:, [5, 36]] = 0
-    u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-33], dtype=torch.float64)
-    assert sampling.sample_tokens(logits, 1.0, u)[0].tolist() == [5, 5, 36, 36]
 
 
 @pytest.mark.parametrize(

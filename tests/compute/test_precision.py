@@ -83,9 +83,6 @@ def test_a_head_computes_in_fp32_and_on_a_gpu_without_a_matrix_product(bias, mon
     assert exact.dtype == torch.float32
 
 
-# ------------------------------------------------------------------------------------- --deterministic
-
-
 def test_deterministic_is_switched_on_and_off(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     set_precision("float32", CPU)

@@ -46,13 +46,11 @@ def test_the_value_of_a_token_is_read_one_position_before_it(critic):
 
 
 def test_a_value_knows_the_tokens_before_its_own_and_no_other(critic):
-    score = ValueScorer(critic)
-    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
-    before = score(TOKENS[:1], layout)[0][0]
     changed = TOKENS[:1].clone()
     changed[0, PROMPTS[0] + 1] = 9  # the response's second token
-    same = (score(changed, layout)[0][0] - before).abs() < 1e-6
-    assert same.tolist() == [True, True, False, False]
+    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
+    before, after = (ValueScorer(critic)(tokens, layout)[0][0] for tokens in (TOKENS[:1], changed))
+    assert ((after - before).abs() < 1e-6).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -68,9 +66,6 @@ def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature
         entropy = -(log_p.exp() * log_p).sum(-1)
         assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=1e-5)
     assert scored[2] == 0  # no experts
-
-
-# ------------------------------------------------------------------------------ balance losses of experts
 
 
 def test_the_balance_loss_by_hand():

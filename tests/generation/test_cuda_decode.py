@@ -82,9 +82,6 @@ def test_a_new_token_is_normed_rotated_kept_and_attended(dtype, heads, groups, d
     assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 def draws(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
@@ -174,16 +171,6 @@ def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature,
         assert logs.isnan().all()
 
 
-def test_greedy_takes_the_first_of_equals(by_torch):
-    """Greedy sampling is torch's on a GPU."""
-    logits = torch.zeros(2, 9000, device=DEVICE)
-    logits[0, [700, 701, 8999]] = 1.0
-    logits[1, 8999] = 1.0
-    tokens, logs = by_torch(logits, 0, draws(2))
-    assert tokens.tolist() == [700, 8999]
-    assert logs.tolist() == pytest.approx(logits.log_softmax(-1).amax(1).tolist(), abs=1e-5)
-
-
 class Slots:
     """What ``Engine._sample_and_store`` reads and writes: six slots, some of them done, and nine rows."""
 
@@ -228,9 +215,6 @@ def test_what_is_kept_of_a_token(monkeypatch):
         kinds |= set(zip(plain.done.bool().tolist(), ended.tolist(), strict=True))
     assert kinds == {(False, False), (True, False), (True, True)}
     assert plain.done.all()
-
-
-# ------------------------------------------------------------------------------------------------ the engine
 
 
 @pytest.fixture
