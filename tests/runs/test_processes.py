@@ -168,6 +168,8 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
 
 def in_one_and_two(files, tmp_path, **more):
     """-> the folders of a run in one process and in two"""
+    (tmp_path / "files").mkdir()
+    more["data_path"] = run_files(tmp_path / "files", count=185)["data_path"]
     train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
     for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
         finish(process)
