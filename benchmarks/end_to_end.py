@@ -28,7 +28,6 @@ from common import EOS, PAD, QWEN, VOCABULARY, installed, policy, read, reward_m
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from dataset.data_order import local_positions
 from trainer import train_ppo
 from trainer.compute.precision import fast_dtype
 from trainer.run import PpoRun
@@ -98,7 +97,7 @@ class Ours:
         self.args = train_ppo.parse_args([x for k, v in flags.items() for x in (f"--{k}", str(v))])
         world = World(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device(device))
         self.run = PpoRun(self.args, world)
-        self.prompts = self.run.prompts
+        self.prompts = self.run.data
         self.run.prepare()
         self.number, self.metrics = 0, []
 
@@ -106,8 +105,7 @@ class Ours:
         size = self.args.batch_size
         start = self.number * size
         batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(size)]
-        positions = local_positions(size, 0, 1)
-        collected = train_ppo.collect(self.run, self.number, iter([batch]), positions)
+        collected = train_ppo.collect(self.run, self.number, iter([batch]))
         metrics, _ = train_ppo.learn(self.run, self.number, collected)
         self.number += 1
         self.metrics.append(metrics)

@@ -116,10 +116,10 @@ def measure(argv):
         answers = args.num_generations
         positions = local_positions(args.batch_size, world.rank, world.size, answers)
         steps, prompts = range(args.max_steps), world.size * args.batch_size // answers
-        order = record_batches(len(run.prompts), 42, steps, prompts, positions, answers)
-        with record_loader(run.prompts, order, 0) as batches:
+        order = record_batches(len(run.data), 42, steps, prompts, positions, answers)
+        with record_loader(run.data, order, 0) as batches:
             for step in steps:
-                batch = T.collect(run, step, batches, positions)
+                batch = T.collect(run, step, batches)
                 note("rollout")
                 T.learn(run, step, batch)
                 note("update")

@@ -121,7 +121,8 @@ def commands_table():
     """The table of the commands of docs/algorithms.md: their memory with a critic and without."""
     text, rows = read(ALGORITHMS).split("\n## Commands for one card of 24 GB\n")[1].split("\n## ")[0], []
     for number, command in enumerate(re.findall(r"^python trainer/train_ppo\.py (.*)$", text, re.M), 1):
-        args = complete_sizes(flag_parser().parse_args(shlex.split(command)))
+        args = flag_parser().parse_args(shlex.split(command))
+        complete_sizes(args)
         name = next(name for name, (sign, _) in CARD_24.items() if sign in command)
         row = {"command": number, "policy": name + (", LoRA" if args.lora_r else "")}
         for advantage, column in (("gae", "GB with a critic"), ("rloo", "GB without")):

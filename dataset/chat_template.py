@@ -223,25 +223,21 @@ def set_system_prompt(tokenizer: PreTrainedTokenizerBase, text: str | None) -> s
     return text
 
 
-def parse_template_kwargs(text: str) -> dict[str, Any]:
-    """--chat_template_kwargs as on the command line -> the arguments. Raises InputError for a text that is no
-    JSON object."""
-    try:
-        return dict(**json.loads(text))
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--chat_template_kwargs {text[:100]}: must be a JSON object, as '{{\"enable_thinking\": false}}'"
-        ) from None
-
-
 def set_template_kwargs(tokenizer: PreTrainedTokenizerBase, text: str | None) -> str | None:
     """Give the tokenizer's chat template arguments, to be saved with it -> these as JSON, None without any.
 
-    text: JSON, '{}' for none; None for those that the tokenizer was saved with. Raises InputError for one
-    that the template does not read, because it would change nothing.
+    text: JSON, '{}' for none; None for those that the tokenizer was saved with. Raises InputError for a text
+    that is no JSON object, or an argument that the template does not read: it would change nothing.
     """
-    saved = tokenizer.init_kwargs.pop(TEMPLATE_KWARGS, {})
-    given = saved if text is None else parse_template_kwargs(text)
+    given = tokenizer.init_kwargs.pop(TEMPLATE_KWARGS, {})
+    if text is not None:
+        try:
+            given = dict(**json.loads(text))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"--chat_template_kwargs {text[:100]}: must be a JSON object, as "
+                "'{\"enable_thinking\": false}'"
+            ) from None
     for name in given:
         if not is_read(tokenizer, name):
             raise InputError(

@@ -36,7 +36,7 @@ ROLE_NAMES = {
     "chatgpt": "assistant",
     "developer": "system",  # OpenAI's newer name
 }
-TOOL_ROLES = ("tool", "function", "function_call", "observation")
+TOOL_ROLES = ("tool", "function", "function_call", "observation")  # of a call of a tool or its result
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}  # the roles in transcripts (HH-RLHF)
 SPEAKS = re.compile("\n\n(Human|Assistant): ?")
 REPLY = "\n\nAssistant:"  # comes before an answer in a transcript
@@ -239,12 +239,12 @@ def as_messages(turns: Any) -> Messages:
     messages = []
     for i, turn in enumerate(turns if isinstance(turns, list) else []):
         turn = turn if isinstance(turn, dict) else {}
-        if is_of_tools(turn):
+        role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
+        if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             continue
         content = turn.get("content", turn.get("value"))
         parts = content if isinstance(content, list) else [{"text": content}]
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
-        role: Any = turn.get("role", turn.get("from", ("user", "assistant")[i % 2]))
         if not all(isinstance(text, str) for text in (role, *texts)):
             raise InputError(
                 f'turn {i + 1} of the conversation has no text "content", or a "role" that is no text; only '
@@ -257,12 +257,6 @@ def as_messages(turns: Any) -> Messages:
             "tools"
         )
     return messages
-
-
-def is_of_tools(turn: Record) -> bool:
-    """Is this turn a call of a tool or its result?"""
-    role = turn.get("role", turn.get("from"))
-    return bool(role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"))
 
 
 def is_transcript(prompt: Asked) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from dataset.answers import comparable
 from dataset.chat_template import (
     Thinking,
-    conversation_text,
+    conversation_ids,
     encode,
     learned_pieces,
     prompt_text,
@@ -79,20 +79,21 @@ class RecordDataset(Dataset[Item], ABC):
         whole = n <= READ_WHOLE
         places = range(n) if whole else [i * (n - 1) // (SAMPLE - 1) for i in range(SAMPLE)]
         digest = hashlib.sha256(f"{n}".encode())
-        lengths = []
+        fitting = {}  # {number of an item: its length}
         with phase(f"tokens of {self.path}", len(places), "records") as bar:
             for i in places:
                 item = self.make(i)
                 self.note_item(item)
                 digest.update(json.dumps(item, default=_hashed).encode())
-                lengths.append(self.length(item))
+                length = self.length(item)
+                if length <= self.max_length:
+                    fitting[i] = length
                 bar.update()
-        fitting = {i: x for i, x in zip(places, lengths, strict=True) if x <= self.max_length}
         if not fitting:
             raise self.too_long()
         self._kept = list(fitting) if whole else range(n)
         self.edge = len(self._kept)
-        self.read = len(lengths)
+        self.read = len(places)
         self.dropped = self.read - len(fitting)
         self.longest = max(fitting.values()) if whole else self.max_length
         self.fingerprint = digest.hexdigest()[:12]
@@ -263,11 +264,8 @@ class PreferenceDataset(RecordDataset[Judged]):
     def item(self, i: int, record: Record) -> Judged:
         record = named(record, self.keys)
         sides, given = to_pair(record) if self.pairs else to_rated(record)
-        rows = []
-        for prompt, response in sides:
-            prompt = add_system(prompt, self.system_prompt)
-            rows.append(self.ids(conversation_text(self.tokenizer, prompt, response)))
-        return *rows, given
+        whole = [(add_system(prompt, self.system_prompt), response) for prompt, response in sides]
+        return *conversation_ids(self.tokenizer, whole), given
 
 
 # ---------------------------------------------------------------- logged answers (offline PPO)
@@ -328,9 +326,11 @@ class LoggedRecords(RecordDataset[Item]):
             "tokenizer_config.json to the token that ends a turn, or give another --prompt_template"
         )
 
-    def size(self, answer: LoggedAnswer) -> int:
-        """The tokens of the prompt, or TOO_LONG where the answer is too long."""
-        return len(answer.prompt_ids) if len(answer.response_ids) <= self.max_response else TOO_LONG
+    def length(self, item: Item) -> int:
+        """The tokens of the longest prompt, or TOO_LONG where an answer is too long."""
+        answers: Any = item if isinstance(item, tuple) else [item]
+        too_long = any(len(answer.response_ids) > self.max_response for answer in answers)
+        return TOO_LONG if too_long else max(len(answer.prompt_ids) for answer in answers)
 
 
 class LoggedAnswers(LoggedRecords[LoggedAnswer]):
@@ -343,15 +343,9 @@ class LoggedAnswers(LoggedRecords[LoggedAnswer]):
     def item(self, i: int, record: Record) -> LoggedAnswer:
         return self.answer(i, record, i % self.per_record())
 
-    def length(self, item: LoggedAnswer) -> int:
-        return self.size(item)
-
 
 class LoggedPairs(LoggedRecords[tuple[LoggedAnswer, LoggedAnswer]]):
     """Pairs, for an evaluation. Items (chosen, rejected); dropped where one of the two is too long."""
 
     def item(self, i: int, record: Record) -> tuple[LoggedAnswer, LoggedAnswer]:
         return self.answer(i, record, 0), self.answer(i, record, 1)
-
-    def length(self, item: tuple[LoggedAnswer, LoggedAnswer]) -> int:
-        return max(map(self.size, item))

@@ -5,7 +5,7 @@ the backbone has read the prompt and the response tokens before t, but not token
 the state in which token t is chosen (``ValueScorer`` in trainer/compute/scoring.py).
 
 Its first weights: ``--critic_init auto`` (the default) takes a ``--reward_model`` that is a classifier with
-the policy's vocabulary, else the actor (``critic_start`` in trainer/models.py).
+the policy's vocabulary, else the actor (``critic_start`` in trainer/run.py).
 """
 
 import copy
@@ -72,8 +72,7 @@ class CriticModel(nn.Module):
     def rescale(self, scale: float) -> None:
         """Multiply the head's output by ``scale`` from now on, and divide the head by as much: all values
         stay."""
-        for p in self.value_head.parameters():
-            p.mul_(self.scale / scale)
+        self.map_values(self.scale / scale, 0.0)
         self.scale = scale
 
     @torch.no_grad()

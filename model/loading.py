@@ -175,7 +175,7 @@ def load_pretrained(
     """
     contexts = PreTrainedModel.get_init_context
 
-    def real_contexts(*args: Any, **kwargs: Any) -> list:
+    def real_contexts(*args, **kwargs):
         """Those without the meta device: code from outside may look at the numbers in its buffers."""
         found = [c for c in contexts(*args, **kwargs) if not isinstance(c, torch.device)]
         return [*found, no_init_weights()]

@@ -16,11 +16,6 @@ from torch.distributed.tensor import DTensor
 # ---------------------------------------------------------------- sharded weights
 
 
-def is_sharded(x: Tensor) -> bool:
-    """Whether this process has only some rows of a tensor."""
-    return isinstance(x, DTensor)
-
-
 def local_part(x: Tensor) -> Tensor:
     """What this process has of a tensor, in place: the rows of a sharded one, all of any other."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -35,7 +30,7 @@ def sharded_and_whole(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Ten
     """Tensors -> (those that are sharded, the others), in their order."""
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for x in tensors:
-        parts[not is_sharded(x)].append(x)
+        parts[not isinstance(x, DTensor)].append(x)
     return parts
 
 
@@ -67,14 +62,11 @@ class ScoreHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """States [..., hidden] -> fp32 [..., 1]"""
         with torch.autocast(x.device.type, enabled=False):
-            product = sum_of_products if x.device.type == "cuda" else F.linear
-            return product(x.float(), self.weight, self.bias)
-
-
-def sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` for one output, but no matrix product, so that a GPU never computes it in TF32."""
-    y = (x * weight[0]).sum(-1, keepdim=True)
-    return y if bias is None else y + bias
+            x = x.float()
+            if not x.is_cuda:
+                return F.linear(x, self.weight, self.bias)
+            y = (x * self.weight[0]).sum(-1, keepdim=True)  # no matrix product, so never in TF32
+            return y if self.bias is None else y + self.bias
 
 
 HALF: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}

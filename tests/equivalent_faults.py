@@ -14,7 +14,7 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
-            "return std if std >= ROUNDING * abs(mean) else 0.0",
+            "return mean, 0.0 if std < ROUNDING * abs(mean) else std",
             "outside = (ratio <= 1 - low) | (ratio > 1 + high)",
             "outside = (ratio < 1 - low) | (ratio >= 1 + high)",
             "clipped = (change.abs() >= limit).float() * (clipped_error > error)",
@@ -33,12 +33,13 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         ],
         "the dimension meant is of that size, or at that place": [
             "probs = logits.softmax(1, dtype=torch.float32)",
-            "inside = probs.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1)  # [B, BLOCK]",
         ],
         "a guard against the last bit of a sum": [
-            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 2 * -33))",
-            "below = (target - end + total).clamp(min=0).minimum(total * (1 - 3**-33))",
-            "column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK + 1)",
+            "return place, inside.clamp(0, 1 + 2 ** (-33))",
+            "return place, inside.clamp(0, 2 - 2**-33)",
+            "return place, inside.clamp(0, 1 - 2 * -33)",
+            "return place, inside.clamp(0, 1 - 3**-33)",
+            "return place, inside.clamp(0, 1 - 2**-34)",
         ],
     },
 }
@@ -56,7 +57,14 @@ HAND_WRITTEN = {
         ("x[-self.max_length :]", "x[: self.max_length]", "tests/rewards/test_rewards.py"),
         ("scores - self.offset", "scores + self.offset", "tests/rewards/test_rewards.py"),
     ],
-    "trainer/models.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/run.py": [("abs(x[1])", "x[1]", "tests/rewards/test_rewards.py")],
+    "trainer/options/best.py": [
+        (
+            "fingerprint, args.eval_reward_fn, *args.eval_reward_model]",
+            "fingerprint]",
+            "tests/test_best.py",
+        ),
+    ],
     "trainer/rewards/combine.py": [
         (
             "rules.answer_text(text) if self.reasoning else None",
@@ -68,9 +76,8 @@ HAND_WRITTEN = {
         ("len(response.strip())", "len(response)", "tests/rewards/test_rewards.py"),
     ],
     "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
-    "trainer/run.py": [("held_out.fingerprint, *judge]", "held_out.fingerprint]", "tests/test_best.py")],
     "trainer/inputs.py": [
-        ("rest = steps - warmup", "rest = steps", "tests/test_inputs.py"),
+        ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),
     ],
     "trainer/runs/optimizer_step.py": [
@@ -80,8 +87,7 @@ HAND_WRITTEN = {
         ("LORA_FACTOR = 4", "LORA_FACTOR = 1", "tests/runs/test_learning_rate.py"),
     ],
     "trainer/generation/sampling.py": [
-        ("(coarse, target, right=True)", "(coarse, target)", "tests/generation/test_sampling.py"),
-        ("(fine, below, right=True)", "(fine, below)", "tests/generation/test_sampling.py"),
+        ("(sums, target, right=True)", "(sums, target)", "tests/generation/test_sampling.py"),
     ],
     "trainer/compute/precision.py": [
         ('in kinds and "lora_" not in name', "in kinds", "tests/model/test_lora.py"),

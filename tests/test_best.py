@@ -79,7 +79,6 @@ def killed(files, tmp_path_factory):
 
 @pytest.fixture
 def half(killed, tmp_path):
-    """A copy of the killed run -> its out folder."""
     return shutil.copytree(killed, tmp_path / "out")
 
 
@@ -153,10 +152,7 @@ def test_a_best_that_cannot_be_written_ends_the_run_and_is_written_on_resuming(
     same_run(whole / "r", tmp_path / "r", step=6)
 
 
-# ---------------------------------------------------------------------------------------------- the metric
-
-
-def test_which_metric_decides():
+def test_which_metric_decides_and_only_a_higher_value_beats_the_best():
     """The pairs, the judge, the function, the accuracy above 0, the score: the first that there is."""
     found = dict.fromkeys(["eval/length", "eval/score", "reward/judge"], 1.0)
     for name in ("score", "score_raw", "accuracy", "function", "judge", "chosen_preferred"):
@@ -166,6 +162,12 @@ def test_which_metric_decides():
     assert usual_metric({"eval/accuracy": 0.0, "eval/length": 1.0}) == "eval/accuracy"  # there is no score
     assert usual_metric({"eval/length": 1.0}) == ""
     assert Best().beaten_by({"eval/length": 1.0}, 1) is None
+    first = Best("x", "eval/x").beaten_by({"eval/x": -5.0}, 3)
+    assert first == Best("x", "eval/x", -5.0, 3)
+    for value in (-5.0, float("nan"), -6.0):
+        assert first.beaten_by({"eval/x": value, "eval/y": 9.0}, 4) is None
+    assert first.beaten_by({"reward/score": 9.0}, 4) is None  # a step without an evaluation
+    assert first.beaten_by({"eval/x": -4.0}, 4) == Best("x", "eval/x", -4.0, 4)
 
 
 def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(files, tmp_path, monkeypatch):
@@ -173,22 +175,6 @@ def test_a_metric_that_is_not_evaluated_is_refused_with_the_names_there_are(file
     message = "--best_metric eval/loss: no evaluation has it; choose one of .*eval/judge, .*eval/score_greedy"
     with pytest.raises(InputError, match=message):
         train_ppo.main(argv_of(files, tmp_path, best_metric="loss"))
-
-
-@pytest.mark.parametrize("flag", ["best_metric", "eval_reward_fn", "eval_reward_model"])
-def test_flags_of_evaluations_need_held_out_prompts(files, flag):
-    wanted = {"eval_data_path": "", "eval_reward_fn": "", flag: "x"}
-    with pytest.raises(InputError, match=f"--{flag}: .*give --eval_data_path too"):
-        train_ppo.parse_args(argv_of(files | wanted, "out"))
-
-
-def test_only_a_higher_value_beats_the_best():
-    first = Best("x", "eval/x").beaten_by({"eval/x": -5.0}, 3)
-    assert first == Best("x", "eval/x", -5.0, 3)
-    for value in (-5.0, float("nan"), -6.0):
-        assert first.beaten_by({"eval/x": value, "eval/y": 9.0}, 4) is None
-    assert first.beaten_by({"reward/score": 9.0}, 4) is None  # a step without an evaluation
-    assert first.beaten_by({"eval/x": -4.0}, 4) == Best("x", "eval/x", -4.0, 4)
 
 
 @pytest.mark.parametrize(

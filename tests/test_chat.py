@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 from forks import Forked
-from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, word_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny import LINUX, PYTHON, ROOT, llama_config, save_policy_dir, tiny_llama, user, word_tokenizer
+from tiny_tokenizers import TOKENIZERS
+from transformers import LlamaForCausalLM
 
 import chat
 from dataset.chat_template import set_system_prompt
@@ -30,15 +30,6 @@ WORDS = ["user", "assistant", *(f"w{i}" for i in range(20))]
 CPU = torch.device("cpu")
 
 
-def byte_tokenizer():
-    """One token per byte, and the EOS: every character beyond ASCII takes several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(["</s>", *alphabet])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
-
-
 def talker(tokenizer, seed=1, positions=256):
     """A Llama whose greedy answers use many different tokens; with tied weights they would not."""
     config = llama_config(len(tokenizer), layers=2)
@@ -51,13 +42,26 @@ def talker(tokenizer, seed=1, positions=256):
     return model
 
 
+TOKENIZER = word_tokenizer(WORDS, chat=True)
+
+
+def saved(model, folder, tokenizer=TOKENIZER):
+    save_policy(model, tokenizer, folder / "ppo_actor_32.pth")
+    return folder / "ppo_actor_32.pth"
+
+
+def endless(**more):
+    """A talker whose EOS is never the likeliest: it talks until it is stopped."""
+    model = talker(TOKENIZER, **more)
+    model.lm_head.weight.data[0] = 0
+    return model
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """A folder with what a run saves: ppo_actor_32.pth of a tiny Llama with a chat template."""
     folder = tmp_path_factory.mktemp("out")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    save_policy(talker(tokenizer, seed=1), tokenizer, folder / "ppo_actor_32.pth")
-    save_policy(talker(tokenizer, seed=2), tokenizer, folder / "other.pth")
+    saved(talker(TOKENIZER), folder)
     return folder
 
 
@@ -79,10 +83,6 @@ def trainers_answer(path, messages, max_gen_len=12):
     return response_texts(rollout, tokenizer)[0]
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
 def converse(one, lines, monkeypatch, interactive=True, seed=42):
     """Run chat.talk as if these lines were typed; one that is an exception is raised."""
     lines = iter([*lines, EOFError()])
@@ -98,11 +98,7 @@ def converse(one, lines, monkeypatch, interactive=True, seed=42):
 
 
 def asked_of(one):
-    """What the user said, as far as it is remembered."""
     return [turn["content"] for turn in one.history][::2]
-
-
-# ---------------------------------------------------------------- the command line
 
 
 def start(*flags, cwd=ROOT, kind=Forked if LINUX else subprocess.Popen, **more):
@@ -179,12 +175,8 @@ class Terminal:
 
 
 def test_a_conversation_in_a_terminal(tmp_path):
-    """Answers, history, /clear, Ctrl-C in the middle of an answer, Ctrl-D."""
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    model = talker(tokenizer, positions=1_000_000)
-    model.lm_head.weight.data[0] = 0  # its EOS is never the likeliest: it talks until it is stopped
-    save_policy(model, tokenizer, tmp_path / "talker.pth")
-    terminal = Terminal("--model", tmp_path / "talker.pth", "--max_gen_len", 400_000)
+    path = saved(endless(positions=1_000_000), tmp_path)
+    terminal = Terminal("--model", path, "--max_gen_len", 400_000)
     try:
         assert "/clear forgets" in terminal.wait_for("> ")
         terminal.send("w1 w2\n")
@@ -229,12 +221,6 @@ def test_bad_flags(flags, complaint, out, tmp_path, monkeypatch):
         chat.main(argv)
 
 
-def test_a_tokenizer_too_large_for_the_model(out, tmp_path):
-    word_tokenizer([str(i) for i in range(50)]).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="not this model's tokenizer"):
-        speaker(out / "ppo_actor_32.pth", tokenizer=str(tmp_path))
-
-
 def test_the_newest_actor_is_loaded(tmp_path):
     def path(*flags):
         return chat.model_path(chat.parse_args(["--out_dir", str(tmp_path), *flags]))
@@ -246,9 +232,6 @@ def test_the_newest_actor_is_loaded(tmp_path):
         os.utime(tmp_path / name, (1000 + seconds, 1000 + seconds))
     assert path() == str(tmp_path / "ppo_actor_128.pth")
     assert path("--model", "x") == "x"
-
-
-# ---------------------------------------------------------------- the conversation
 
 
 def test_history_reaches_the_model(out, monkeypatch, capsys):
@@ -264,27 +247,26 @@ def test_history_reaches_the_model(out, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("turns", "kept"), [(0, []), (1, ["w3"]), (2, ["w2", "w3"])])
-def test_how_many_turns_are_remembered(turns, kept, out, monkeypatch, capsys):
-    assert chat.parse_args([]).history == 0
+def test_how_many_turns_are_remembered(turns, kept, out, monkeypatch):
     one = speaker(out / "ppo_actor_32.pth", history=turns)
     converse(one, ["w1", "w2", "w3"], monkeypatch)
     assert asked_of(one) == kept
+    assert chat.parse_args([]).history == 0
 
 
 def test_the_system_message_of_training_is_found(tmp_path, monkeypatch, capsys):
     """PPO saves it with the tokenizer; --system_prompt replaces it, and '' leaves it out."""
     tokenizer = word_tokenizer(WORDS, chat=True)
-    assert set_system_prompt(tokenizer, "w5 w6") == "w5 w6"
-    path = tmp_path / "ppo_actor_32.pth"
-    save_policy(talker(tokenizer, seed=1), tokenizer, path)
-    expected = {
-        text: trainers_answer(path, [*([{"role": "system", "content": text}] if text else []), user("w1 w2")])
-        for text in ("w5 w6", "w7", "")
-    }
-    assert len(set(expected.values())) == 3
+    set_system_prompt(tokenizer, "w5 w6")
+    path = saved(talker(tokenizer), tmp_path, tokenizer)
+    found = set()
     for given, used in ((None, "w5 w6"), ("w7", "w7"), ("", "")):
         converse(speaker(path, system_prompt=given), ["w1 w2"], monkeypatch)
-        assert capsys.readouterr().out.strip() == expected[used]
+        system = [{"role": "system", "content": used}] if used else []
+        answer = trainers_answer(path, [*system, user("w1 w2")])
+        assert capsys.readouterr().out.strip() == answer
+        found.add(answer)
+    assert len(found) == 3
 
 
 def test_without_a_template_there_is_neither_history_nor_a_system_message(tmp_path, monkeypatch, capsys):
@@ -331,39 +313,29 @@ def test_an_answer_never_exceeds_the_positions(out, capsys):
     assert 0 < len(one.answer(asked).split()) <= room
 
 
-# ---------------------------------------------------------------- stop strings
-
-
 def test_an_answer_ends_where_the_trainers_sampler_ends_it(tmp_path, capsys):
     """The stop strings are saved beside the weights. What ends the answer is shown, but no part of it."""
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    model = talker(tokenizer)
-    model.lm_head.weight.data[0] = 0  # no EOS
-    path = tmp_path / "ppo_actor_32.pth"
-    save_policy(model, tokenizer, path)
+    model = endless()
+    path = saved(model, tmp_path)
     whole = trainers_answer(path, [user("w1")])
-    word = whole.split()[6]
-    stop = f" {word[:2]}"  # w and a digit: the stop string can end inside of a word
-    stops = StopStrings([stop], tokenizer)
+    stop = f" {whole.split()[6][:2]}"  # w and a digit: the stop string can end inside of a word
+    stops = StopStrings([stop], TOKENIZER)
     keep_endings(Endings([0], stops, None), model)
-    save_policy(model, tokenizer, path)
-    one = speaker(path)
-    ids, model = one.encode("w1"), load_policy(path)
-    rollout = Sampler(model, model.dtype, 2).sample([ids], noise_keys(0, 0, [0]), [0], 12, 0.0, 0, stops)
+    one = speaker(saved(model, tmp_path))
+    model, keys = load_policy(path), noise_keys(0, 0, [0])
+    rollout = Sampler(model, model.dtype, 2).sample([one.encode("w1")], keys, [0], 12, 0.0, 0, stops)
     answer = one.answer("w1")
     said = capsys.readouterr()
     shown = said.out.removesuffix("\n")
     assert shown.startswith(answer + stop) and whole.startswith(shown) and "cut after" not in said.err
-    assert answer == response_texts(rollout, tokenizer, stops)[0] == whole.split(stop)[0] != ""
+    assert answer == response_texts(rollout, TOKENIZER, stops)[0] == whole.split(stop)[0] != ""
     assert one.history[-1]["content"] == answer
 
 
 def test_a_stop_string_of_a_checkpoint_may_be_one_text(tmp_path):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    model = talker(tokenizer)
+    model = talker(TOKENIZER)
     model.generation_config.stop_strings = "w1 w2"
-    save_policy(model, tokenizer, tmp_path / "a.pth")
-    assert speaker(tmp_path / "a.pth").stops == ["w1 w2"]
+    assert speaker(saved(model, tmp_path)).stops == ["w1 w2"]
 
 
 def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
@@ -377,18 +349,13 @@ def test_stop_strings_and_special_tokens_can_be_given(out, capsys):
     assert speaker(path, stop=["</s>"]).stops == [] and speaker(path, stop=["</s>"]).eos == {0}
 
 
-# ---------------------------------------------------------------- sampling and streaming
-
-
 def test_sampling_is_from_the_whole_distribution(tmp_path):
     """Whatever the model's generation config says, and without the top-k of 50 that transformers adds."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(98)])
     model = tiny_llama(100, spread=3.0)
-    model.generation_config.update(
-        do_sample=True, top_k=1, repetition_penalty=9.0, suppress_tokens=list(range(50))
-    )
-    save_policy(model, tokenizer, tmp_path / "a.pth")
-    one = speaker(tmp_path / "a.pth", temperature=0.7, max_gen_len=1)
+    settings = {"top_k": 1, "repetition_penalty": 9.0, "suppress_tokens": list(range(50))}
+    model.generation_config.update(do_sample=True, **settings)
+    one = speaker(saved(model, tmp_path, tokenizer), temperature=0.7, max_gen_len=1)
     torch.manual_seed(0)
     assert one.encode("w3 w4") == [5, 6]
     answers = [one.answer("w3 w4") for _ in range(500)]
@@ -413,7 +380,8 @@ def test_the_seed_decides(out, monkeypatch, capsys):
 
 def test_what_is_shown_is_the_text_of_the_answer(tmp_path, capsys):
     """Random bytes, most of them no UTF-8."""
-    one = speaker(save_policy_dir(tmp_path / "bytes", byte_tokenizer()), temperature=1.0, max_gen_len=100)
+    model = save_policy_dir(tmp_path / "bytes", TOKENIZERS["byte level"]())
+    one = speaker(model, temperature=1.0, max_gen_len=100)
     torch.manual_seed(0)
     for _ in range(3):
         answer = one.answer("ab")

@@ -29,13 +29,9 @@ def test_the_share_by_hand(share, counted):
     assert found.tolist() == torch.tensor(counted).bool().tolist()
 
 
-def test_equal_entropies_count_alike():
-    found = choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE.gather)
-    assert found.equal(MASK)
-
-
-def test_1_is_all_tokens_and_0_is_refused():
+def test_1_is_all_tokens_equal_entropies_count_alike_and_0_is_refused():
     assert choose_tokens(1.0, ENTROPY, MASK, ALONE.gather).equal(MASK)
+    assert choose_tokens(0.4, torch.ones(2, 3), MASK, ALONE.gather).equal(MASK)
     with pytest.raises(InputError, match="--entropy_top"):
         train_ppo.parse_args(["--entropy_top", "0"])
 

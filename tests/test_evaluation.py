@@ -9,6 +9,7 @@ from tiny import WORDS, flags, run_files, tiny_llama, word_tokenizer, write_json
 
 from dataset.lm_dataset import RLAIFDataset
 from trainer import evaluation, train_ppo
+from trainer.collect import Batch
 from trainer.evaluation import EVAL_STEP, evaluate
 from trainer.generation.sampling import noise_keys, uniform
 from trainer.inputs import accuracy_note, load_inputs
@@ -36,8 +37,7 @@ def evaluate_with(monkeypatch):
     def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
         monkeypatch.setattr(evaluation, "answer", answer)
         args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
-        collector = SimpleNamespace(sampling_from=nullcontext)
-        run = SimpleNamespace(args=args, world=world, actor=None, collector=collector)
+        run = SimpleNamespace(args=args, world=world, actor=None, sampling_from=nullcontext)
         return evaluate(run, prompts)
 
     return evaluate_with
@@ -56,7 +56,7 @@ def answering(sampled, greedy):
         parts = {"score": lengths / 10}
         if run.args.reasoning:
             parts["format"] = 0.5 * torch.tensor([float("<think>" in text) for text in texts])
-        return rollout, texts, parts
+        return Batch(prompts, rollout, texts, scores=parts)
 
     return answer
 
@@ -70,18 +70,10 @@ def test_every_figure_by_hand_without_reasoning(monkeypatch, evaluate_with, batc
     found, rows = evaluate_with(answer, answers, False)
     kept = [(row["place"], row["response"], row["greedy"]["response"]) for row in rows["eval_samples.jsonl"]]
     assert kept == [(0, "1", " 1 "), (1, "2", "22"), (2, "9999", "9"), (3, "3", "33")]
-    assert found == pytest.approx(
-        {
-            "eval/accuracy": 1 / 3,
-            "eval/score": 0.7 / 4,
-            "eval/length": 7 / 4,
-            "eval/finished": 1 / 4,
-            "eval/accuracy_greedy": 2 / 3,
-            "eval/score_greedy": 0.8 / 4,
-            "eval/length_greedy": 8 / 4,
-            "eval/finished_greedy": 2 / 4,
-        }
-    )
+    sampled = {"accuracy": 1 / 3, "score": 0.7 / 4, "length": 7 / 4, "finished": 1 / 4}
+    greedy = {"accuracy": 2 / 3, "score": 0.8 / 4, "length": 8 / 4, "finished": 2 / 4}
+    wanted = {f"eval/{name}": x for name, x in sampled.items()}
+    assert found == pytest.approx(wanted | {f"eval/{name}_greedy": x for name, x in greedy.items()})
 
 
 def test_with_reasoning_the_answer_block_counts_and_the_format_is_a_rate(evaluate_with):
@@ -145,19 +137,17 @@ def test_what_is_compared_with_the_answer(response, answer, reasoning, right):
 @pytest.mark.parametrize(("short", "there"), [(0, False), (1, False), (2, True), (4, True)])
 def test_a_file_has_an_accuracy_where_half_of_its_answers_can_be_compared(short, there, tmp_path):
     """Conversations end with long texts, and some with a word: such a word says nothing of the others."""
+
+    def held_out(records):
+        return RLAIFDataset(write_jsonl(tmp_path / "held_out.jsonl", records), word_tokenizer(WORDS), 64)
+
     records = [{"prompt": "a", "answer": "5" if n < short else "b c d e f g"} for n in range(4)]
-    path = write_jsonl(tmp_path / "held_out.jsonl", [*records, {"prompt": "a"}])
-    held_out = RLAIFDataset(path, word_tokenizer(WORDS), 64)
-    assert held_out.has_accuracy is there
-    assert (accuracy_note(held_out) is None) is there
-    if not there:
-        line = f"accuracy none: of 4 held-out answers only {short} are a number or a few words, which"
-        assert accuracy_note(held_out).startswith(line)
-
-
-def test_without_any_answer_there_is_no_accuracy_and_no_line_about_it(tmp_path):
-    held_out = RLAIFDataset(write_jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}]), word_tokenizer(WORDS), 64)
-    assert not held_out.has_accuracy and accuracy_note(held_out) is accuracy_note(None) is None
+    found = held_out([*records, {"prompt": "a"}])
+    assert found.has_accuracy is there
+    line = f"accuracy none: of 4 held-out answers only {short} are a number or a few words, which"
+    assert (accuracy_note(found) or line).startswith(line) and (accuracy_note(found) is None) is there
+    without = held_out([{"prompt": "a"}])  # any answer: there is no line either
+    assert not without.has_accuracy and accuracy_note(without) is accuracy_note(None) is None
 
 
 @pytest.mark.parametrize("batch", [256, 8, 1])
@@ -222,7 +212,7 @@ def test_the_actor_is_evaluated_sampled_and_greedy(answers, tmp_path, monkeypatc
     write_jsonl(tmp_path / "held_out.jsonl", records)
     run = PpoRun(args, ALONE)
     run.actor.load_state_dict(plain.state_dict())
-    found, _ = train_ppo.evaluate_actor(run, {}, {})
+    found, _ = train_ppo.evaluate_actor(run)
     for kind, texts in responses.items():
         each = len(texts) // 13
         right = [text == records[i // each]["answer"] for i, text in enumerate(texts)]

@@ -38,13 +38,9 @@ def words_for(vocab_size):
 
 @pytest.fixture
 def demo(tmp_path):
-    """The demo's policy as a .pth, as a run would save it."""
     path = tmp_path / "out" / "ppo_actor_128.pth"
     save_policy(load_policy(DEMO), load_tokenizer(DEMO), path)
     return path
-
-
-# ---------------------------------------------------------------- both ways
 
 
 THERE_AND_BACK = ["Llama", "Llama, tied", "Qwen2", "Qwen3", "Qwen3-MoE", "GPT-2", "Gemma 3", "OPT"]
@@ -105,9 +101,6 @@ def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     assert all(torch.equal(state[key], own[key]) for key in own)
 
 
-# ---------------------------------------------------------------- what is in the directory
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """The demo's policy, exported to the folder ``exported``."""
@@ -118,7 +111,6 @@ def exported(tmp_path_factory):
 
 
 def code_of(folder, question):
-    """The code of the model card that asks this."""
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
     return code.replace("Your question", question)
 
@@ -177,9 +169,6 @@ def test_a_tokenizer_that_transformers_reads_wrongly_is_read_right_by_the_card(t
     run(tmp_path / "a.pth", tmp_path / "exported")
     assert "PreTrainedTokenizerFast.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
     assert load_tokenizer(tmp_path / "exported").get_vocab() == word_tokenizer(WORDS).get_vocab()
-
-
-# ---------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -12,11 +12,7 @@ from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.run import PpoRun
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import (
-    Step,
-    forget_gradients,
-    note_steps,
-)
+from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -28,25 +24,18 @@ def files(tmp_path_factory):
 
 def make_run(files, **values):
     """A Run as main builds it, with its prompts. None: a flag is left out."""
-    sizes = {
-        "batch_size": 16,
-        "mini_batch_size": 8,
-        "max_gen_len": 8,
-        "critic_warmup_steps": 0,
-        "max_steps": 4,
-        "dtype": "float32",  # the invariants are exact, or to 1e-6
-    }
+    sizes = {"batch_size": 16, "mini_batch_size": 8, "max_gen_len": 8, "critic_warmup_steps": 0}
+    sizes |= {"max_steps": 4, "dtype": "float32"}  # the invariants are exact, or to 1e-6
     given = {name: value for name, value in {**files, **sizes, **values}.items() if value is not None}
-    args = train_ppo.parse_args(flags(**given))
-    run = PpoRun(args, ALONE)
-    return run, run.prompts
+    run = PpoRun(train_ppo.parse_args(flags(**given)), ALONE)
+    return run, run.data
 
 
 def filled_rollout(run, prompts, step=0):
     """Collect and fill a batch with the trainer's own functions -> (rollout with all its fields, metrics)."""
     size = run.args.batch_size
     batches = iter([[prompts[i] for i in range(size)]])
-    batch, metrics = train_ppo.collect(run, step, batches, list(range(size))), Metrics()
+    batch, metrics = train_ppo.collect(run, step, batches), Metrics()
     train_ppo.fill_rollout(run, step, batch, metrics)
     return batch.rollout, metrics
 
@@ -78,7 +67,7 @@ def furthest(left, right):
 
 def test_the_fields_of_a_rollout_stand_in_the_order_in_which_they_are_filled(files, monkeypatch):
     run, prompts = make_run(files, entropy_top=0.5)  # which fills the field ``counted`` too
-    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    batch = train_ppo.collect(run, 0, iter([[prompts[i] for i in range(16)]]))
     order, put = {}, Rollout.__setattr__
 
     def noting(rollout, name, value):
@@ -115,9 +104,6 @@ def test_values_start_at_the_mean_return_and_advantages_are_whitened(files):
     assert real.mean().abs() < 1e-6
     assert real.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
     assert rollout.advantages[~rollout.mask].abs().max() == 0
-
-
-# ------------------------------------------------------------------------ how a minibatch is cut and padded
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
@@ -170,9 +156,6 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(files):
     assert same(*results)
     assert kept[1] < 0.5 * kept[0]
     assert not run.actor.model.layers[0].self_attn.training  # dropout, if there were any, would stay off
-
-
-# ---------------------------------------------------- skipped steps, warm-up, the old actor, frozen models
 
 
 def test_the_critic_steps_before_the_actor_has_gradients(files):
@@ -228,8 +211,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
 
 
 def test_bad_steps_of_different_models_end_a_run_together(files):
-    """A minibatch counts once, whichever model's step was not finite, and a good one of the other does not
-    set the count back."""
+    """A minibatch counts once, and a good step of the other model does not set the count back."""
     run, _ = make_run(files)
     good, bad = Step(0.0, 1.0), Step(0.0, torch.inf)
     for steps in ([good, bad], [bad, good], [bad, bad], [good, bad]):
@@ -246,9 +228,9 @@ def test_an_old_actor_of_one_batch_is_the_actor_itself(files):
     run.prepare()
     assert run.old_actor is run.actor
     assert set(run.modules) == {"actor", "critic"}
-    batches, positions, dtypes = iter([[prompts[i] for i in range(16)]] * 3), list(range(16)), set()
+    batches, dtypes = iter([[prompts[i] for i in range(16)]] * 3), set()
     for step in range(3):
-        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches, positions))
+        metrics, _ = train_ppo.learn(run, step, train_ppo.collect(run, step, batches))
         assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
         dtypes |= {p.dtype for p in run.actor.parameters()}
@@ -267,7 +249,7 @@ def test_rounding_what_is_frozen_changes_no_step(files, kind):
             run.prepare()
         batches, scores = iter([[prompts[i] for i in range(16)]] * 4), []
         for step in range(4):
-            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            batch = train_ppo.collect(run, step, batches)
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
         results.append([*scores, *weights(run)])

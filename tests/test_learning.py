@@ -19,8 +19,6 @@ def benchmark(monkeypatch):
 
 
 class Table(torch.nn.Module):
-    """A policy with the same next-token log-probs everywhere."""
-
     def __init__(self, logits):
         super().__init__()
         self.logits, self.config = logits, SimpleNamespace(vocab_size=len(logits))

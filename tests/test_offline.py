@@ -38,8 +38,8 @@ def make_run(files, **values):
 
 def one_batch(run, step=0):
     size = run.args.batch_size
-    items = [run.prompts[(step * size + i) % len(run.prompts)] for i in range(size)]
-    return train_ppo.collect(run, step, iter([items]), list(range(size))), items
+    items = [run.data[(step * size + i) % len(run.data)] for i in range(size)]
+    return train_ppo.collect(run, step, iter([items])), items
 
 
 def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(files):
@@ -72,17 +72,13 @@ def test_the_reference_counts_as_the_author_and_the_logged_score_as_the_reward(f
 
 def test_without_an_evaluation_there_is_no_sampler(files):
     run = make_run(files, eval_data_path="")
-    assert (
-        run.collector.sampler is None
-        and not run.reward.names
-        and run.held_out_pairs is None
-        and not run.best.metric
-    )
+    assert run.sampler is None and run.held_out_pairs is None
+    assert not run.reward.names and not run.best.metric
     assert not any(parts.get("sampler") for parts in run.plan.phases.values()) and not run.plan.cache
-    metrics, rows = train_ppo.learn(run, 0, one_batch(run)[0])
+    metrics, _ = train_ppo.learn(run, 0, one_batch(run)[0])
     assert metrics["reward/score"] == 0 and metrics["rollout/finished"] == 1
-    assert evaluate_actor(run, metrics, rows) == (metrics, rows)
-    assert make_run(files).collector.sampler is not None
+    assert evaluate_actor(run) == ({}, {})
+    assert make_run(files).sampler is not None
 
 
 def plain_logprobs(model, item):
@@ -110,7 +106,7 @@ def test_held_out_pairs_are_preferred_after_training(files):
     run = make_run(files, learning_rate=1e-3, max_steps=14, kl_coef=0.05)
     for step in range(12):
         train_ppo.learn(run, step, one_batch(run, step)[0])
-    after, _ = evaluate_actor(run, {}, {})
+    after, _ = evaluate_actor(run)
     assert run.best.beaten_by(after, 1).metric == "eval/chosen_preferred"
     assert after["eval/chosen_preferred"] > 0.9
     assert "eval/score" not in after
@@ -121,16 +117,10 @@ def test_other_prompts_are_evaluated_by_a_judge_or_by_answers(files, tmp_path):
     (tmp_path / "judge.py").write_text(judge)
     path = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "c", "answer": "a"}] * 3)
     run = make_run(files, eval_data_path=path, eval_reward_fn=f"{tmp_path / 'judge.py'}:score")
-    metrics, _ = evaluate_actor(run, {}, {})
+    metrics, _ = evaluate_actor(run)
     assert run.held_out_pairs is None and run.best.beaten_by(metrics, 1).metric == "eval/judge"
     assert run.display.best == "judge"
     assert metrics["eval/judge"] == 1 and metrics["eval/accuracy"] <= 1
     plain = make_run(files, eval_data_path=write_jsonl(tmp_path / "p.jsonl", [{"prompt": "c"}]))
-    metrics, _ = evaluate_actor(plain, {}, {})
+    metrics, _ = evaluate_actor(plain)
     assert metrics and plain.best.beaten_by(metrics, 1) is None
-
-
-def test_the_demo_takes_logged_answers_and_no_reward_model():
-    args = train_ppo.parse_args(["--offline_data_path", "pairs.jsonl"])
-    assert args.model and args.eval_data_path and not (args.reward_model or args.data_path)
-    assert args.reasoning == 1 and args.missing_eos_penalty == 0

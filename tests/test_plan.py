@@ -17,9 +17,11 @@ def plan(monkeypatch):
     return importlib.import_module("plan")
 
 
-def test_the_page_has_the_table_of_the_script(plan):
+def test_the_page_has_the_table_of_the_script_and_a_wrong_flag_is_one_line(plan):
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     assert plan.table(plan.fewest()) in page
+    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
+        plan.main([])
 
 
 def test_the_plan_was_within_a_tenth_of_every_measured_run(plan):
@@ -39,8 +41,3 @@ def test_more_gpus_never_need_more_memory_each(plan):
         found = [float(row[f"{count}, sharded"]) for count in plan.SHARDED]
         assert found == sorted(found, reverse=True), row
         assert found[0] < float(row["2 or more"]), row
-
-
-def test_a_wrong_flag_is_said_in_one_line(plan):
-    with pytest.raises(SystemExit, match="error: no flag: --table or --check"):
-        plan.main([])

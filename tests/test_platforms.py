@@ -99,8 +99,6 @@ def test_a_run_is_saved_resumed_and_the_same_as_on_linux(folder, tmp_path, monke
     same_run(folder / "out" / "r", tmp_path / "r", step=3)
 
 
-# -------------------------------------------------------------------------------------------- locks, files
-
 # Python code for another process: it locks, says so, and waits to be killed.
 HOLD = """import atomic_files, pathlib, sys, time
 from trainer.runs.resume import RunFolder

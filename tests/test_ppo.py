@@ -17,7 +17,6 @@ CLIP = (0.2, 0.2)
 
 
 def alone(total):
-    """The sum over the processes of a run that has one."""
     return total
 
 
@@ -62,14 +61,19 @@ def test_the_gradients_of_k1_k2_k3():
 
 
 def test_the_score_lands_on_the_last_token_and_the_kl_penalty_on_every_one_but_padding():
+    """Steps keep their places: 1 and 2 in the first response, 4 in the second; the rest lands last."""
     scores, lengths = torch.tensor([5.0, -1.0]), torch.tensor([3, 1])
     assert ppo.token_rewards(scores, lengths, MASK).tolist() == [[0, 0, 5], [-1, 0, 0]]
     penalty = torch.tensor([[0.1, 0.2, 0.3], [0.4, 9.0, 9.0]])
     rewards = ppo.token_rewards(scores, lengths, MASK, penalty)
     assert rewards.tolist() == [pytest.approx([-0.1, -0.2, 4.7]), pytest.approx([-1.4, 0, 0])]
+    steps = torch.tensor([[1.0, 0.0, 2.0], [4.0, 0.0, 0.0]])
+    assert ppo.token_rewards(scores, lengths, MASK, steps=steps).tolist() == [[1, 0, 4], [-1, 0, 0]]
+    both = ppo.token_rewards(scores, lengths, MASK, penalty, steps)
+    assert both[0].tolist() == pytest.approx([0.9, -0.2, 3.7])
 
 
-def test_gae_by_hand():
+def test_gae_by_hand_and_with_lambda_one_return_minus_value():
     """gamma 0.5, lambda 0.5. Row 0: deltas 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 2 - 8 = -6;
     A2 = -6, A1 = 0 + .25 * -6 = -1.5, A0 = 1 + .25 * -1.5 = 0.625. Row 1: one token, 3 - 1 = 2."""
     rewards = torch.tensor([[1.0, 0.0, 2.0], [3.0, 9.0, float("nan")]])  # padding may hold anything
@@ -77,9 +81,9 @@ def test_gae_by_hand():
     advantages, returns = ppo.gae(rewards, values, MASK, gamma=0.5, lam=0.5)
     assert advantages.tolist() == [[0.625, -1.5, -6.0], [2.0, 0.0, 0.0]]
     assert returns.tolist() == [[2.625, 2.5, 2.0], [3.0, 0.0, 0.0]]
-
-
-def test_gae_with_lambda_one_is_return_minus_value():
+    one = torch.ones(1, 1)
+    advantages, returns = ppo.gae(2 * one, 0.5 * one, one.bool(), 0.9, 0.9)
+    assert (advantages.item(), returns.item()) == (1.5, 2.0)
     torch.manual_seed(0)
     rewards, values = torch.randn(4, 7), torch.randn(4, 7)
     mask = length_mask(torch.tensor([7, 5, 1, 3]), 7)
@@ -124,6 +128,7 @@ def test_the_root_mean_square_is_of_the_answers_that_say_something_on_all_proces
     there = torch.tensor([6.0, 20.0, 3.0]).double()
     assert ppo.root_mean_square(x, mask, lambda t: t + there) == pytest.approx(6**0.5)
     assert ppo.root_mean_square(torch.zeros(1, 4), mask, alone) == 0
+    assert ppo.root_mean_square(torch.tensor([[-3.0]]), torch.tensor([[True]]), alone) == 3
 
 
 def test_rloo_has_the_same_size_with_one_lesson_as_with_many():
@@ -174,13 +179,14 @@ def test_regression_by_hand_over_processes():
     there = iter([[80.0, 3400.0, 2.0], [6.0, 26.0, 2.0], 20.0 * 3 + 0.0 * -1])
     line = ppo.regression(x, y, mask, lambda t: t + torch.tensor(next(there)).double())
     assert line == (pytest.approx(0.1), pytest.approx(-1))
-    for x, y, intercept in (
-        ([1.0, 3.0], [7.0, 2.0], 4.5),  # never a slope below 0
-        ([0.3, 0.3], [7.0, 2.0], 4.5),
-        ([1.0, 3.0], [0.3, 0.3], 0.3),
+    for x, y, slope, intercept in (
+        ([1.0, 3.0], [7.0, 2.0], 0, 4.5),  # never a slope below 0
+        ([0.3, 0.3], [7.0, 2.0], 0, 4.5),
+        ([1.0, 3.0], [0.3, 0.3], 0, 0.3),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 2.0, 2.0, 4.0], 1.2, 0.2),  # covariance 6/4, variance 5/4
     ):
-        found = ppo.regression(torch.tensor([x]), torch.tensor([y]), mask[:, :2], alone)
-        assert found == (0, pytest.approx(intercept))
+        found = ppo.regression(torch.tensor([x]), torch.tensor([y]), torch.ones(1, len(x)) > 0, alone)
+        assert found == (pytest.approx(slope), pytest.approx(intercept))
 
 
 @pytest.mark.parametrize("estimator", [ppo.leave_one_out, ppo.group_normalized])
@@ -203,7 +209,6 @@ def test_moments_give_mean_and_std_of_real_tokens_over_processes():
 
 
 def rows(advantages, mask=None, old_logprobs=None, **fields):
-    """Rows of a rollout as ``policy_loss`` reads them."""
     every = torch.ones_like(advantages)
     return SimpleNamespace(
         advantages=advantages,
@@ -222,6 +227,7 @@ def rows(advantages, mask=None, old_logprobs=None, **fields):
         ([1.4, 1.6, 0.7], [1.0, 1.0, -1.0], (0.2, 0.5), -1.4 - 1.5 + 0.8, [-1.4, 0.0, 0.0], 2),
         ([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], (*CLIP, 0.0), 5 + 2 - 1.2, [5.0, 2.0, 0.0], 3),
         ([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], (*CLIP, 3.0), 3 + 2 - 1.2, [0.0, 2.0, 0.0], 3),  # dual clip
+        ([5.0, 1.1, 0.9], [-0.5, 0.5, 0.0], (*CLIP, 3.0), 3 * 0.5 - 0.55, [0.0, -0.55, 0.0], 1),
     ],
 )
 def test_policy_loss_by_hand(ratio, advantages, limits, loss, grad, outside):
@@ -244,6 +250,11 @@ def test_importance_weights_by_hand():
     weights = ppo.importance_weights(old, torch.zeros(1, 4), mask, 2.0)
     assert weights.tolist() == [pytest.approx([1.5, 0.5, 2.0, 1.0])]
     assert ppo.importance_weights(old, torch.zeros(1, 4), mask, 0.0).tolist() == [[1.0] * 4]
+    old, sampler = torch.tensor([[0.6, 0.5]]).log(), torch.tensor([[0.4, 1.0]]).log()
+    assert ppo.importance_weights(old, sampler, mask[:, :2], 2.0).tolist() == [pytest.approx([1.5, 0.5])]
+    assert ppo.effective_sample_size(old, sampler, mask[:, :2], alone) == pytest.approx(
+        0.8
+    )  # 2^2 / (2 * 2.5)
 
 
 def test_effective_sample_size_by_hand():
@@ -314,7 +325,7 @@ def test_the_kl_in_the_reward_follows_the_actor():
     assert logprobs.grad.tolist() == [pytest.approx(expected)]
 
 
-def test_value_loss_by_hand():
+def test_value_loss_by_hand_and_in_units_of_the_scale():
     """V 3, old 1, range .5 -> clipped 1.5; G 2: max(1, .25) = 1. V 1.2, old 1, G 2: clip leaves it: .64.
     V 3, old 1, G 4: max(1, 6.25) = 6.25. Half the sum."""
     values, old = torch.tensor([[3.0, 1.2, 3.0, 9.0]]), torch.ones(1, 4)
@@ -325,9 +336,6 @@ def test_value_loss_by_hand():
     without, metrics = ppo.value_loss(values, old, returns, mask, cliprange=0.0, scale=1.0)
     assert without.item() == pytest.approx(0.5 * (1 + 0.64 + 1))
     assert metrics["value/clip_fraction"] == 0
-
-
-def test_the_value_loss_and_its_clip_are_in_units_of_the_scale():
     torch.manual_seed(0)
     returns, old, mask = 3 * torch.randn(2, 3), torch.zeros(2, 3), MASK
     values = 0.7 * returns  # moved by more than the clip
@@ -336,6 +344,10 @@ def test_the_value_loss_and_its_clip_are_in_units_of_the_scale():
     assert scaled.item() == pytest.approx(plain.item())
     assert {k: x.item() for k, x in same.items()} == pytest.approx({k: x.item() for k, x in metrics.items()})
     assert metrics["value/clip_fraction"] > 0
+    # From 1 to 3 is a quarter of the scale, half of the clip; the error is 1 / 8
+    one = torch.ones(1, 1)
+    loss, _ = ppo.value_loss(3 * one, one, 2 * one, one.bool(), cliprange=0.5, scale=8.0)
+    assert loss.item() == 0.5 / 64
 
 
 @pytest.mark.parametrize("length", [64, 512])
@@ -357,6 +369,8 @@ def test_a_useless_critic_is_seen_as_such_at_any_length(length):
         assert (explained, bias) == pytest.approx(wanted[name], abs=0.25), name
     _, returns = ppo.gae(rewards, critics["noise"], mask, 1.0, 0.95)
     assert ppo.explained_variance(returns, critics["noise"], mask, alone) > 0.4  # why not those
+    equal = torch.full_like(scores[:, None], 0.3).expand(mask.shape)  # there is nothing to explain
+    assert math.isnan(ppo.explained_variance(equal, equal + 0.01, mask, alone))
 
 
 def test_load_balance_loss_by_hand():
@@ -369,10 +383,7 @@ def test_load_balance_loss_by_hand():
     assert load_balance_loss((skewed,), Layout([1]), 1).item() == pytest.approx(1.5)
     both = torch.cat([balanced, skewed])  # two sequences: the sum, and one layer twice: twice the sum
     assert load_balance_loss((both, both), Layout([2, 1]), 1).item() == pytest.approx(5.0)
-
-
-def test_load_balance_loss_of_a_dense_model_is_zero():
-    assert load_balance_loss((), Layout([3, 1]), 1) == 0
+    assert load_balance_loss((), Layout([3, 1]), 1) == 0  # a dense model
 
 
 def test_learning_rates_by_hand():
@@ -392,64 +403,8 @@ def test_learning_rates_by_hand():
     assert constant == [0.5, 1.0, 1.5, *[2.0] * 11] == rates(10**6, 3, "constant", count=14)
 
 
-def test_equal_returns_leave_nothing_to_explain():
-    returns = torch.full((3, 7), 0.3)
-    mask = length_mask(torch.tensor([7, 5, 3]), 7)
-    assert math.isnan(ppo.explained_variance(returns, returns + 0.01, mask, alone))
-
-
-# ------------------------------------------------------------------- what tests/mutations.py found untested
-
-
-def test_steps_keep_their_places_and_the_rest_of_the_score_lands_last():
-    """Scores 5 and 2; steps of 1 and 2 in the first response, of 4 in the second."""
-    steps = torch.tensor([[1.0, 0.0, 2.0], [4.0, 0.0, 0.0]])
-    rewards = ppo.token_rewards(torch.tensor([5.0, 2.0]), torch.tensor([3, 1]), MASK, steps=steps)
-    assert rewards.tolist() == [[1, 0, 4], [2, 0, 0]]
-
-
-def test_gae_of_a_single_token():
-    one = torch.ones(1, 1)
-    advantages, returns = ppo.gae(2 * one, 0.5 * one, one.bool(), 0.9, 0.9)
-    assert (advantages.item(), returns.item()) == (1.5, 2.0)
-
-
 def test_rounding_is_judged_by_the_largest_number_of_the_own_row():
     found = ppo.without_rounding(
         torch.tensor([[1e-4, 1.0], [1e-4, 1e-4]]), torch.tensor([[1.0, 1e3], [1.0, 1.0]])
     )
     assert found.tolist() == torch.tensor([[0.0, 1.0], [1e-4, 1e-4]]).tolist()
-
-
-def test_numbers_of_the_sampler_count_as_the_denominator():
-    """pi_old / pi_sampler = 0.6 / 0.4 and 0.5 / 1; (1.5 + 0.5)^2 / (2 * 2.5)."""
-    old, sampler = torch.tensor([[0.6, 0.5]]).log(), torch.tensor([[0.4, 1.0]]).log()
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert ppo.importance_weights(old, sampler, mask, 2.0).tolist() == [pytest.approx([1.5, 0.5])]
-    assert ppo.effective_sample_size(old, sampler, mask, alone) == pytest.approx(0.8)
-
-
-def test_root_mean_square_of_one_token():
-    assert ppo.root_mean_square(torch.tensor([[-3.0]]), torch.tensor([[True]]), alone) == 3
-
-
-def test_regression_by_hand_off_the_line():
-    """x 0 to 3, y 0, 2, 2, 4: covariance 6/4, variance 5/4."""
-    x, y = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[0.0, 2.0, 2.0, 4.0]])
-    line = ppo.regression(x, y, torch.ones(1, 4, dtype=torch.bool), alone)
-    assert line == (pytest.approx(1.2), pytest.approx(0.2))
-
-
-def test_ratios_inside_the_clip_are_not_clipped_and_a_small_advantage_has_the_dual_clip():
-    """A = -0.5 with ratio 5: at most 3 * 0.5. A = 0.5: 1.1 * 0.5. Padding counts nowhere."""
-    ratio = torch.tensor([[5.0, 1.1, 0.9]])
-    loss, metrics = ppo.policy_loss(ratio.log(), rows(torch.tensor([[-0.5, 0.5, 0.0]])), 0.2, 0.2, dual=3.0)
-    assert loss.item() == pytest.approx(1.5 - 0.55)
-    assert metrics["policy/clip_fraction"] == 1
-
-
-def test_a_value_that_moved_by_less_than_the_clip_in_units_of_the_scale_is_free():
-    """From 1 to 3 is a quarter of the scale, half of the clip; the error is 1 / 8."""
-    one = torch.ones(1, 1)
-    loss, _ = ppo.value_loss(3 * one, one, 2 * one, one.bool(), cliprange=0.5, scale=8.0)
-    assert loss.item() == 0.5 / 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_invariants import ALONE, files, make_run
-from tiny import WORDS, flags, read_jsonl, run_files, train, write_jsonl
+from tiny import WORDS, read_jsonl, run_files, train, write_jsonl
 
 from dataset.data_order import global_batch
 from errors import InputError
@@ -41,7 +41,7 @@ def nll(model, items):
 
 
 def minibatch_of(run, prompts, step=0):
-    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]), list(range(16)))
+    batch = train_ppo.collect(run, step, iter([[prompts[i] for i in range(16)]]))
     rollout = train_ppo.fill_rollout(run, step, batch, Metrics())
     return rollout.rows(range(8))
 
@@ -152,10 +152,7 @@ def test_a_run_is_resumed_with_the_same_demonstrations_only(tmp_path, ptx_path):
 
 
 def test_what_is_refused_and_what_is_said(tmp_path, files, ptx_path):
-    with pytest.raises(
-        InputError, match=r"^--ptx_coef 0.5: is of use only with --ptx_data_path; set that too$"
-    ):
-        train_ppo.parse_args(flags(**files, ptx_coef=0.5))
+
     too_long = [{"text": "a " * count} for count in (250, 300)]
     long = write_jsonl(tmp_path / "long.jsonl", [*demonstrations(6), *too_long])
     run, _ = make_run(files, ptx_data_path=long, max_seq_len=30)

@@ -47,18 +47,15 @@ def test_joined_rollouts_have_all_rows_in_order():
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
+    without = Replay(0, list(range(8)), ALONE)
+    without.keep(batches[0])
+    assert without.join(batches[1]) is batches[1]
     assert replay.join(batches[0]) is batches[0]
     for batch in batches[:3]:
         replay.keep(batch)
     joined = replay.join(batches[3])
     for place, batch in enumerate(batches[1:]):
         same_rows(joined.rows(range(8 * place, 8 * place + 8)), batch)
-
-
-def test_without_replay_nothing_is_kept():
-    replay = Replay(0, list(range(8)), ALONE)
-    replay.keep(rollout_of(1))
-    assert replay.join(rollout := rollout_of(2)) is rollout
 
 
 def test_each_of_two_processes_keeps_the_global_batch_and_takes_its_rows_of_it():
@@ -108,17 +105,11 @@ def test_each_minibatch_is_learned_from_equally_often(older, count, epochs):
         assert not older <= born < steps - older or set(each) == {epochs}
 
 
-def test_without_replay_each_ppo_epoch_has_an_order_of_its_own():
+def test_orders_by_hand_and_which_rows_are_the_newest():
     expected = [k for epoch in (6, 7) for k in epoch_order(4, 5, epoch)]
     assert minibatch_order(3, 0, 4, 2, seed=5) == expected
-
-
-def test_old_and_new_batches_take_turns():
     order = minibatch_order(9, 1, 4, 1, seed=0)
     assert [k // 4 for k in order] == [0, 1, 0, 1]
-
-
-def test_the_newest_rows_are_the_last():
     rollout = SimpleNamespace(tokens=range(5), rows=list)
     assert newest_rows(rollout, 2) == [3, 4]
     assert newest_rows(rollout, 5) is rollout

@@ -4,18 +4,19 @@ import json
 import math
 import shlex
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from same_runs import same_metrics, same_weights
 from tiny import (
     PYTHON,
     ROOT,
     finish,
     flags,
+    free_port,
     launch_two,
     load_weights,
     read_jsonl,
@@ -38,24 +39,15 @@ from model.saving import save_policy
 from trainer import supervised, train_ppo, train_reward, train_sft
 from trainer.compute import precision
 from trainer.compute.batching import pad_right
-from trainer.compute.scoring import score_learned
 from trainer.inputs import load_inputs
-from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import backward
 
 WORDS = list("abcdefgh")
 ALONE = World(0, 1, torch.device("cpu"))
-SIZES = {
-    "device": "cpu",
-    "dtype": "float32",
-    "run_name": "r",
-    "batch_size": 4,
-    "max_steps": 6,
-    "eval_size": 5,
-}
-SIZES |= {"save_interval": 2, "eval_interval": 4, "log_interval": 3, "learning_rate": 3e-3}
+SIZES = {"device": "cpu", "dtype": "float32", "run_name": "r", "batch_size": 4, "max_steps": 6}
+SIZES |= {"eval_size": 5, "save_interval": 2, "eval_interval": 4, "log_interval": 3, "learning_rate": 3e-3}
 SIZES |= {"keep_checkpoints": 9}
 MINI = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 512}
 SCRIPTS = {"sft": train_sft, "reward": train_reward}
@@ -102,17 +94,16 @@ def gradients_of(run, items, budget=4096):
     lengths = [run.tokens(x) for x in items]
     source = (lengths, lambda rows: run.loss([items[i] for i in rows], run.loss_counts(items)))
     sums = backward(run, [source], budget)
-    return sums.means(ALONE), {
-        n: p.grad.clone() for n, p in run.trained.named_parameters() if p.grad is not None
-    }
+    return sums.means(ALONE), gradients_in(run.trained)
+
+
+def gradients_in(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def close(left, right, tolerance=1e-6):
     assert left.keys() == right.keys()
     return all(torch.allclose(left[n], right[n], rtol=1e-4, atol=tolerance) for n in left)
-
-
-# ------------------------------------------------------------------------------------------- losses, by hand
 
 
 def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files):
@@ -132,23 +123,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_plain_transformers(files)
     assert close(wanted, gradients)
 
 
-def test_only_what_the_assistant_says_is_learned(files, tmp_path):
-    turns = [{"content": text} for text in ("a b", "c", "d", "e f")]
-    data = write_jsonl(tmp_path / "one.jsonl", [{"conversations": turns}] * 2)
-    run = build({**files, "sft": data}, "sft", eval_size=1)
-    ((ids, _),) = items = [run.data[0]]
-    vocabulary = run.tokenizer.get_vocab()
-    said = "user a b </s> assistant c </s> user d </s> assistant e f </s>"
-    assert ids == [vocabulary[word] for word in said.split()]
-    logprobs = run.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    places = [5, 6, 11, 12, 13]  # c </s> e f </s>
-    wanted = torch.stack([-logprobs[place - 1, ids[place]] for place in places])
-    assert torch.allclose(-score_learned(items, run.scorer)[0], wanted, atol=1e-6)
-    assert run.loss_counts(items) == [5, 1]
-
-
 def scores_of(model, rows):
-    """The scores [B] that plain transformers gives these lists of ids, padded."""
     rows = [torch.tensor(ids) for ids in rows]
     padded = pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
     return model(padded, attention_mask=None).logits[:, 0]
@@ -169,26 +144,22 @@ def test_pair_loss_and_gradients_are_those_of_padded_plain_transformers(files, k
     assert {margin for *_, margin in items} == {0.0, 0.5, 1.0}
     means, gradients = gradients_of(run, items)
     plain = run.modules["model"]
-    total, lm_tokens, pair_losses = 0.0, run.loss_counts(items)[-1], []
+    pairs, more, lm_tokens = 0.0, 0.0, run.loss_counts(items)[-1]
     for chosen, rejected, margin in items:
         c, r = scores_of(plain, [chosen, rejected])
-        pair_losses.append(F.softplus(-(c - r - margin)))
-        total = total + pair_losses[-1] / 6
+        pairs = pairs + F.softplus(-(c - r - margin)) / 6
         if kind == "reward":
             continue
-        total = total + 0.01 * (c**2 + r**2) / 6
         part = next(i for i, (x, y) in enumerate(zip(chosen, rejected, strict=False)) if x != y)
         states = [plain.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in (chosen, rejected)]
         at_c, at_r = (plain.score(x[part]).squeeze() for x in states)
-        total = total + 0.5 * F.softplus(-(at_c - at_r)) / 6
         logits = run.modules["lm_head"](states[0][part - 1 : -1])
-        total = (
-            total + 0.7 * F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum") / lm_tokens
-        )
-    assert means["train/loss"] == pytest.approx(sum(pair_losses).item() / 6, abs=1e-6)
+        nll = F.cross_entropy(logits, torch.tensor(chosen[part:]), reduction="sum")
+        more = more + (0.01 * (c**2 + r**2) + 0.5 * F.softplus(-(at_c - at_r))) / 6 + 0.7 * nll / lm_tokens
+    assert means["train/loss"] == pytest.approx(pairs.item(), abs=1e-6)
     run.trained.zero_grad()
-    total.backward()
-    assert close({n: p.grad for n, p in run.trained.named_parameters() if p.grad is not None}, gradients)
+    (pairs + more).backward()
+    assert close(gradients_in(run.trained), gradients)
 
 
 def test_regression_by_hand(files):
@@ -233,9 +204,6 @@ def test_a_mixture_of_experts_is_balanced_and_named(files, tmp_path):
     assert whole["0.model.layers.0.mlp.gate.weight"].abs().max() > 0
 
 
-# ------------------------------------------------------------------------------------------ what comes out
-
-
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
     """Both stages, run to their end -> {"sft": out_dir, "reward": out_dir}"""
@@ -266,13 +234,12 @@ def test_sft_learns_and_ppo_starts_from_it(files, whole):
 
 
 def test_a_model_from_nothing(files, tmp_path):
-    more = {"model": "", "tokenizer": files["model"], "hidden_size": 32, "num_hidden_layers": 1}
-    more |= {"max_steps": 1}
-    train_sft.main(argv_of(files, "sft", tmp_path, **more))
+    more = {"model": "", "tokenizer": files["model"], "num_hidden_layers": 1, "max_steps": 1}
+    train_sft.main(argv_of(files, "sft", tmp_path, hidden_size=32, **more))
     config = load_policy(tmp_path / "full_sft_32.pth").config  # MiniMind 2's feed-forward, rope and tied head
     assert (config.intermediate_size, config.rope_parameters["rope_theta"]) == (128, 1e6)
     with pytest.raises(InputError, match="--hidden_size was 32 and is now 64"):
-        train_sft.main(argv_of(files, "sft", tmp_path, **more | {"hidden_size": 64, "resume": "auto"}))
+        train_sft.main(argv_of(files, "sft", tmp_path, hidden_size=64, resume="auto", **more))
 
 
 def offset_in(out):
@@ -285,42 +252,21 @@ def test_a_reward_model_loads_in_plain_transformers_and_is_centred(files, whole)
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
-    assert plain.config.num_labels == 1
-    assert plain.config.pad_token_id == 0
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (plain.config.num_labels, plain.config.pad_token_id) == (1, 0)
     reward_model = load_reward_model(str(folder), ALONE.device)
     records = read_jsonl(files["pairs"])
     pairs = [(record["prompt"], record["chosen"]) for record in records]
-    rows = conversation_ids(tokenizer, pairs)
-    offset = plain.config.reward_offset
-    assert offset != 0
-    assert torch.allclose(scores_of(plain, rows) - offset, reward_model(pairs), atol=1e-5)
+    rows = conversation_ids(AutoTokenizer.from_pretrained(folder), pairs)
+    assert offset_in(whole["reward"]) != 0
+    scores = scores_of(plain, rows)
+    assert torch.allclose(scores - offset_in(whole["reward"]), reward_model(pairs), atol=1e-5)
     alone = torch.cat([plain(torch.tensor([row])).logits[:, 0] for row in rows])
-    assert torch.allclose(alone, scores_of(plain, rows), atol=1e-5)
-
-    held_out = [
-        (record["prompt"], record[side]) for record in records[-5:] for side in ("chosen", "rejected")
-    ]
+    assert torch.allclose(alone, scores, atol=1e-5)
+    held_out = [(r["prompt"], r[side]) for r in records[-5:] for side in ("chosen", "rejected")]
     scores = reward_model(held_out)
     assert scores.std() > 0.01
     assert scores.mean().item() == pytest.approx(0.0, abs=1e-3)  # it was found before weights became fp16
     assert len(list((whole["reward"] / "r" / "checkpoints").iterdir())) == 3
-
-
-def test_a_critic_that_starts_from_it_starts_centred(files, whole):
-    from model.critic import CriticModel
-
-    reward_model = load_reward_model(str(whole["reward"] / "reward_32"), ALONE.device)
-    policy = load_policy(files["model"])
-    tokenizer = load_tokenizer(files["model"])
-    start, weight = critic_start("reward", {"model": (reward_model, -2.5)}, policy, tokenizer)
-    critic = CriticModel.from_model(start, weight=weight)
-    pair = ("a b", "c d e")
-    ids = conversation_ids(reward_model.tokenizer, [pair])[0]
-    place = max(i for i, token in enumerate(ids) if token != 0)  # the last token that is not the pad token
-    assert critic(torch.tensor([ids]))[0, place].item() == pytest.approx(
-        -2.5 * reward_model([pair]).item(), abs=1e-5
-    )
 
 
 def test_an_offset_that_is_no_number_is_refused(whole, tmp_path):
@@ -357,17 +303,13 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert -1 <= last["eval/correlation"] <= 1
 
 
-# -------------------------------------------------------------------------- resuming and failing, as in PPO
-
-
-def same_supervised_run(one, other, step=6):
-    left, right = (load_weights(folder, step, "model") for folder in (one, other))
-    assert left.keys() == right.keys()
-    assert all(left[name].equal(right[name]) for name in left)
-    left, right = (load_weights(folder, step, "optimizer") for folder in (one, other))
-    assert all(left[name].equal(right[name]) for name in left)
-    lines = [without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other)]
-    assert lines[0] == lines[1]
+def same_supervised_run(one, other):
+    for name in ("model", "optimizer"):
+        left, right = (load_weights(folder, 6, name) for folder in (one, other))
+        assert left.keys() == right.keys()
+        assert all(left[key].equal(right[key]) for key in left)
+    left, right = (without_time(read_jsonl(folder / "metrics.jsonl")) for folder in (one, other))
+    assert left == right
 
 
 class Killed(BaseException):
@@ -386,8 +328,8 @@ def killed(files, tmp_path_factory):
         return learn(run, step, items)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised, "learn", until)
         for kind, script in SCRIPTS.items():
+            patch.setattr(script, "learn", until)
             with pytest.raises(Killed):
                 script.main(argv_of(files, kind, outs[kind]))
     return outs
@@ -435,22 +377,15 @@ train_reward.main(json.loads(sys.argv[2]))
 
 def test_two_processes_with_half_the_batch_equal_one(files, whole, tmp_path):
     (tmp_path / "both.py").write_text(BOTH.format(root=str(ROOT)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     argv = [json.dumps(argv_of(files, kind, tmp_path / kind, batch_size=2)) for kind in SCRIPTS]
-    for process in launch_two([*argv, port], script=tmp_path / "both.py"):
+    for process in launch_two([*argv, str(free_port())], script=tmp_path / "both.py"):
         finish(process)
     for kind in SCRIPTS:
-        one, two = (load_weights(out / "r", 6, "model") for out in (whole[kind], tmp_path / kind))
-        difference = max((one[name] - two[name]).abs().max().item() for name in one)
-        print(f"{kind}: largest weight difference between one and two processes {difference:.1e}")
-        assert difference < 1e-5
-        left, right = (read_jsonl(out / "r" / "metrics.jsonl") for out in (whole[kind], tmp_path / kind))
-        for a, b in zip(left, right, strict=True):
-            assert a.keys() == b.keys()
-            for name in {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"} & a.keys():
-                assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-5), (a["step"], name)
+        one, two = whole[kind] / "r", tmp_path / kind / "r"
+        same_weights(one, two, 6, ("model",))
+        same_metrics(
+            one, two, {"train/loss", "train/grad_norm", "eval/loss", "eval/accuracy"}, rel=1e-4, abs=1e-5
+        )
     assert offset_in(whole["reward"]) == pytest.approx(offset_in(tmp_path / "reward"), abs=1e-5)
 
 
@@ -464,14 +399,10 @@ def test_where_memory_runs_out_less_is_taken_at_a_time(files, whole, tmp_path, m
 
     monkeypatch.setattr(train_sft.SftRun, "loss", cramped)
     train_sft.main(argv_of(files, "sft", tmp_path))
-    one, two = (load_weights(out / "r", 6, "model") for out in (whole["sft"], tmp_path))
-    assert close(one, two, 1e-5)
-    metrics = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    assert metrics[1]["perf/out_of_memory"] == 1
-    assert (
-        json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())["token_budget"]
-        < 2048
-    )
+    same_weights(whole["sft"] / "r", tmp_path / "r", 6, ("model",))
+    assert read_jsonl(tmp_path / "r" / "metrics.jsonl")[1]["perf/out_of_memory"] == 1
+    state = json.loads((tmp_path / "r" / "checkpoints" / "step_6" / "state.json").read_text())
+    assert state["token_budget"] < 2048
 
 
 def test_a_step_that_is_not_finite_is_no_step(files, tmp_path, monkeypatch):
@@ -497,25 +428,20 @@ def test_in_fp16_the_scale_is_kept_and_the_losses_are_those_of_fp32(files, whole
     monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**10)  # doubled twice, it still is no overflow
     argv = argv_of(files, "sft", tmp_path, dtype="float16")
     train_sft.main(argv)
-    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
+    before = shutil.copytree(tmp_path / "r", tmp_path / "before")
+    lines = read_jsonl(before / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] / 2**10 for m in lines] == [1, 1, 2, 2, 4, 4]
     assert sum(m["train/skipped_steps"] for m in lines) == 0
     exact = [m["train/loss"] for m in read_jsonl(whole["sft"] / "r" / "metrics.jsonl")[1:]]
     losses = [m["train/loss"] for m in lines]
     assert losses == pytest.approx(exact, rel=5e-3) and losses != exact
-    weights = load_weights(tmp_path / "r", 6, "model")
     train_sft.main([*argv, "--resume", str(tmp_path / "r" / "checkpoints" / "step_2")])
-    again = load_weights(tmp_path / "r", 6, "model")
-    assert all(weights[name].equal(again[name]) for name in weights)
+    same_supervised_run(before, tmp_path / "r")
     again = read_jsonl(tmp_path / "r" / "metrics.jsonl")[1:]
     assert [m["perf/loss_scale"] for m in again] == [m["perf/loss_scale"] for m in lines]
 
 
-# -------------------------------------------------------------------------- commands, late errors, templates
-
-
 def said_command(capsys, word):
-    """The words behind ``word`` in what a run has printed, as a shell reads them."""
     lines = capsys.readouterr().out.splitlines()
     return shlex.split(next(line for line in lines if line.startswith(word)).removeprefix(word))
 
@@ -575,9 +501,6 @@ def test_the_flags_of_make_demo_assets_exist():
             assert Path(args.data_path).is_file()
 
 
-# ---------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "says"),
     [
@@ -599,34 +522,26 @@ def test_the_flags_of_make_demo_assets_exist():
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(files, tmp_path, kind, more, says):
-    made = {
-        "empty": write_jsonl(tmp_path / "empty.jsonl", []),
-        "margin": write_jsonl(
-            tmp_path / "margin.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}]
-        ),
-        "score": write_jsonl(
-            tmp_path / "score.jsonl", [{"user_input": "a", "completion": "b", "score": "x"}]
-        ),
-    }
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}
+    records = {"empty": [], "margin": [pair], "score": [{"user_input": "a", "completion": "b", "score": "x"}]}
+    made = {name: write_jsonl(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
     more = {name: x.format(**files, **made) if isinstance(x, str) else x for name, x in more.items()}
     argv = argv_of(files, kind, tmp_path / "out", **{name: x for name, x in more.items() if x is not None})
     argv += [f"--{name}" for name, x in more.items() if x is None]
     with pytest.raises(InputError, match=says):
-        SCRIPTS["sft" if kind == "sft" else "reward"].main(argv)
+        SCRIPTS[kind].main(argv)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_never_replaces_its_own_start(files, tmp_path):
+def test_a_result_never_replaces_its_own_start_nor_a_new_model_a_file_that_is_there(files, tmp_path):
+    """--hidden_size names a start in train_ppo.py, a new model in train_sft.py: easily confused."""
     start = shutil.copytree(files["model"], tmp_path / "full_sft_32")
     with pytest.raises(InputError, match="this run would write its result there"):
         train_sft.main(argv_of(files, "sft", tmp_path, model=start))
-
-
-def test_a_new_model_never_replaces_a_file_that_is_there(files, tmp_path):
-    """--hidden_size names a start in train_ppo.py, a new model in train_sft.py: easily confused."""
-    (tmp_path / "full_sft_32.pth").write_bytes(b"mine")
-    argv = ["--hidden_size", "32", "--tokenizer", files["model"], "--data_path", files["sft"]]
+    path = tmp_path / "new" / "full_sft_32.pth"
+    path.parent.mkdir()
+    path.write_bytes(b"mine")
+    more = {"model": "", "tokenizer": files["model"], "hidden_size": 32, "num_hidden_layers": 1}
     with pytest.raises(InputError, match=r"--hidden_size 32: makes a new model, .*full_sft_32.pth"):
-        train_sft.main([*argv, "--out_dir", str(tmp_path), "--device", "cpu", "--num_hidden_layers", "1"])
-    assert (tmp_path / "full_sft_32.pth").read_bytes() == b"mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["full_sft_32.pth"]
+        train_sft.main(argv_of(files, "sft", path.parent, **more))
+    assert path.read_bytes() == b"mine" and list(path.parent.iterdir()) == [path]

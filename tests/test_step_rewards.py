@@ -8,7 +8,7 @@ from tiny import request_of, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, ids_of
 
 from trainer import ppo
-from trainer.collect import step_rewards, token_places
+from trainer.collect import Batch, step_rewards, token_places
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.stops import HALF, response_texts
 from trainer.rewards.combine import Reward
@@ -35,9 +35,6 @@ def test_where_characters_land_by_hand():
     assert token_places(range(len(text)), text, ids, tokenizer) == [0, 0, 1, 1, 1, 2, 2]
     assert token_places([None, len(text)], text, ids, tokenizer) == [3, 3]
     assert token_places([0, 2], "ab 你", ids, tokenizer) == [0, 1]  # the text before a stop string
-
-
-def test_a_character_of_several_tokens_lands_on_the_last_of_them():
     tokenizer = TOKENIZERS["byte level"]()
     for names, places in ((["aä", "½łb"], [0, 1, 1]), (["a", "ä", "½", "ł", "b"], [0, 3, 4])):
         ids = [tokenizer.get_vocab()[name] for name in names]
@@ -63,21 +60,6 @@ def test_each_character_lands_on_the_first_token_after_which_it_stays(kind):
     assert several > 10 or kind == "words"
 
 
-def test_token_rewards_by_hand():
-    """Scores of 5 and -1, of which steps are 3 and 0; the rest lands on the last token."""
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    steps = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
-    scores, lengths = torch.tensor([5.0, -1.0]), torch.tensor([3, 1])
-    assert ppo.token_rewards(scores, lengths, mask, steps=steps).tolist() == [[1, 2, 2], [-1, 0, 0]]
-    steps[0] = torch.tensor([0.0, 0.0, 7.0])  # at the end: beside the rest, 5 in all
-    assert ppo.token_rewards(scores, lengths, mask, steps=steps).tolist() == [[0, 0, 5], [-1, 0, 0]]
-    penalty = torch.full((2, 3), 0.5)
-    assert ppo.token_rewards(scores, lengths, mask, penalty, steps)[0].tolist() == [-0.5, -0.5, 4.5]
-    rewards = ppo.token_rewards(scores, lengths, mask, steps=torch.tensor([[1.0, 2.0, 0.0], [0.0] * 3]))
-    advantages, _ = ppo.gae(rewards, torch.zeros(2, 3), mask, 0.5, 1.0)
-    assert advantages[0].tolist() == [1 + 0.5 * (2 + 0.5 * 2), 2 + 0.5 * 2, 2]
-
-
 def test_from_what_a_function_returns_to_rewards_of_tokens():
     """Pairs, a plain number and no pairs; two steps may share a token."""
     tokenizer = word_tokenizer(WORDS)
@@ -91,8 +73,8 @@ def test_from_what_a_function_returns_to_rewards_of_tokens():
     scores = reward.combine(raw)
     assert scores["function"].tolist() == [3.75, 3.0, 0.0]
     assert scores["score"].tolist() == [3.75, 2.5, -0.5]
-    steps = step_rewards(raw.steps, texts, rollout, tokenizer)
+    steps = step_rewards(Batch([], rollout, texts, raw), tokenizer)
     assert steps.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0] * 4, [0.0] * 4]
     rewards = ppo.token_rewards(scores["score"], rollout.response_len, rollout.mask, steps=steps)
     assert rewards.tolist() == [[1.0, 0.75, 0.0, 2.0], [0.0, 2.5, 0.0, 0.0], [0.0, 0.0, -0.5, 0.0]]
-    assert step_rewards([], texts, rollout, tokenizer) is None  # no reward function
+    assert step_rewards(Batch([], rollout, texts), tokenizer) is None  # no reward function

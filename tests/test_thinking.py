@@ -67,14 +67,10 @@ def tokenizer_of(name, **kwargs):
     return tokenizer
 
 
-def files_of(folder, name="Qwen3", count=40):
-    """A random policy with that template, a reward function and prompts, as flags."""
-    files = run_files(folder, count)
+def files_of(folder, name):
+    files = run_files(folder)
     policy = save_policy_dir(folder / "thinker", tokenizer_of(name), layers=2, spread=2.0)
     return {"model": policy, "reward_fn": files["reward_fn"], "data_path": files["data_path"]}
-
-
-# --------------------------------------------------------------------------------------- what is rendered
 
 
 RENDERED = [  # template, its arguments, the end of the prompt
@@ -124,7 +120,8 @@ def test_a_share_of_the_prompts_thinks_whatever_their_order(tmp_path, name, thin
 
 
 KWARGS = "--chat_template_kwargs"
-BOTH = {"thinking_ratio": 0.9, "chat_template_kwargs": '{"enable_thinking": true}'}
+
+
 WRONG = [  # template, flags, what is said
     ("Qwen3", {"chat_template_kwargs": "{enable"}, rf"{KWARGS} \{{enable: must be"),
     ("Qwen3", {"chat_template_kwargs": "[1]"}, rf"{KWARGS} \[1\]: must be a JSON object"),
@@ -132,15 +129,13 @@ WRONG = [  # template, flags, what is said
     ("Qwen3", {"chat_template_kwargs": '{"add_generation_prompt": true}'}, "add_generation_prompt"),
     (None, {"chat_template_kwargs": '{"x": 1}'}, f"{KWARGS}: x is not read by .*, if the tokenizer has one"),
     (None, {"thinking_ratio": 0.9}, "--thinking_ratio 0.9: the chat template reads neither enable_thinking"),
-    ("Qwen3", BOTH, f"--thinking_ratio 0.9: not with {KWARGS} "),
     ("Qwen3", {"thinking_ratio": 1.5}, "--thinking_ratio 1.5: must be at most 1"),
 ]
 
 
 @pytest.fixture(scope="module")
 def thinkers(tmp_path_factory):
-    """{template: flags of a policy with it}"""
-    return {name: files_of(tmp_path_factory.mktemp("thinker"), name, count=4) for name in ("Qwen3", None)}
+    return {name: files_of(tmp_path_factory.mktemp("thinker"), name) for name in (*TEMPLATES, None)}
 
 
 @pytest.mark.parametrize(("name", "flags_", "message"), WRONG)
@@ -149,15 +144,6 @@ def test_what_cannot_be_rendered_is_one_line(thinkers, tmp_path, name, flags_, m
         train_ppo.main(flags(**thinkers[name], **flags_, out_dir=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
-
-@pytest.mark.parametrize("option", [{"thinking_ratio": 0}, {"thinking_ratio": 0.5}, {"thinking_reward": 1}])
-def test_logged_answers_thought_or_did_not(option):
-    (name,) = option
-    with pytest.raises(InputError, match=f"--{name} .*: not with --offline_data_path pairs.jsonl"):
-        train_ppo.parse_args(flags(offline_data_path="pairs.jsonl", **option))
-
-
-# ---------------------------------------------------------------------------------------- what is rewarded
 
 THOUGHT = "the answer is surely two"  # 24 characters
 CASES = [  # response, MiniMind's points, what is judged
@@ -227,27 +213,25 @@ def test_repetition_is_that_of_the_answer_and_length_that_of_the_whole():
     assert parts["length_reward"].tolist() == [0.5, 0.5, -0.5]
 
 
-# --------------------------------------------------------------------------------- which format they have
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The demo's policy in a folder of somebody's own."""
     return shutil.copytree(ROOT / "model/demo/policy", tmp_path_factory.mktemp("mine") / "policy")
 
 
-def chosen(path, records, policy, name="Qwen3", given=None, **kwargs):
+def chosen(path, records, policy=None, name="Qwen3", given=None, **kwargs):
     """-> (--reasoning, the lines that say why). policy: None for random weights, or a folder."""
     data = write_jsonl(path / "data.jsonl", records)
-    argv = flags(model=policy or path, reward_url="http://x", data_path=data)
-    args = train_ppo.parse_args([*argv, *(flags(reasoning=given) if given is not None else [])])
+    more = {} if given is None else {"reasoning": given}
+    argv = flags(model=policy or path, reward_url="http://x", data_path=data, **more)
+    args = train_ppo.parse_args(argv)
     if policy:
         inputs = load_inputs(args, ALONE)
-        return inputs.args.reasoning, "\n".join(filter(None, inputs.notes))
+        return args.reasoning, "\n".join(filter(None, inputs.notes))
     tokenizer = tokenizer_of(name, **kwargs)
-    prompts = RLAIFDataset(data, tokenizer, 64)
     model = tiny_llama(len(tokenizer), spread=2.0)
-    return choose_reasoning(args, ALONE, model, tokenizer, prompts)
+    data = RLAIFDataset(data, tokenizer, 64)
+    said = choose_reasoning(args, ALONE, model, tokenizer, data)
+    return args.reasoning, said
 
 
 def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
@@ -261,43 +245,39 @@ def test_the_demo_is_recognised_wherever_it_is(demo, tmp_path):
 def test_a_tag_of_thinking_in_template_or_prompt_is_no_format(tmp_path, kwargs):
     name = "MiniMind-3" if "open_thinking" in kwargs else "Qwen3"
     records = [{"prompt": "a <think> <answer>", "answer": "b"}] * 20
-    on, said = chosen(tmp_path, records, None, name, **kwargs)
-    assert on == 0
-    assert said == "format   --reasoning 0, as 0 of 16 first answers of the policy have <answer>"
+    said = "format   --reasoning 0, as 0 of 16 first answers of the policy have <answer>"
+    assert chosen(tmp_path, records, None, name, **kwargs) == (0, said)
 
 
 @pytest.mark.parametrize(("with_tag", "on"), [(4, 1), (3, 0)])
 def test_a_quarter_of_the_answers_of_the_data_is_enough(tmp_path, with_tag, on):
     answers = ["<think> a </think> <answer> b </answer>"] * with_tag + ["b"] * (16 - with_tag)
-    records = [{"prompt": "a", "answer": answer} for answer in answers]
-    found, said = chosen(tmp_path, [*records, *[{"prompt": "a"}] * 16], None)
+    records = [{"prompt": "a", "answer": answer} for answer in answers] + [{"prompt": "a"}] * 16
+    found, said = chosen(tmp_path, records)
     assert found == on
     assert (f"4 of 16 first answers of {tmp_path}/data.jsonl" if on else "answers of the policy have") in said
 
 
 def test_a_given_flag_stays(tmp_path):
-    records = [{"prompt": "a"}]
-    assert chosen(tmp_path, records, None, given=0) == (0, None)
-    assert chosen(tmp_path, records, None, given=1) == (1, None)
+    for given in (0, 1):
+        assert chosen(tmp_path, [{"prompt": "a"}], given=given) == (given, None)
 
-
-# ---------------------------------------------------------------------------------------------- whole runs
 
 RUN = {**EXACT, **CRITIC, "max_gen_len": 6, "max_steps": 4, "eval_interval": 0}
 
 
-def test_the_arguments_stay_with_the_run_its_result_and_the_export(tmp_path, capsys):
-    files = files_of(tmp_path) | {"chat_template_kwargs": '{"enable_thinking": false}'}
-    argv = flags(**files, **RUN, **sizes(8), out_dir=tmp_path / "out")
+def test_the_arguments_stay_with_the_run_its_result_and_the_export(thinkers, tmp_path, capsys):
+    closed = '{"enable_thinking": false}'
+    argv = flags(**thinkers["Qwen3"], **RUN, **sizes(8), chat_template_kwargs=closed, out_dir=tmp_path)
     train_ppo.main(argv)
     said = capsys.readouterr().out
-    assert '\ntemplate with {"enable_thinking": false}\n' in said
+    assert f"\ntemplate with {closed}\n" in said
     assert "\nformat   --reasoning 0, as 0 of 16 first answers" in said
-    config = json.loads((tmp_path / "out/r/config.json").read_text())
-    assert config["chat_template_kwargs"] == '{"enable_thinking": false}' and config["reasoning"] == 0
+    config = json.loads((tmp_path / "r/config.json").read_text())
+    assert config["chat_template_kwargs"] == closed and config["reasoning"] == 0
     with pytest.raises(InputError, match=r"--chat_template_kwargs was .* and is now None; set it back"):
         train_ppo.main([*argv, "--chat_template_kwargs", "{}", "--resume", "auto"])
-    (pth,) = (tmp_path / "out").glob("*.pth")
+    (pth,) = tmp_path.glob("*.pth")
 
     def asked(*more):
         speaker = chat.Speaker(str(pth), chat.parse_args(["--model", str(pth), *more]), torch.device("cpu"))
@@ -308,45 +288,35 @@ def test_the_arguments_stay_with_the_run_its_result_and_the_export(tmp_path, cap
     exported = tmp_path / "exported"
     export.main([str(pth), str(exported)])
     tokenizer = load_tokenizer(str(exported))
-    assert conversation_text(tokenizer, "a", "b") and tokenizer.init_kwargs["chat_template_kwargs"] == {
-        "enable_thinking": False
-    }
+    assert conversation_text(tokenizer, "a", "b")
+    assert tokenizer.init_kwargs["chat_template_kwargs"] == {"enable_thinking": False}
     card = (exported / "README.md").read_text()
     assert 'add_generation_prompt=True, return_dict=True, return_tensors="pt", enable_thinking=False)' in card
-    del files["chat_template_kwargs"]
-    args = built(files, model=pth, reasoning=0, out_dir=tmp_path / "next").args  # the next stage
-    assert args.chat_template_kwargs == '{"enable_thinking": false}'
+    args = built(thinkers["Qwen3"], model=pth, reasoning=0, out_dir=tmp_path / "next").args  # the next stage
+    assert args.chat_template_kwargs == closed
 
 
 @pytest.mark.parametrize(
-    ("main", "record"),
-    [
-        (train_sft.main, {"prompt": "a", "answer": "b"}),
-        (train_reward.main, {"prompt": "a", "chosen": "b", "rejected": "c"}),
-    ],
+    ("main", "sides"), [(train_sft.main, ["answer"]), (train_reward.main, ["chosen", "rejected"])]
 )
-def test_the_stages_before_keep_them_too(tmp_path, main, record, capsys):
-    files = files_of(tmp_path)
-    data = write_jsonl(tmp_path / "stage.jsonl", [record] * 20)
-    argv = flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", max_steps=1, device="cpu")
-    main([*argv, "--chat_template_kwargs", '{"enable_thinking": false}'])
-    assert '\ntemplate with {"enable_thinking": false}' in capsys.readouterr().out
+def test_the_stages_before_keep_them_too(thinkers, tmp_path, main, sides, capsys):
+    data = write_jsonl(tmp_path / "stage.jsonl", [{"prompt": "a", **{name: name[0] for name in sides}}] * 20)
+    more = {"data_path": data, "out_dir": tmp_path / "out", "max_steps": 1, "device": "cpu"}
+    kwargs = '{"enable_thinking": false}'
+    main(flags(model=thinkers["Qwen3"]["model"], chat_template_kwargs=kwargs, **more))
+    assert f"\ntemplate with {kwargs}" in capsys.readouterr().out
     kept = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("tokenizer_config.json")]
-    assert {"chat_template_kwargs": {"enable_thinking": False}}.items() <= kept[0].items()
+    assert kept[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_two_processes_and_a_resumed_run_render_the_same(tmp_path):
+def test_two_processes_and_a_resumed_run_render_the_same(thinkers, tmp_path):
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": f"a {w}"} for w in WORDS])
     thinking = {"thinking_ratio": 0.5, "thinking_reward": 1, "eval_data_path": held_out}
-    values = files_of(tmp_path, "MiniMind-3") | RUN | thinking
-    whole = flags(**values, **sizes(16), out_dir=tmp_path / "one")
-    train_ppo.main(whole)
-    (tmp_path / "again").mkdir()
-    resumed_is_the_same(
-        tmp_path / "one/r", [*whole, "--out_dir", str(tmp_path / "again")], tmp_path / "again", 4
-    )
-    run_in_two_processes(flags(**values, **sizes(8), out_dir=tmp_path / "two"))
-    one, two = tmp_path / "one/r", tmp_path / "two/r"
-    same_weights(one, two, 4)
-    same_metrics(one, two, {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6)
-    assert any(line.get("reward/thinking") for line in read_jsonl(one / "metrics.jsonl"))
+    values = thinkers["MiniMind-3"] | RUN | thinking
+    one, two, again = (tmp_path / name for name in ("one", "two", "again"))
+    train_ppo.main(flags(**values, **sizes(16), out_dir=one))
+    resumed_is_the_same(one / "r", flags(**values, **sizes(16), out_dir=again), again, 4)
+    run_in_two_processes(flags(**values, **sizes(8), out_dir=two))
+    same_weights(one / "r", two / "r", 4)
+    same_metrics(one / "r", two / "r", {"reward/thinking", "eval/thinking", "rollout/length"}, abs=1e-6)
+    assert any(line.get("reward/thinking") for line in read_jsonl(one / "r/metrics.jsonl"))

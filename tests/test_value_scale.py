@@ -132,10 +132,7 @@ def learned(files, factor, offset=0.0, init="actor"):
     combine = run.reward.combine
     run.reward.combine = lambda *a: {k: factor * v + offset for k, v in combine(*a).items()}
     batches = iter([[prompts[i] for i in range(16)]] * STEPS)
-    metrics = [
-        train_ppo.learn(run, step, train_ppo.collect(run, step, batches, list(range(16))))[0]
-        for step in range(STEPS)
-    ]
+    metrics = [train_ppo.learn(run, step, train_ppo.collect(run, step, batches))[0] for step in range(STEPS)]
     return torch.cat([p.detach().flatten() for p in run.actor.parameters()]), metrics
 
 
@@ -186,7 +183,7 @@ def test_a_solved_task_is_no_full_lesson(files, more):
     batches = iter([[prompts[i] for i in range(16 // run.args.num_generations)]] * 2)
     units = []
     for step in range(2):
-        batch = train_ppo.collect(run, step, batches, list(range(16)))
+        batch = train_ppo.collect(run, step, batches)
         if step:
             batch.scores["score"] = torch.ones(16)
             if run.critic:

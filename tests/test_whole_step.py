@@ -235,14 +235,12 @@ class Plain:
                 rows_of_k = self.rows_of(next(dealt))
                 if self.critic:
                     self.step("critic", self.critic_loss(rows_of_k), number)
-                was_stopped = stopped
                 if actor_learns and not stopped:
                     loss, approx_kl = self.actor_loss(rows_of_k)
                     loss = loss + self.ptx_loss(number) if args.ptx_coef else loss
                     stopped = 0 < args.target_kl < approx_kl
                     if not stopped:
                         self.step("actor", loss, number)
-                if not was_stopped:
                     self.note("policy/early_stop", torch.tensor([float(stopped)]))
         if (step + 1) % args.update_old_actor_freq == 0:
             self.old_actor = copy.deepcopy(self.actor)
@@ -486,13 +484,11 @@ def same_weights(untouched, model):
 
 
 def repeated_trigrams(ids):
-    """The share of trigrams that occurred before"""
     trigrams = [tuple(ids[t : t + 3]) for t in range(len(ids) - 2)]
     return sum(x in trigrams[:t] for t, x in enumerate(trigrams)) / max(len(trigrams), 1)
 
 
 def asked_of(model):
-    """What a mixture of experts has to be asked for"""
     return {"output_router_logits": True} if "use_moe" in vars(model.config) else {}
 
 
@@ -509,9 +505,6 @@ def balance_losses(output, mask, config):
             found = gate.shape[1] * sum(share * gate[:, e].mean() for e, share in enumerate(shares))
             losses[-1] = losses[-1] + config.router_aux_loss_coef * found
     return torch.stack(losses)
-
-
-# --------------------------------------------------------------------------------------------------- the test
 
 
 @pytest.fixture(scope="module")
@@ -556,7 +549,7 @@ def start(files, experts=False, steps=False, logged=False, **values):
     args = train_ppo.parse_args(flags(**given))
     untouched = load_policy(args.model)
     run = PpoRun(args, ALONE)
-    prompts = run.prompts
+    prompts = run.data
     critic = copy.deepcopy(run.critic)
     if critic:
         critic.backbone = copy.deepcopy(untouched.base_model)
@@ -582,7 +575,7 @@ def test_three_steps_equal_a_recomputation_in_plain_torch(files, case, monkeypat
     for step in range(STEPS):
         count = size // run.args.num_generations
         asked = [prompts[step * count + i] for i in range(count)]
-        batch = train_ppo.collect(run, step, iter([asked]), list(range(size)))
+        batch = train_ppo.collect(run, step, iter([asked]))
         responses = batch.rollout.responses()
         offline = bool(run.args.offline_data_path)
         answers = (

@@ -93,6 +93,14 @@ def request_of(prompts, responses, answers=None, finished=None, records=None, le
     return Request(found, responses, finished or [True] * count, lengths or [1] * count)
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
 def write_jsonl(path, records):
     path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     return str(path)
@@ -229,7 +237,7 @@ def wait_for(condition, process, seconds=300):
 def health_of(records, config=None):
     """What a run with these lines of metrics.jsonl and this config.json has logged, and its findings."""
     health = Health(config or {})
-    for record in records:
+    for record in [{"step": 0}, *records]:  # a run logs step 0 first
         health.add(record)
     return health
 

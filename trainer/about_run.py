@@ -34,25 +34,29 @@ THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")  # some templates put an empty
 def describe_run(run: "PpoRun") -> str:
     """What the run is made of, in a few lines."""
     args = run.args
-    size = sum(p.numel() for p in run.ref.parameters()) / 1e6
-    data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.prompts.describe()}"
+    size = run.ref.num_parameters() / 1e6
+    data = f"{'answers' if args.offline_data_path else 'prompts'}  {run.data.describe()}"
     if run.held_out:
         data += f", {len(run.held_out)} prompts held out"
-    lines = [f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}"]
-    if adapters := describe_adapters(run.actor):
-        lines.append(f"lora     {adapters}")
-    parts = [name for name in run.reward.names if not name.startswith("score") and not name.endswith("_raw")]
-    lines += [f"reward   {' + '.join(parts) or 'the scores of the file'}", data]
+    adapters = describe_adapters(run.actor)
+    parts = [name for name in run.reward.names if not name.startswith("score")]
+    lines = [
+        f"policy   {args.model}: {size:.2f}M parameters, {run.actor.config.model_type}",
+        f"lora     {adapters}" if adapters else "",
+        f"reward   {' + '.join(parts) or 'the scores of the file'}",
+        data,
+    ]
     if run.ptx:
-        lines.append(f"ptx      {run.ptx.describe()}")
-    lines += describe_texts(args, (run.prompts, run.held_out, run.ptx and run.ptx.data))
+        texts = run.ptx.data
+        lines.append(f"ptx      {texts.path}: {texts.describe()}, weight {run.ptx.coef:g} (--ptx_coef)")
+    lines += describe_texts(args, (run.data, run.held_out, run.ptx and run.ptx.data))
     if run.critic:
         lines.append(f"lambda   {args.lam:g}, for answers of up to {args.max_gen_len} tokens (--lam)")
     if args.critic_warmup_steps:
         lines.append(
             f"warm-up  at first only the critic trains: --critic_warmup_steps {args.critic_warmup_steps}"
         )
-    return "\n".join(lines + run.notes)
+    return "\n".join(filter(None, [*lines, *run.notes]))
 
 
 def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
@@ -75,7 +79,7 @@ def describe_texts(args: Namespace, datasets: Iterable[object]) -> list[str]:
 
 def start_facts(run: "PpoRun") -> dict[str, Any]:
     """What the health rules read of a run's start, as JSON has it."""
-    prompts = run.prompts
+    prompts = run.data
     tokenizer = run.tokenizer
     header, ends = turns_of(tokenizer, run.endings.eos)
     rows = embeddings(run.ref)
@@ -115,7 +119,7 @@ def fingerprints(run: "PpoRun") -> dict[str, str]:
     found = {
         "model": short_hash([weights_hash(run.ref), run.endings.eos]),
         "tokenizer": short_hash(sorted(run.tokenizer.get_vocab().items())),
-        "offline_data_path" if run.args.offline_data_path else "data_path": run.prompts.fingerprint,
+        "offline_data_path" if run.args.offline_data_path else "data_path": run.data.fingerprint,
     }
     if run.ptx:
         found["ptx_data_path"] = run.ptx.data.fingerprint

@@ -1,7 +1,4 @@
-"""Prompts -> scored responses: one batch of PPO, before anything is learned from it.
-
-``collect`` of train_ppo.py samples with a ``Collector`` from the old actor, then asks the rewards.
-"""
+"""One batch of PPO, before anything is learned from it: what ``collect`` of train_ppo.py fills."""
 
 import time
 from argparse import Namespace
@@ -14,19 +11,13 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dataset.lm_dataset import Prompt
 from trainer.compute.batching import send
-from trainer.compute.memory import HostMemory, free_unused_memory
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.sharding import InStep
-from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
-from trainer.generation.stops import StopStrings, response_texts
-from trainer.rewards.combine import RawScores, Reward, modules_of
-from trainer.rewards.reward_function import Request
-from trainer.runs.distributed import World
+from trainer.rewards.combine import RawScores
 
 
 class Seconds(dict[str, float]):
@@ -42,20 +33,18 @@ class Seconds(dict[str, float]):
 
 @dataclass
 class Batch:
-    """What a step samples: this process' prompts, their responses and scores."""
+    """Prompts of this process, their responses and scores: of a step, or of an evaluation."""
 
     prompts: list[Prompt]
     rollout: Rollout
     texts: list[str]  # of the responses
-    raw: RawScores  # before they are normalised, clipped and weighed
+    raw: RawScores = field(default_factory=RawScores)  # before they are normalised, clipped and weighed
     scores: dict[str, Tensor] = field(default_factory=dict)  # of parts [B], and "score"
     seconds: Seconds = field(default_factory=Seconds)
     again: int = 0  # responses that --filter_groups sampled again
 
 
-def noise_of_step(
-    args: Namespace, step: int, positions: Sequence[int] | np.ndarray, times: int = 0
-) -> Tensor:
+def noise_of_step(args: Namespace, step: int, positions: Sequence[int], times: int = 0) -> Tensor:
     """The noise keys [B] of responses. positions: theirs in the global batch; times: how often these prompts
     were sampled before in this step."""
     places = np.asarray(positions)
@@ -63,79 +52,21 @@ def noise_of_step(
     return noise_keys(args.seed, step, places // answers, places % answers + times * answers)
 
 
-@dataclass
-class Collector:
-    """Samples responses, and asks rewards what they say of them."""
-
-    args: Namespace
-    world: World
-    sampler: Sampler | None  # None where nothing is sampled
-    eos: list[int]  # the ids that end a response
-    stops: StopStrings | None
-    tokenizer: PreTrainedTokenizerBase
-    host: HostMemory
-    release_cache: bool  # memory is short in the phases after sampling
-    in_step: InStep | None
-
-    @contextmanager
-    def sampling_from(self, model: PreTrainedModel) -> Iterator[None]:
-        """In this block ``respond`` samples from this model's weights."""
-        if self.in_step:
-            free_unused_memory()  # the gaps that the last update has left
-        if self.sampler:
-            self.sampler.load(model)
-        try:
-            yield
-        finally:
-            if self.in_step and self.sampler:
-                self.sampler.release()
-                self.sampler.copy.unload()
-
-    def respond(
-        self, prompts: Sequence[Prompt], keys: Tensor, temperature: float
-    ) -> tuple[Rollout, list[str]]:
-        """Prompts -> (rollout, response texts). Only inside ``sampling_from``, whose weights it samples
-        from."""
-        assert self.sampler
-        rollout = self.sampler.sample(
-            [prompt.prompt_ids for prompt in prompts],
-            keys,
-            eos_ids=self.eos,
-            max_gen_len=self.args.max_gen_len,
-            temperature=temperature,
-            min_gen_len=self.args.min_gen_len,
-            stops=self.stops,
-        )
-        if self.release_cache:
-            self.sampler.release()
-        return rollout, response_texts(rollout, self.tokenizer, self.stops)
-
-    def raw_scores(
-        self, reward: Reward, prompts: Sequence[Prompt], rollout: Rollout, texts: list[str]
-    ) -> RawScores:
-        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
-        normalised, clipped and weighed."""
-        with self.host.on_device(*modules_of(reward)):
-            lengths = rollout.layout.response_len
-            return reward.raw_scores(Request(list(prompts), texts, rollout.finished.tolist(), lengths))
-
-
 # ---------------------------------------------------------------------------- rewards of steps in a response
 
 
-def step_rewards(
-    steps: list, texts: list[str], rollout: Rollout, tokenizer: PreTrainedTokenizerBase
-) -> Tensor | None:
+def step_rewards(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
     """-> [B, R] fp32 on the rollout's device: the sum of the steps that end with each token; None without a
-    reward function. steps: of each response [(character offset or None, score)] (``RawScores.steps``)."""
+    reward function. ``RawScores.steps``: of each response [(character offset or None, score)]."""
+    steps = batch.raw.steps
     if not steps:
         return None
+    rollout = batch.rollout
     rewards = torch.zeros(rollout.sampler_logprobs.shape)
-    for row, (pairs, text, ids) in enumerate(zip(steps, texts, rollout.responses(), strict=True)):
-        if pairs:
-            places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
-            for place, (_, score) in zip(places, pairs, strict=True):
-                rewards[row, place] += score
+    for row, (pairs, text, ids) in enumerate(zip(steps, batch.texts, rollout.responses(), strict=True)):
+        places = token_places([offset for offset, _ in pairs], text, ids, tokenizer)
+        for place, (_, score) in zip(places, pairs, strict=True):
+            rewards[row, place] += score
     return send(rewards, rollout.tokens.device)
 
 

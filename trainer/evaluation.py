@@ -10,18 +10,16 @@ exploits the reward. docs/report.md has the files of responses.
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from dataset.answers import comparable
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
 from trainer.collect import Batch
-from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_policy
 from trainer.generation.sampling import noise_keys
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
-from trainer.runs.displays import Row, Rows
+from trainer.runs.displays import Row, Rows, StepLog
 from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics
 
@@ -33,16 +31,12 @@ PAIRS = 128  # held-out pairs that are scored together
 EVAL_STEP = -1  # evaluation's step in the sampling noise: no training step has this number
 SHOWN = 8  # held-out prompts whose answers are kept
 
-Parts = dict[str, Tensor]  # of the score: [B]
-Found = tuple[dict[str, float], Rows]  # metrics, rows to keep
 
-
-def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Found:
-    """Metrics and rows of a step -> these, and with them what ``evaluate`` finds of the actor on the held-out
-    prompts; nothing is added without ``--eval_data_path``. With ``--ema_beta`` the same of the averaged actor
-    (ema.py), as "ema/<name>", once there is an average."""
+def evaluate_actor(run: "PpoRun") -> StepLog:
+    """What ``evaluate`` finds of the actor on the held-out prompts; nothing without ``--eval_data_path``.
+    With ``--ema_beta`` the same of the averaged actor (ema.py), as "ema/<name>", once there is an average."""
     if run.held_out is None:
-        return metrics, rows
+        return {}, {}
     found, shown = evaluate(run, run.held_out)
     if run.ema.batches:
         with run.ema.in_place():
@@ -50,10 +44,10 @@ def evaluate_actor(run: "PpoRun", metrics: dict[str, float], rows: Rows) -> Foun
         found |= {name.replace("eval/", "ema/"): x for name, x in averaged.items()}
     if run.held_out_pairs:
         found |= evaluate_pairs(run, run.held_out_pairs)
-    return metrics | found, rows | shown
+    return found, shown
 
 
-def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
+def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     """Evaluate on all prompts, shared between the processes -> ({"eval/<name>": mean}, rows to keep: the
     answers to the first prompts).
 
@@ -65,7 +59,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
     mine: dict[int, Row] = {}
     batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
     total = (args.num_generations + 1) * sum(map(len, batches))
-    with run.collector.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
+    with run.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
             with run.world.all_or_none():
                 prompts = [held_out[i] for i in places or [0]]  # no more at a time: records can be large
@@ -74,50 +68,49 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> Found:
                 ("_greedy", 0.0, 1),
             ):
                 asked = [prompt for prompt in prompts for _ in range(count)]
-                rollout, texts, parts = answer(run, asked, temperature, count)
+                batch = answer(run, asked, temperature, count)
                 if not places:  # only other processes have prompts left; sharded models need all processes
                     continue
-                answers = answer_rows(texts, rollout, parts)[::count]  # the first one to each
+                answers = answer_rows(batch)[::count]  # the first one to each
                 for place, prompt, row in zip(places, prompts, answers, strict=True):
                     if place < SHOWN:
-                        known = {"place": place, "prompt": prompt.prompt, "answer": prompt.answer} | row
+                        known = {"place": place, "answer": prompt.answer} | row
                         mine[place] = mine[place] | {"greedy": row} if kind else known
                 if held_out.has_accuracy:
                     right = [
                         is_correct(text, prompt.answer, args.reasoning)
-                        for prompt, text in zip(asked, texts, strict=True)
+                        for prompt, text in zip(asked, batch.texts, strict=True)
                         if prompt.answer is not None and comparable(prompt.answer)
                     ]
                     metrics.add(f"eval/accuracy{kind}", sum(right), len(right))
                     if count > 1:
                         solved = [any(right[i : i + count]) for i in range(0, len(right), count)]
                         metrics.add(f"eval/pass@{count}", sum(solved), len(solved))
-                measured = parts | {"length": rollout.response_len, "finished": rollout.finished}
+                parts = batch.scores
+                lengths = batch.rollout.response_len
+                measured = parts | {"length": lengths, "finished": batch.rollout.finished}
                 if "format" in parts:
                     measured["format_rate"] = parts["format"] > 0
                 if "judge" in parts and not kind:
                     measured["judge_mean_square"] = parts["judge"].double().square()
-                metrics.add_all({f"eval/{name}{kind}": x.sum() for name, x in measured.items()}, len(texts))
-                bar.update(len(texts))
+                metrics.add_all({f"eval/{name}{kind}": x.sum() for name, x in measured.items()}, len(asked))
+                bar.update(len(asked))
     shown = {place: row for theirs in run.world.gather(mine) for place, row in theirs.items()}
     return metrics.means(run.world), {"eval_samples.jsonl": [shown[place] for place in sorted(shown)]}
 
 
-def answer(
-    run: "PpoRun", prompts: list[Prompt], temperature: float, count: int
-) -> tuple[Rollout, list[str], Parts]:
-    """Answers to prompts, each of which stands there ``count`` times -> (rollout, texts, parts of the score).
+def answer(run: "PpoRun", prompts: list[Prompt], temperature: float, count: int) -> Batch:
+    """Answers to prompts, each of which stands there ``count`` times, with the scores of reward and judge.
 
     Raises InputError in all processes or in none."""
     samples = torch.arange(len(prompts)) % count
     keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts], samples)
     with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-        rollout, texts = run.collector.respond(prompts, keys, temperature)
-    parts: Parts = {}
+        batch = run.respond(prompts, keys, temperature)
     for reward in (run.reward, run.judge):
         with run.world.all_or_none():
-            parts |= reward.combine(run.collector.raw_scores(reward, prompts, rollout, texts))
-    return rollout, texts, parts
+            batch.scores |= reward.combine(run.raw_scores(reward, batch))
+    return batch
 
 
 @torch.no_grad()
@@ -145,28 +138,25 @@ def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
 def rows_of_step(run: "PpoRun", batch: Batch) -> Rows:
     """What is kept of a step's responses, of all processes, which must all call it: the first one and those
     that stand out."""
-    answers = answer_rows(batch.texts, batch.rollout, batch.scores)
-    mine: list[Row] = [
-        {"prompt": prompt.prompt} | row for prompt, row in zip(batch.prompts, answers, strict=True)
-    ]
-    rows = [row for theirs in run.world.gather(mine) for row in theirs]
+    rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]
     by_score = sorted(rows, key=lambda row: row["parts"]["score"])
     longest = max(rows, key=lambda row: row["length"])
     kept = {"first": rows[0], "best": by_score[-1], "worst": by_score[0], "longest": longest}
     return {"samples.jsonl": [{**row, "kind": kind} for kind, row in kept.items()]}
 
 
-def answer_rows(texts: list[str], rollout: Rollout, parts: Parts) -> list[Row]:
-    """B responses -> a row of each: its text, the parts of its score, its length in tokens, did it end."""
-    numbers = {name: x.tolist() for name, x in parts.items()}
-    lengths = rollout.response_len.tolist()
-    finished = rollout.finished.tolist()
+def answer_rows(batch: Batch) -> list[Row]:
+    """A row of each response: prompt, text, the parts of its score, its length in tokens, did it end."""
+    numbers = {name: x.tolist() for name, x in batch.scores.items()}
+    lengths = batch.rollout.response_len.tolist()
+    finished = batch.rollout.finished.tolist()
     return [
         {
-            "response": text,
+            "prompt": prompt.prompt,
+            "response": batch.texts[i],
             "parts": {name: round(x[i], 4) for name, x in numbers.items()},
             "length": lengths[i],
             "finished": finished[i],
         }
-        for i, text in enumerate(texts)
+        for i, prompt in enumerate(batch.prompts)
     ]

@@ -28,8 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY = 2**20  # of anything that is counted: more would fill any memory, or take for ever
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 # What people set in stages 1 and 2.
-STAGE_FLAGS = "model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size "
-STAGE_FLAGS += "learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"
+STAGE_FLAGS = """
+    model tokenizer hidden_size data_path eval_data_path max_seq_len epochs max_steps batch_size
+    learning_rate device dtype out_dir run_name resume eval_interval tracker hf_dir"""
 LARGE = 10**6  # of weights and limits
 
 
@@ -66,7 +67,8 @@ class Flag:
 
 
 class Flags(argparse.Namespace):
-    """The values of all flags, frozen. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
+    """The values of all flags. The run completes its own copy by what the data and the models decide, then
+    freezes it. ``declared``: {name: ``Flag``}; it is not among ``vars``."""
 
     __slots__ = ("_frozen", "declared")
     declared: Mapping[str, Flag]
@@ -77,11 +79,14 @@ class Flags(argparse.Namespace):
         super().__setattr__(name, value)
 
     def completed(self, **values: object) -> "Flags":
-        """A frozen copy in which these flags have these values."""
+        """A copy in which these flags have these values, not frozen."""
         copy = Flags(**vars(self) | values)
         copy.declared = self.declared
-        copy._frozen = True
         return copy
+
+    def freeze(self) -> None:
+        """From here on nothing can be set."""
+        self._frozen = True
 
 
 def path(text: str) -> str:
@@ -171,7 +176,7 @@ class FlagParser(argparse.ArgumentParser):
             if isinstance(value, int | float) and (rule := flag.problem(value)):
                 raise InputError(f"--{name} {str(value)[:100]}: must be {rule}")
         check_together(args)
-        return args.completed()
+        return args
 
     def _unknown(self, word: str) -> str:
         """What to say of a word that is no flag: our name for a peer's flag, or the nearest of ours."""
@@ -243,18 +248,18 @@ def add_machine_flags(p: FlagParser, seed: str) -> None:
     add("--seed", 42, seed, at_most=2**63 - 1)
 
 
-def add_output_flags(p: FlagParser, save_interval: int, eval_interval: int) -> None:
-    """The flags of all three training scripts that say what is written; arguments: their defaults, in
-    steps."""
+def add_output_flags(p: FlagParser, interval: int) -> None:
+    """The flags of all three training scripts that say what is written. interval: steps from one
+    checkpoint or evaluation to the next, by default."""
     add = p.add
     p.group("output")
     add("--out_dir", str(ROOT / "out"), "where all is written", type=path)
     add("--run_name", path, "folder of this run; default: numbered")
     add("--resume", path, "auto, or a run or checkpoint folder")
     add("--log_interval", 0, "steps per printed line; 0: 100 lines or more", may_change=True, at_most=inf)
-    add("--save_interval", save_interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
+    add("--save_interval", interval, "steps per checkpoint", at_least=1, may_change=True, at_most=inf)
     add("--keep_checkpoints", 2, "how many of the newest are kept", at_least=1, may_change=True, at_most=inf)
-    add("--eval_interval", eval_interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
+    add("--eval_interval", interval, "steps; 0: only at the ends", may_change=True, at_most=inf)
     trackers.add_flags(add)
 
 
@@ -302,7 +307,7 @@ def add_stage_flags(p: FlagParser, records: str) -> None:
     add("--weight_decay", 0.1, "of matrices, not of gains and biases")
     add("--grad_clip", 1.0, "largest gradient norm", above=0)
     add_machine_flags(p, seed="of new weights and the order of records")
-    add_output_flags(p, save_interval=200, eval_interval=200)
+    add_output_flags(p, interval=200)
     add("--hf_dir", path, "where the HF directory is written")
 
 
@@ -312,9 +317,10 @@ def minimind_pth(args: Flags, kind: str) -> Path:
 
 
 def complete_output_flags(args: Flags) -> Flags:
-    """The flags with an absolute --out_dir: where things are written must not depend on the working
+    """Fill in the absolute --out_dir: where things are written must not depend on the working
     directory, which a reward function may change. InputError for a path as --run_name, or no tracker."""
     if re.search(r"^\.\.?$|[/\\]", args.run_name):
         raise InputError(f"--run_name {args.run_name}: must be a name and not a path; see --out_dir")
     trackers.wanted(args)
-    return args.completed(out_dir=os.path.abspath(args.out_dir))
+    args.out_dir = os.path.abspath(args.out_dir)
+    return args

@@ -8,10 +8,9 @@ docs/models.md.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +21,7 @@ from dataset.chat_template import (
     set_template_kwargs,
 )
 from dataset.formats import Keys
-from dataset.lm_dataset import LoggedAnswers, Prompt, RLAIFDataset
+from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
 from errors import InputError
 from model.loading import (
     as_input_error,
@@ -83,58 +82,59 @@ def complete_flags(args: Flags) -> Flags:
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    changes: dict[str, object] = {}
     if args.offline_data_path:
-        changes["missing_eos_penalty"] = 0.0
+        args.missing_eos_penalty = 0.0
     if args.ptx_data_path and args.ptx_coef is None:
-        changes["ptx_coef"] = PTX_COEF
+        args.ptx_coef = PTX_COEF
     if args.advantage != "gae":
-        changes |= {"lam": 1.0, "critic_warmup_steps": 0}
+        args.lam = 1.0
+        args.critic_warmup_steps = 0
     elif args.lam is None:  # a score would hardly reach the early tokens of a long answer with less than 1
-        changes["lam"] = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
-    return fill_paths(complete_sizes(args.completed(**changes)))
+        args.lam = LAM_OF_SHORT if args.max_gen_len <= SHORT else 1.0
+    complete_sizes(args)
+    fill_paths(args)
+    return args
 
 
-def complete_sizes(args: Flags) -> Flags:
+def complete_sizes(args: Flags) -> None:
     """Where --batch_size or --mini_batch_size is not given, choose it so that it fits the other. Both count
     answers; a batch has all those to a prompt."""
     answers = args.num_generations
     mini = args.mini_batch_size
-    batch = args.batch_size
-    if batch is None:
+    if args.batch_size is None:
         unit = math.lcm(mini or MINI_BATCH_SIZE, answers)
-        batch = unit * math.ceil(BATCH_SIZE / unit)
+        args.batch_size = unit * math.ceil(BATCH_SIZE / unit)
+    batch = args.batch_size
     if batch % answers:
         raise InputError(f"--batch_size {batch}: must be a multiple of --num_generations {answers}")
     if mini is None:
-        mini = next(n for n in range(min(MINI_BATCH_SIZE, batch), 0, -1) if batch % n == 0)
+        sizes = range(min(MINI_BATCH_SIZE, batch), 0, -1)
+        args.mini_batch_size = next(n for n in sizes if batch % n == 0)
     elif batch % mini:
         raise InputError(f"--mini_batch_size {mini}: must divide --batch_size {batch}")
-    return args.completed(batch_size=batch, mini_batch_size=mini)
 
 
-def fill_paths(args: Flags) -> Flags:
+def fill_paths(args: Flags) -> None:
     """Fill in paths that were not given: MiniMind's file names in --out_dir, or the demo's files.
 
     Raises InputError if there is no data or no reward.
     """
-    lists = ("reward_model", "eval_reward_model")
-    args = args.completed(**{name: [path for path in getattr(args, name) if path] for name in lists})
+    args.reward_model = list(filter(None, args.reward_model))
+    args.eval_reward_model = list(filter(None, args.eval_reward_model))
     if not args.model and (args.hidden_size or args.use_moe):
         if args.reasoning is None and minimind_pth(args, "reason").is_file():
-            args = args.completed(reasoning=1)  # it was trained to reason
-        args = args.completed(model=str(minimind_pth(args, "reason" if args.reasoning else "full_sft")))
+            args.reasoning = 1  # it was trained to reason
+        args.model = str(minimind_pth(args, "reason" if args.reasoning else "full_sft"))
     has_reward = args.offline_data_path or args.reward_model or args.reward_fn or args.reward_url
     if not args.model:
-        changes: dict[str, object] = {"model": DEMO["model"]}
+        args.model = DEMO["model"]
         if not args.data_path:  # the demo's held-out prompts belong to the demo's prompts
-            changes["eval_data_path"] = args.eval_data_path or DEMO["eval_data_path"]
-            changes["data_path"] = "" if args.offline_data_path else DEMO["data_path"]
+            args.eval_data_path = args.eval_data_path or DEMO["eval_data_path"]
+            args.data_path = "" if args.offline_data_path else DEMO["data_path"]
         if not has_reward:
-            has_reward = changes["reward_model"] = [DEMO["reward_model"]]
+            has_reward = args.reward_model = [DEMO["reward_model"]]
         if args.reasoning is None:
-            changes["reasoning"] = 1  # the demo's answers have the format
-        args = args.completed(**changes)
+            args.reasoning = 1  # the demo's answers have the format
     if not (args.offline_data_path or args.data_path):
         raise InputError("--data_path: name the JSONL file with the prompts")
     if not has_reward:
@@ -144,33 +144,24 @@ def fill_paths(args: Flags) -> Flags:
     for name in ("eval_reward_model", "eval_reward_fn", "best_metric"):
         if getattr(args, name) and not args.eval_data_path:
             raise InputError(f"--{name}: is of use in evaluations only; give --eval_data_path too")
-    return args
 
 
-def count_steps(args: Flags, n_prompts: int, processes: int) -> tuple[int, int]:
-    """-> (the number of batches of the whole run, --critic_warmup_steps: chosen where it is not given).
-
-    Raises InputError if critic warm-up takes all of them, or if the actor's rate never gets to its peak.
+def count_steps(args: Flags, n_prompts: int, processes: int) -> int:
+    """-> the number of batches of the whole run. Chooses --critic_warmup_steps where it is not given. Raises
+    InputError if critic warm-up takes all of them.
     """
     per_batch = args.batch_size // args.num_generations * processes  # prompts
     steps = math.ceil(args.epochs * n_prompts / per_batch)
     steps = min(steps, args.max_steps or steps)
-    warmup = args.critic_warmup_steps
-    if warmup is None:
+    if args.critic_warmup_steps is None:
         most = steps - 1 if args.lr_schedule == "constant" else steps // 4  # constant: the length may change
-        warmup = min(CRITIC_WARMUP_STEPS, most)
-    rest = steps - warmup
-    if rest <= 0:
+        args.critic_warmup_steps = min(CRITIC_WARMUP_STEPS, most)
+    if args.critic_warmup_steps >= steps:
         raise InputError(
-            f"--critic_warmup_steps {warmup}: the run has only {steps} steps, so the actor "
+            f"--critic_warmup_steps {args.critic_warmup_steps}: the run has only {steps} steps, so the actor "
             "would never train; lower it, or train longer with --epochs or --max_steps"
         )
-    if args.lr_warmup_steps >= rest:
-        raise InputError(
-            f"--lr_warmup_steps {args.lr_warmup_steps}: the actor trains in only {rest} batches, so its rate "
-            "would never get to --learning_rate; lower it"
-        )
-    return steps, warmup
+    return steps
 
 
 def choose_reasoning(
@@ -179,50 +170,39 @@ def choose_reasoning(
     actor: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: RLAIFDataset | LoggedAnswers,
-) -> tuple[int, str | None]:
-    """-> (--reasoning, a line that says why it was chosen, or None). Where it is not given
-    it is 1 if a quarter or more of the answers have ``<answer>``, those of the data or else the policy's own.
+) -> str | None:
+    """Choose --reasoning where it is not given -> a line that says why, else None. It is 1 if a quarter or
+    more of the answers have ``<answer>``, those of the data or else the policy's own.
 
     A ``<think>`` says nothing: models of today think without that format.
     """
     if args.reasoning is not None:
-        return args.reasoning, None
+        return None
     where = args.data_path or args.offline_data_path
     first = [prompts[i] for i in range(min(len(prompts), LOOKED_AT))]
     answers = list(filter(None, (getattr(p, "response", p.answer) for p in first)))
     if not (args.offline_data_path or have_format(answers)):
         where = "the policy"
-        answers = first_answers(args, world, actor, tokenizer, first[:SAMPLED])
-    reasoning = int(have_format(answers))
+        with world.all_or_none():
+            if world.is_main:
+                if not args.shard:  # else it need not fit on a GPU
+                    actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
+                ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
+                keys = noise_keys(
+                    0, FIRST_ANSWERS, range(len(ids))
+                )  # of no --seed: rewards must not depend on it
+                rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
+                answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
+        answers = world.from_main(answers)
+    args.reasoning = int(have_format(answers))
     count = sum(ANSWER in text for text in answers)
     found = f"{count} of {len(answers)} first answers of {where} have {ANSWER}"
-    return reasoning, f"format   --reasoning {reasoning}, as {found}"
+    return f"format   --reasoning {args.reasoning}, as {found}"
 
 
 def have_format(answers: list[str]) -> bool:
     """Whether enough of these answers have ``<answer>``."""
     return sum(ANSWER in text for text in answers) >= max(1, SHARE * len(answers))
-
-
-def first_answers(
-    args: Flags,
-    world: World,
-    actor: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-) -> list[str]:
-    """The policy's answers to these prompts, the same in all processes: those of the main one. Their
-    noise is that of no --seed: what is rewarded must not depend on it."""
-    texts: list[str] = []
-    with world.all_or_none():
-        if world.is_main:
-            if not args.shard:  # else it need not fit on a GPU
-                actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-            ids = [prompt.prompt_ids for prompt in prompts]
-            keys = noise_keys(0, FIRST_ANSWERS, range(len(ids)))
-            rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
-            texts = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
-    return world.from_main(texts)
 
 
 def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
@@ -236,30 +216,28 @@ def accuracy_note(held_out: RLAIFDataset | None) -> str | None:
 
 
 def choose_rates(
-    args: Flags, models: Mapping[str, tuple[str, nn.Module]], lora: bool = False
-) -> tuple[Flags, dict[str, float], str | None]:
-    """Choose the learning rates that are not given, by the models' sizes -> (the flags, {flag: the rate that
-    suits}, a line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only
-    adapters train."""
-    suited = {
-        name: suited_rate(kind, sum(p.numel() for p in model.parameters()), lora)
-        for name, (kind, model) in models.items()
-    }
-    chosen = {name: rate for name, rate in suited.items() if getattr(args, name) is None}
-    said = ", ".join(f"--{name} {rate:g}" for name, rate in chosen.items())
-    return args.completed(**chosen), suited, f"rates    by size: {said}" if said else None
+    args: Flags, models: Mapping[str, tuple[str, PreTrainedModel]], lora: bool = False
+) -> tuple[dict[str, float], str | None]:
+    """Choose the learning rates that are not given, by the models' sizes -> ({flag: the rate that suits}, a
+    line that says so, or None). models: {flag: (a kind of ``suited_rate``, model)}; lora: only adapters
+    train."""
+    suited = {name: suited_rate(kind, model.num_parameters(), lora) for name, (kind, model) in models.items()}
+    said = []
+    for name, rate in suited.items():
+        if getattr(args, name) is None:
+            setattr(args, name, rate)
+            said.append(f"--{name} {rate:g}")
+    return suited, f"rates    by size: {', '.join(said)}" if said else None
 
 
-def load_trained_tokenizer(args: Flags) -> tuple[Flags, PreTrainedTokenizerBase]:
+def load_trained_tokenizer(args: Flags) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer or --model with the chat template, the arguments of that and the system
     message of the flags or its own; the flags then name those."""
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_source(args.model), args.trust_remote_code)
     set_template(tokenizer, args.prompt_template)
-    args = args.completed(
-        system_prompt=set_system_prompt(tokenizer, args.system_prompt),
-        chat_template_kwargs=set_template_kwargs(tokenizer, args.chat_template_kwargs),
-    )
-    return args, tokenizer
+    args.system_prompt = set_system_prompt(tokenizer, args.system_prompt)
+    args.chat_template_kwargs = set_template_kwargs(tokenizer, args.chat_template_kwargs)
+    return tokenizer
 
 
 def longest_prompt(prompts: RLAIFDataset | LoggedAnswers, held_out: RLAIFDataset | None) -> int:
@@ -316,11 +294,9 @@ def check_sampling(policy: PreTrainedModel) -> None:
 # ------------------------------------------------------------------------------------------------ all of them
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a PPO run is made of, all checked against each other."""
 
-    args: Flags  # completed
     actor: PreTrainedModel  # the policy, fp32 on the CPU
     tokenizer: PreTrainedTokenizerBase
     prompts: RLAIFDataset | LoggedAnswers
@@ -329,8 +305,8 @@ class Inputs:
 
 
 def load_inputs(args: Flags, world: World) -> Inputs:
-    """Load and check all inputs. Raises InputError."""
-    args, tokenizer = load_trained_tokenizer(args)
+    """Load and check all inputs, by which flags that are open are chosen. Raises InputError."""
+    tokenizer = load_trained_tokenizer(args)
     check_loading(args.model)
     actor = load_policy(args.model, args.trust_remote_code)
     if args.shard and is_from_outside(actor):
@@ -363,7 +339,5 @@ def load_inputs(args: Flags, world: World) -> Inputs:
             f"--max_gen_len {args.max_gen_len}: with prompts of {longest} tokens it exceeds the {limit} "
             f"positions of {args.model}; lower it or --max_seq_len"
         )
-    reasoning, note = choose_reasoning(args, world, actor, tokenizer, prompts)
-    args = args.completed(reasoning=reasoning)
-    notes = [note, accuracy_note(held_out)]
-    return Inputs(args, actor, tokenizer, prompts, held_out, notes)
+    notes = [choose_reasoning(args, world, actor, tokenizer, prompts), accuracy_note(held_out)]
+    return Inputs(actor, tokenizer, prompts, held_out, notes)

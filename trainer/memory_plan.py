@@ -48,15 +48,15 @@ class Sizes:
         self.config = model.config.get_text_config()
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vocabulary = getattr(self.config, "vocab_size", None)  # code from outside may have none
-        self.all = sum(p.numel() for p in model.parameters())
+        self.all = model.num_parameters()
         self.table = sum(p.numel() for p in matrices if len(p) == vocabulary)  # of embeddings and head
         self.exact = all(holds(p, dtype) for p in matrices)  # see ``keep_exact`` in precision.py
-        self.bytes = sum(p.nbytes for p in model.parameters())  # that it takes now
+        self.bytes = model.get_memory_footprint(return_buffers=False)  # that it takes now
         self.device = model.device
         self.adapters = adapter_size(model.base_model, 1)  # what adapters of rank 1 would add
 
     def frozen(self, case: "Case") -> int:
-        """Bytes of a copy that does not train: as ``prepare_frozen`` in models.py rounds it."""
+        """Bytes of a copy that does not train: as ``PpoRun.prepare`` rounds it."""
         wide = self.all if case.args.lora_r else self.table  # numbers that stay fp32
         if self.exact:
             wide = 0

@@ -148,18 +148,13 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_std(total: Tensor) -> tuple[float, float]:
-    """``moments`` summed over all processes -> (mean, population standard deviation) as floats."""
+    """``moments`` summed over all processes -> (mean, population standard deviation) as floats. The deviation
+    is 0 where it is only rounding: below a millionth of the mean."""
     numbers: list[float] = total.tolist()
     sum_, squares, count = numbers
     mean = sum_ / count
-    return mean, math.sqrt(max(squares / count - mean * mean, 0.0))
-
-
-def std_or_zero(total: Tensor) -> float:
-    """``moments`` summed over all processes -> the standard deviation, 0 where it is only rounding: below a
-    millionth of the mean."""
-    mean, std = mean_std(total)
-    return std if std > ROUNDING * abs(mean) else 0.0
+    std = math.sqrt(max(squares / count - mean * mean, 0.0))
+    return mean, 0.0 if std <= ROUNDING * abs(mean) else std
 
 
 def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, float]:
@@ -168,9 +163,8 @@ def centred(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> tuple[Tensor, f
 
     sum_over_processes: tensor -> the sum of every process' tensor.
     """
-    total = sum_over_processes(moments(x, mask))
-    std = std_or_zero(total)
-    return (x - mean_std(total)[0] if std else torch.zeros_like(x)), std
+    mean, std = mean_std(sum_over_processes(moments(x, mask)))
+    return (x - mean if std else torch.zeros_like(x)), std
 
 
 def root_mean_square(x: Tensor, mask: Tensor, sum_over_processes: Sum) -> float:
@@ -184,14 +178,13 @@ def regression(x: Tensor, y: Tensor, mask: Tensor, sum_over_processes: Sum) -> t
     """The line slope * x + intercept that is closest to y (least squares) over the response tokens of the
     whole batch -> (slope, intercept). The slope is at least 0, and 0 where all x or all y are equal."""
     x_total = sum_over_processes(moments(x, mask))
-    y_total = sum_over_processes(moments(y, mask))
-    x_mean = mean_std(x_total)[0]
-    y_mean = mean_std(y_total)[0]
+    x_mean, x_std = mean_std(x_total)
+    y_mean, y_std = mean_std(sum_over_processes(moments(y, mask)))
     slope = 0.0
-    if std_or_zero(x_total) and std_or_zero(y_total):
+    if x_std and y_std:
         products = torch.where(mask, (x.double() - x_mean) * (y.double() - y_mean), 0.0).sum()
         covariance = (sum_over_processes(products) / x_total[2]).item()
-        slope = max(covariance / mean_std(x_total)[1] ** 2, 0.0)
+        slope = max(covariance / x_std**2, 0.0)
     return slope, y_mean - slope * x_mean
 
 
@@ -200,7 +193,7 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, sum_over_p
     returns are equal. returns: ``monte_carlo_returns``; GAE's with lambda below 1 contain the values
     themselves: with them even noise would seem to explain something."""
     _, error_std = mean_std(sum_over_processes(moments(returns - values, mask)))
-    return_std = std_or_zero(sum_over_processes(moments(returns, mask)))
+    _, return_std = mean_std(sum_over_processes(moments(returns, mask)))
     return 1 - (error_std / return_std) ** 2 if return_std else math.nan
 
 

@@ -1,55 +1,64 @@
 """What a PPO run keeps: models and learners, options and their states, and the files that it writes.
 
-It is made of what ``load_inputs`` (inputs.py) has loaded. Which models there are: models.py; train_ppo.py
-trains them.
+It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains it. The models:
+
+    actor         --model; it trains, and starts as it was loaded
+    reference     a frozen copy of the actor as it starts: no optimizer has it, so it stays that
+    old actor     the behaviour policy: its samples are learned from. With --update_old_actor_freq 1 it is the
+                  actor, else a frozen copy, which ``learn`` (train_ppo.py) makes equal to it now and then
+    critic        only with --advantage gae; it starts from a reward model or from the actor (--critic_init)
+    rewards       frozen models, those of the judge too (rewards/reward_models.py)
+
+With --lora_r only adapters train, and all of them share the frozen weights, until --shard 1 cuts them: then
+each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atomic_files import writing
-from dataset.data_order import local_positions
-from dataset.lm_dataset import LoggedPairs, RLAIFDataset
+from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from errors import InputError
-from model.loading import is_moe
+from model.critic import CriticModel
+from model.loading import embeddings, is_moe
+from model.lora import add_adapters, frozen_copy, trained
 from model.saving import save_policy, state_dict_in
+from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
-from trainer.collect import Collector
+from trainer.collect import Batch
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
-from trainer.compute.precision import LossScale, set_precision
-from trainer.compute.scoring import PolicyScorer, ValueScorer
-from trainer.compute.sharding import InStep
+from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
+from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
+from trainer.generation.stops import response_texts
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
-from trainer.models import (
-    build_models,
-    critic_start,
-    ppo_optimizer,
-    prepare_frozen,
-    shard_models,
-    shares_reward_models,
-)
-from trainer.options.best import WEIGHTS, Best, check_metric, read_best, write_best
+from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
-from trainer.options.missing_eos import suited_penalty
+from trainer.options.missing_eos import choose_penalty
 from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.combine import Judge, Reward, load_judge, load_reward, modules_of
+from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of, scoring_models
+from trainer.rewards.reward_function import Request
+from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
+from trainer.runs.optimizer_step import make_optimizer
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 
@@ -61,21 +70,16 @@ class PpoRun(Run):
     display = displays.PPO
     held_out: RLAIFDataset | None
     held_out_pairs: LoggedPairs | None
-    result_path: Path
-    folder: Path  # of the run; only the main process has it
     about = describe_run
     facts = start_facts
+    begin = choose_penalty
     fingerprints = fingerprints  # before frozen weights are rounded
 
     def __init__(self, args: Flags, world: World):
-        """Flags -> the run, with all inputs checked. Raises InputError. Which models there are: models.py."""
-        inputs = load_inputs(args, world)
-        args = inputs.args
+        """Flags -> the run, with all inputs checked. Raises InputError."""
         self.world = world
-        self.actor = inputs.actor
-        self.tokenizer = inputs.tokenizer
-        self.data = self.prompts = inputs.prompts
-        self.held_out = inputs.held_out
+        self.args = args = args.completed()
+        self.actor, self.tokenizer, self.data, self.held_out, notes = load_inputs(args, world)
         moe = "_moe" if is_moe(self.actor) else ""
         self.result_path = Path(args.out_dir) / f"ppo_actor_{self.actor.config.hidden_size}{moe}.pth"
         if Path(args.model).resolve() == self.result_path.resolve():
@@ -83,35 +87,38 @@ class PpoRun(Run):
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
         self.dtype = set_precision(args.dtype, world.device, args.deterministic)  # also of sampling
-        sharded = bool(args.shard) and world.size > 1  # a single process has nobody to share with
-        self.in_step = InStep(world) if sharded else None
+        # A single process has nobody to share with.
+        self.in_step = InStep(world) if args.shard and world.size > 1 else None
         free_unused_memory()  # the copies with which the policy was checked
-        if not sharded:  # which gathers and frees layer after layer
-            keep_freed_memory()
-        # The reward that PPO learns from, and the judge, which only evaluates.
-        self.reward, self.judge = self._load_rewards(args)
+        place = world.device  # of the reward models
+        if self.in_step and shares_reward_models(args):
+            place = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
+        # The judge only evaluates; PPO learns from the reward. Logged answers come with their scores.
+        self.judge = load_judge(args, place, self.dtype, self.held_out)
+        self.reward = Reward(reasoning=False)
+        if not args.offline_data_path:
+            self.reward = load_reward(args, place, self.dtype, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
-        self.actor.eval().requires_grad_(not args.lora_r)
-        if not sharded:  # else it need not fit on a GPU
+        self.actor.requires_grad_(not args.lora_r)
+        if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
+            keep_freed_memory()
             self.actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
-        trained = {"learning_rate": ("actor", self.actor)}
+        learning = {"learning_rate": ("actor", self.actor)}
         start = None  # what the critic starts from
         weight = 1.0
         if args.advantage == "gae":
             start, weight = critic_start(args.critic_init, self.reward.models, self.actor, self.tokenizer)
-            trained["critic_learning_rate"] = ("critic", start)
-        args, self.suited, rates = choose_rates(args, trained, args.lora_r > 0)
-        self.total_steps, warmup = count_steps(args, len(self.prompts), world.size)
-        self.args: Flags = args.completed(critic_warmup_steps=warmup)
-        args = self.args
-        self.mini_batch_size = args.mini_batch_size
+            learning["critic_learning_rate"] = ("critic", start)
+        self.suited, rates = choose_rates(args, learning, args.lora_r > 0)
+        self.total_steps = count_steps(args, len(self.data), world.size)
+        args.freeze()
         self.answers = args.num_generations
         self.minibatch_size = args.mini_batch_size * world.size  # sequences, over all processes
         # Optimizer steps of a batch, of each model.
         self.updates_per_batch = args.ppo_epochs * (args.batch_size // args.mini_batch_size)
         self.ptx = load_ptx(args, world, self.tokenizer, self.actor, self.updates_per_batch)  # or None
         self.held_out_pairs = held_out_pairs(args, self.tokenizer, self.actor)
-        room = sampling_sizes(args, self.prompts, self.held_out)
+        room = sampling_sizes(args, self.data, self.held_out)
         sizes = {"actor": Sizes(self.actor, self.dtype)}
         if start:
             sizes["critic"] = Sizes(start.base_model, self.dtype)  # type: ignore[arg-type]  # a Module
@@ -127,46 +134,39 @@ class PpoRun(Run):
             processes=world.size,
         )
         self.plan, memory = check_memory(case, self.in_step)
-        self.notes = [note for note in (*inputs.notes, rates, memory) if note]  # what was chosen
+        self.notes = [*notes, rates, memory]  # what was chosen
         self.endings = load_endings(args, self.tokenizer, self.actor)  # what ends a response
         self.host = HostMemory(world.device)  # where frozen models wait with --offload_frozen 1
-        self.collector = Collector(
-            args=args,
-            world=world,
-            sampler=self._sampler(room),
-            eos=self.endings.eos,
-            stops=self.endings.stops,
-            tokenizer=self.tokenizer,
-            host=self.host,
-            release_cache=self.plan.release_cache,
-            in_step=self.in_step,
-        )
-        self.critic, self.ref, self.old_actor = build_models(args, self.actor, start, weight, sharded)
+        self.sampler = None  # where nothing is sampled
+        if self.plan.slots:
+            self.sampler = Sampler(
+                self.actor, self.dtype, self.plan.slots, self.plan.cache, room, world.device
+            )
+            if self.in_step:  # each process soon has a part of each model, and a whole one of none
+                self.sampler.copy.unload()
+        self._build_models(start, weight)
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
 
-    def _load_rewards(self, args: Flags) -> tuple[Reward, Judge]:
-        """The ``Reward`` of the run and its ``Judge``, with their reward models."""
-        device = self.world.device
-        if self.in_step and shares_reward_models(args):
-            device = torch.device("cpu")  # until they are sharded: a whole one need not fit on a GPU
-        judge = load_judge(args, device, self.dtype, self.held_out)
-        if args.offline_data_path:  # logged answers come with their scores
-            return Reward(reasoning=False), judge
-        return load_reward(args, device, self.dtype, self.prompts, self.held_out), judge
-
-    def _sampler(self, room: tuple[int, int, int]) -> Sampler | None:
-        """What samples, with the weights of the old actor, or of the actor to evaluate it; None where nothing
-        is sampled. room: ``sampling_sizes``."""
-        if not self.plan.slots:
-            return None
-        device = self.world.device
-        cache = self.plan.cache if device.type == "cuda" else None  # None: what suits a CPU
-        sampler = Sampler(self.actor, self.dtype, self.plan.slots, cache, room, device)
-        if self.in_step:  # each process soon has a part of each model, and a whole one of none
-            sampler.copy.unload()
-        return sampler
+    def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
+        """Critic, reference and old actor; the actor gets its adapters. start, weight: of ``critic_start``;
+        start None: no critic. Until ``prepare`` shards them, copies share memory."""
+        args = self.args
+        actor = self.actor
+        lora = args.lora_r > 0
+        sharded = self.in_step is not None
+        self.critic: CriticModel = None  # type: ignore[assignment]
+        if start:
+            self.critic = CriticModel.from_model(start, lora, weight, sharded and start is actor).eval()
+            prepare_training(self.critic.backbone, args.gradient_checkpointing)
+        prepare_training(actor.base_model, args.gradient_checkpointing)  # before it is copied
+        self.ref = frozen_copy(actor, sharded)  # before there are adapters, so it has none
+        if lora:
+            add_adapters(actor.base_model, args.lora_r, args.seed)
+            if start:
+                add_adapters(self.critic.backbone, args.lora_r, args.seed + 1)
+        self.old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, sharded)
 
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
@@ -180,12 +180,9 @@ class PpoRun(Run):
         }
 
         def learner(model: nn.Module, peak: float) -> Learner:
-            optimizer: Any = None  # ``shard_models`` makes it
-            if not self.in_step:
-                optimizer = ppo_optimizer(model, peak, args)
             return Learner(
                 model=model,
-                optimizer=optimizer,
+                optimizer=self._optimizer(model, peak),  # ``prepare`` makes another for shards
                 peak=peak,
                 total_steps=self.total_steps * self.updates_per_batch,
                 per_batch=self.updates_per_batch,
@@ -207,30 +204,15 @@ class PpoRun(Run):
         """The options; ``states`` has those with a state that checkpoints keep."""
         args = self.args
         learner = self.learners["actor"]
-        metric = args.best_metric.removeprefix("eval/")
-        if metric and self.held_out:
-            check_metric(
-                f"eval/{metric}",
-                self.reward,
-                self.judge,
-                accuracy=self.held_out.has_accuracy,
-                generations=args.num_generations,
-                pairs=bool(self.held_out_pairs),
-            )
-        judge = [args.eval_reward_fn, *args.eval_reward_model]
-        self.best = Best(
-            source=" ".join([self.held_out.fingerprint, *judge]) if self.held_out else "",
-            metric=f"eval/{metric}" if metric else "",
-        )
+        self.best = first_best(self) if self.held_out else Best()
         if args.offline_data_path:
-            compared = metric or ("judge" if any(judge) else "accuracy")
+            judged = args.eval_reward_fn or args.eval_reward_model
+            compared = self.best.metric or ("judge" if judged else "accuracy")
             self.display = displays.offline(bool(self.held_out_pairs) or not self.held_out, compared)
         self.advantage_scale = AdvantageScale()
         self.kl = KlTarget(args, learner, args.batch_size * self.world.size)
         self.ema = Ema(learner, args.ema_beta)
-        world = self.world
-        positions = local_positions(args.batch_size, world.rank, world.size, args.num_generations)
-        self.replay = Replay(args.replay_batches, positions, self.world)
+        self.replay = Replay(args.replay_batches, self.positions, self.world)
         self.states = {
             "raw_scores": self.reward,  # its name in checkpoints
             "loss_scale": self.loss_scale,
@@ -255,19 +237,85 @@ class PpoRun(Run):
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {f"{name}_optimizer": learner.optimizer for name, learner in self.learners.items()}
 
-    def prepare(self) -> None:
-        """Round the frozen models; move them to the host's memory, or shard all, where the flags say so."""
-        prepare_frozen(self)
-        shard_models(self)
+    def _optimizer(self, model: nn.Module, peak: float) -> torch.optim.Optimizer:
+        """AdamW for what trains of a model, without weight decay. Sharded parameters are their own group."""
+        groups = [{"params": part} for part in sharded_and_whole(trained(model)) if part]
+        return make_optimizer(groups, peak, self.args.moments_dtype, self.args.seed)
 
-    def begin(self, logger: Any) -> None:
-        """Choose --missing_eos_penalty where it is not given."""
-        if self.reward.missing_eos_penalty is None:
-            penalty, line = suited_penalty(self.collector, self.old_actor, self.reward, self.prompts)
-            self.reward.missing_eos_penalty = penalty
-            with self.world.all_or_none():  # the disk may be full
-                logger.keep_choice("missing_eos_penalty", penalty)
-            logger.say(line)
+    def prepare(self) -> None:
+        """Round the frozen models to the dtype in which they compute; move them where they wait
+        (--offload_frozen), or shard all (--shard 1). Fingerprints are taken before this.
+
+        Sharded are actor, critic, old actor, reference and reward models, which are whole in main memory
+        until then (compute/sharding.py), but not the sampler: it gathers the old actor before a rollout.
+        """
+        args = self.args
+        exact: list[nn.Module] = [self.ref, *self.judges]  # they never change
+        frozen = exact if self.old_actor is self.actor else [*exact, self.old_actor]
+        training = [learner.model for learner in self.learners.values()]
+        if not args.trust_remote_code:  # code from outside may use its weights in other ways
+            if args.lora_r:  # all share frozen weights of which the result is made: nothing may be lost
+                exact = [*training, *frozen]
+            else:
+                round_frozen(frozen, self.dtype)
+            keep_exact(exact, self.dtype)
+        free_unused_memory()  # the gaps that weights of other types have left
+        if args.offload_frozen:
+            self.host.take(frozen, training)
+        in_step = self.in_step
+        if not in_step:
+            return
+        scorers = [*self.scorers.values(), *([self.value_scorer] if self.critic else [])]
+        for scorer in dict.fromkeys(scorers):  # the old actor's may be the actor's
+            shard(scorer, in_step, self.dtype)
+            scorer.in_step = in_step
+        if shares_reward_models(args):
+            for model in scoring_models(self.reward, self.judge):
+                shard(model.root, in_step, self.dtype, model.model)
+                model.root.in_step = in_step  # type: ignore[assignment]  # ``each_micro_batch`` asks for it
+        for learner in self.learners.values():
+            learner.optimizer = self._optimizer(learner.model, learner.peak)
+
+    # ------------------------------------------------------------------ prompts -> scored responses
+
+    @contextmanager
+    def sampling_from(self, model: PreTrainedModel) -> Iterator[None]:
+        """In this block ``respond`` samples from this model's weights."""
+        if self.in_step:
+            free_unused_memory()  # the gaps that the last update has left
+        if self.sampler:
+            self.sampler.load(model)
+        try:
+            yield
+        finally:
+            if self.in_step and self.sampler:
+                self.sampler.release()
+                self.sampler.copy.unload()
+
+    def respond(self, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
+        """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
+        from."""
+        assert self.sampler
+        rollout = self.sampler.sample(
+            [prompt.prompt_ids for prompt in prompts],
+            keys,
+            eos_ids=self.endings.eos,
+            max_gen_len=self.args.max_gen_len,
+            temperature=temperature,
+            min_gen_len=self.args.min_gen_len,
+            stops=self.endings.stops,
+        )
+        if self.plan.release_cache:  # memory is short in the phases after sampling
+            self.sampler.release()
+        return Batch(prompts, rollout, response_texts(rollout, self.tokenizer, self.endings.stops))
+
+    def raw_scores(self, reward: Reward, batch: Batch) -> RawScores:
+        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
+        normalised, clipped and weighed."""
+        with self.host.on_device(*modules_of(reward)):
+            finished = batch.rollout.finished.tolist()
+            lengths = batch.rollout.layout.response_len
+            return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
 
     # --------------------------------------------------------------------------------- what is saved
 
@@ -305,7 +353,7 @@ class PpoRun(Run):
         if not better:
             return
         # The weights before the first step are those of --model.
-        with self.world.all_or_none(), self.gathered() if better.step else nullcontext():
+        with self.world.all_or_none(), self.gathered():
             if self.world.is_main:
                 if better.step:
                     self.save_actor(self.folder / WEIGHTS)
@@ -314,16 +362,10 @@ class PpoRun(Run):
 
     def restore_best(self, logger: Any) -> None:
         """The best of a resumed run is that of its folder."""
-        found = None
         with self.world.all_or_none():
             if self.world.is_main:
-                self.folder = logger.folder.path
-                found = read_best(self.folder)
-        found = self.world.from_main(found)
-        if found and self.best.follows(found):
-            self.best = found
-        elif found:
-            logger.say("note: the best so far was evaluated otherwise; it begins anew")
+                self.best = best_so_far(self.folder, self.best, logger)
+        self.best = self.world.from_main(self.best)
 
     def best_note(self) -> str:
         return self.best.describe(WEIGHTS)
@@ -336,3 +378,40 @@ class PpoRun(Run):
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"
+
+
+# ----------------------------------------------------------------------------------- which models there are
+
+
+def critic_start(
+    critic_init: str,
+    models: Mapping[str, tuple[RewardModel, float]],
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[PreTrainedModel, float]:
+    """-> (the model that the critic starts from, the weight that its scores have in the reward).
+
+    --critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
+    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor, as
+    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}.
+    """
+    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
+    readers = [
+        (model.model, weight)
+        for model, weight in models.values()
+        if isinstance(model, ClassifierRewardModel)
+        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
+        and embeddings(model.model) >= rows
+    ]
+    if critic_init == "reward" and not readers:
+        raise InputError(
+            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
+            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
+        )
+    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)
+
+
+def shares_reward_models(args: Namespace) -> bool:
+    """Whether ``--shard 1`` shards reward models too. Not with --filter_groups, where processes call them
+    unequally often and would wait for each other; nor code from outside: it may use weights otherwise."""
+    return not (args.filter_groups or args.trust_remote_code)

@@ -23,26 +23,28 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
     sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
     mask = new.mask
-    tokens = new.response_len.sum()
+    of_tokens: dict[str, Tensor] = {}  # [B, R]
     if not run.args.offline_data_path:  # else nothing was sampled, and only the critic is measured
         k1, _, k3 = ppo.kl_estimators(new.old_logprobs, new.ref_logprobs)
-        metrics.add("kl/k1", ppo.masked_sum(k1, mask), tokens)
-        metrics.add("kl/k3", ppo.masked_sum(k3, mask), tokens)
+        of_tokens |= {
+            "kl/k1": k1,
+            "kl/k3": k3,
+            "rollout/sampler_gap": (new.sampler_logprobs - new.old_logprobs).abs(),
+            "rollout/importance_weight": new.importance_weights,
+        }
         metrics.add("kl/sequence", ppo.masked_sum(k1, mask), len(new.tokens))
-        gap = (new.sampler_logprobs - new.old_logprobs).abs()
-        metrics.add("rollout/sampler_gap", ppo.masked_sum(gap, mask), tokens)
-        metrics.add("rollout/importance_weight", ppo.masked_sum(new.importance_weights, mask), tokens)
         size = ppo.effective_sample_size(new.old_logprobs, new.sampler_logprobs, mask, run.world.sum)
-        metrics.add("rollout/importance_ess", size, 1)
+        metrics.add("rollout/importance_ess", size)
     if run.critic:
-        metrics.add("value/mean", ppo.masked_sum(new.values, mask), tokens)
-        metrics.add("value/return", ppo.masked_sum(new.outcomes, mask), tokens)
+        of_tokens |= {"value/mean": new.values, "value/return": new.outcomes}
         explained = ppo.explained_variance(new.outcomes, new.values, mask, run.world.sum)
-        metrics.add("value/explained_variance", explained, 1)
-        metrics.add("value/scale", run.critic.scale, 1)
-    metrics.add("policy/advantage_std", new.advantage_std, 1)
+        metrics.add("value/explained_variance", explained)
+        metrics.add("value/scale", run.critic.scale)
+    sums = {name: ppo.masked_sum(x, mask) for name, x in of_tokens.items()}
+    metrics.add_all(sums, new.response_len.sum())
+    metrics.add("policy/advantage_std", new.advantage_std)
     if run.kl.target:
-        metrics.add("kl/coef", run.kl.coef, 1)
+        metrics.add("kl/coef", run.kl.coef)
 
 
 def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
@@ -65,7 +67,7 @@ def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float
     sums["rollout/finished"] = rollout.finished.sum()
     sums["rollout/repetition"] = torch.tensor([repetition(ids) for ids in responses]).sum()
     metrics.add_all(sums, len(responses))
-    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world), 1)
+    metrics.add_all(batch_metrics(responses, batch.scores["score"], run.world))
     means = metrics.means(run.world)
     means |= {f"perf/{name}_seconds": x for name, x in batch.seconds.items()}
     means["perf/samples_per_second"] = args.batch_size * run.world.size / sum(batch.seconds.values())
@@ -90,12 +92,8 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
     mine = [(hash(tuple(ids)), x, len(ids)) for ids, x in zip(responses, scores.tolist(), strict=True)]
     texts, scores_of_all, lengths = zip(*chain.from_iterable(world.gather(mine)), strict=True)
     every = torch.ones(len(texts), dtype=torch.bool)
-
-    def centred(numbers: Sequence[float]) -> Tensor:  # each process has those of all
-        return ppo.centred(torch.tensor(numbers, dtype=torch.float64), every, torch.clone)[0]
-
-    score = centred(scores_of_all)
-    length = centred(lengths)
+    numbers = torch.tensor([scores_of_all, lengths], dtype=torch.float64)  # each process has those of all
+    score, length = (ppo.centred(x, every, torch.clone)[0] for x in numbers)
     size = (score.square().sum() * length.square().sum()).sqrt().item()
     return {
         "rollout/distinct": len(set(texts)) / len(texts),

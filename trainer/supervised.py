@@ -13,7 +13,7 @@ A script adds a subclass of ``SupervisedRun`` with its model, its records, its l
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from dataset.data_order import next_batch
+from dataset.formats import Keys
 from dataset.lm_dataset import RecordDataset
 from errors import InputError
 from model.loading import load_policy, most_positions
@@ -32,8 +33,8 @@ from trainer.compute.precision import LossScale, set_precision
 from trainer.compute.scoring import prepare_training
 from trainer.flags import Flags
 from trainer.inputs import check_policy, choose_rates, load_trained_tokenizer
-from trainer.loop import build_and_train
 from trainer.runs.base import Learner, Progress, Run
+from trainer.runs.displays import StepLog
 from trainer.runs.distributed import World, share_of
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit, make_optimizer, note_steps, step_if_finite
@@ -52,16 +53,11 @@ class Part(Subset):
 class SupervisedRun(Run):
     """A run of stage 1 or 2."""
 
-    args: Flags
     rate: str  # a kind of ``suited_rate``
+    records: type[RecordDataset]  # what it learns from
     data: Part
     held_out: Part | None
     hf_dir: Path  # where the result is written for transformers
-    result_file: Path  # the last file of the result that is written
-
-    @abstractmethod
-    def load_records(self, path: str) -> RecordDataset:
-        """A file of what is learned from."""
 
     @abstractmethod
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
@@ -74,10 +70,12 @@ class SupervisedRun(Run):
 
     def __init__(self, args: Flags, world: World):
         """Flags -> the run, with all inputs checked. Raises InputError."""
-        args, self.tokenizer = load_trained_tokenizer(args)
-        self.args = args
+        self.args = args = args.completed()
+        self.tokenizer = load_trained_tokenizer(args)
         self.world = world
-        self.mini_batch_size = args.batch_size
+        self.dtype = set_precision(args.dtype, world.device, args.deterministic)
+        self.loss_scale = LossScale(self.dtype)
+        self.states = {"loss_scale": self.loss_scale}
         policy = self.load_policy()
         check_policy(args, policy, self.tokenizer)
         self.data, self.held_out = self.split_records()
@@ -87,17 +85,16 @@ class SupervisedRun(Run):
             raise InputError(
                 f"--max_seq_len {args.max_seq_len}: {args.model} has {limit} positions; lower it"
             )
-        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_file.resolve()):
+        if args.model and Path(args.model).resolve() in (self.hf_dir.resolve(), self.result_path.resolve()):
             raise InputError(
                 f"--model {args.model}: this run would write its result there; copy it elsewhere"
             )
-        self.dtype = set_precision(args.dtype, world.device, args.deterministic)
         keep_freed_memory()
         self.trained = nn.ModuleList(self.modules.values())
         self.trained.to(world.device).eval()  # no dropout, as in PPO
         prepare_training(self.model.base_model, args.gradient_checkpointing)
-        args, _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.trained)})
-        self.args = args
+        _, self.note = choose_rates(args, {"learning_rate": (self.rate, self.model)})
+        args.freeze()
         parameters = [p for p in self.trained.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
@@ -116,13 +113,21 @@ class SupervisedRun(Run):
             warmup_steps=min(math.ceil(args.warmup_ratio * self.total_steps), self.total_steps - 1),
         )
         self.learners = {"model": learner}
-        self.loss_scale = LossScale(self.dtype)
-        self.states = {"loss_scale": self.loss_scale}
         self.progress = Progress(token_budget=tokens_per_pass(world.device))
 
     def load_policy(self) -> PreTrainedModel:
         """The language model that the run starts from."""
         return load_policy(self.args.model, self.args.trust_remote_code)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of a record that flags name."""
+        return Keys(self.args.prompt_key, self.args.answer_key)
+
+    def load_records(self, path: str) -> RecordDataset:
+        """A file of what is learned from."""
+        args = self.args
+        return self.records(path, self.tokenizer, args.max_seq_len, args.system_prompt, self.keys)
 
     def split_records(self) -> tuple[Part, Part | None]:
         """-> (training records, held-out records or None). These are those of --eval_data_path, or else the
@@ -173,7 +178,7 @@ class SupervisedRun(Run):
 
     def about(self) -> str:
         args = self.args
-        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        size = self.model.num_parameters() / 1e6
         kind = self.model.config.model_type
         lines = [
             f"model    {args.model or 'random weights'}: {size:.2f}M parameters, {kind}",
@@ -187,13 +192,13 @@ class SupervisedRun(Run):
         return "\n".join(filter(None, [*lines, self.note]))
 
 
-def collect(run: SupervisedRun, step: int, batches: Iterator[Items], positions: range) -> Items:
+def collect(run: SupervisedRun, step: int, batches: Iterator[Items]) -> Items:
     """-> the items of the next batch that this process learns from."""
     with run.world.all_or_none():
         return next_batch(batches)
 
 
-def learn(run: SupervisedRun, step: int, items: Items) -> tuple[dict[str, float], dict]:
+def learn(run: SupervisedRun, step: int, items: Items) -> StepLog:
     """One step: gradients of this process' items, sum over processes, optimizer step -> {name: number}, and
     no rows to keep."""
     world = run.world
@@ -222,11 +227,10 @@ def learn(run: SupervisedRun, step: int, items: Items) -> tuple[dict[str, float]
 
 
 @torch.no_grad()
-def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple[dict[str, float], dict]:
-    """Metrics and rows of a step -> these, and with them the means of the held-out records, if there are any,
-    which the processes share."""
+def evaluate(run: SupervisedRun) -> StepLog:
+    """-> the means of the held-out records, if there are any, which the processes share; no rows."""
     if run.held_out is None:
-        return metrics, rows
+        return {}, {}
     sums = Metrics()
     world = run.world
     with world.all_or_none():
@@ -238,9 +242,4 @@ def evaluate(run: SupervisedRun, metrics: dict[str, float], rows: dict) -> tuple
             sums.merge(run.loss(part, run.loss_counts(part), "eval")[1])
 
         each_micro_batch(lengths, tokens_per_pass(world.device), measure, "evaluation")
-    return metrics | run.summarise(sums.means(world)), rows
-
-
-def train(build: Callable, args: Flags, argv: list[str] | None) -> None:
-    """All that a script does. build(args, world) -> a ``SupervisedRun``."""
-    build_and_train(build, args, argv, collect, learn, evaluate)
+    return run.summarise(sums.means(world)), {}

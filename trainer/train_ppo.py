@@ -16,7 +16,7 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-What each model starts from (reference, old actor, critic): models.py. The critic starts from the reward model
+What each model starts from (reference, old actor, critic): run.py. The critic starts from the reward model
 if that reads the policy's tokens, else from the actor.
 
 Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
@@ -206,7 +206,7 @@ def flag_parser() -> FlagParser:
         may_change=True,
         not_with={"shard": "frozen models are shared out instead"},
     )
-    add_output_flags(p, save_interval=20, eval_interval=20)
+    add_output_flags(p, interval=20)
     add(
         "--best_metric",
         "",
@@ -237,9 +237,10 @@ from trainer.flags import Flags
 from trainer.inputs import complete_flags
 from trainer.loop import build_and_train
 from trainer.options.filter_groups import sample_again
-from trainer.options.offline import collect_logged, take_reference
+from trainer.options.offline import collect_logged
 from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
+from trainer.runs.displays import StepLog
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
 from trainer.step_metrics import note_rollout, step_metrics
@@ -252,10 +253,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 # ------------------------------------------------------------------ collect: prompts -> scored responses
 
 
-def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int]) -> Batch:
+def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     """The next prompts -> the old actor's responses and their scores. Nothing is learned yet.
 
-    positions: of this process' responses in the global batch (``local_positions`` in dataset/data_order.py).
     Raises InputError on all processes where a record or a reward of one of them fails.
     """
     args = run.args
@@ -264,17 +264,16 @@ def collect(run: PpoRun, step: int, batches: Iterator[list], positions: list[int
     if args.offline_data_path:
         return collect_logged(run.world, batches)
     seconds = Seconds()
-    collector = run.collector
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
-        noise = noise_of_step(args, step, positions)  # keys [B]: each response has its own
-    with seconds.of("rollout"), run.world.all_or_none(), collector.sampling_from(run.old_actor):
-        rollout, texts = collector.respond(prompts, noise, args.temperature)
+        noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
+    with seconds.of("rollout"), run.world.all_or_none(), run.sampling_from(run.old_actor):
+        batch = run.respond(prompts, noise, args.temperature)
+    batch.seconds = seconds
     with seconds.of("reward"), run.world.all_or_none():
-        raw = collector.raw_scores(run.reward, prompts, rollout, texts)
-    batch = Batch(prompts, rollout, texts, raw, seconds=seconds)
+        batch.raw = run.raw_scores(run.reward, batch)
     if args.filter_groups:
-        sample_again(collector, batch, run.old_actor, run.reward, step, positions)
+        sample_again(run, batch, step)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
     batch.scores = run.reward.combine(batch.raw, run.world)
     return batch
@@ -290,12 +289,13 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     args = run.args
     new = batch.rollout
     new.scores = send(batch.scores["score"], new.tokens.device)
-    new.step_rewards = step_rewards(batch.raw.steps, batch.texts, new, run.tokenizer)
+    new.step_rewards = step_rewards(batch, run.tokenizer)
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
         rollout = run.replay.join(new)  # without --replay_batches it is ``new`` itself
         if args.offline_data_path:
-            take_reference(rollout)
+            # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
+            rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
         else:
             scorer = run.scorers["old_actor"]
             rollout.old_logprobs, entropy = score_policy(rollout, scorer, args.temperature)
@@ -344,7 +344,7 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
     if args.advantage != "group":  # whose advantages are already divided by their own std
         total = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))  # of all responses
-        informative = ppo.std_or_zero(total) > 0  # False where all scores are equal
+        informative = ppo.mean_std(total)[1] > 0  # False where all scores are equal
         rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
     rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
 
@@ -415,15 +415,18 @@ def train(
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
     means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
-    if name == "actor" and 0 < args.target_kl < means[1]:
-        learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
-        return None
+    if name == "actor":
+        stopped = 0 < args.target_kl < means[1]
+        metrics.add("policy/early_stop", stopped)
+        if stopped:
+            learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
+            return None
     step = step_if_finite(run, learner, means[0], number)
-    metrics.add("policy/skipped_steps", not step.finite, 1)
+    metrics.add("policy/skipped_steps", not step.finite)
     group = "policy" if name == "actor" else "value"
     if step.finite:
-        metrics.add(f"{group}/grad_norm", step.norm, 1)
-    metrics.add(f"{group}/learning_rate", learner.learning_rate(number), 1)
+        metrics.add(f"{group}/grad_norm", step.norm)
+    metrics.add(f"{group}/learning_rate", learner.learning_rate(number))
     return step
 
 
@@ -442,26 +445,20 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
     first_step = step * run.updates_per_batch  # optimizer steps before this batch
-    # False in the first --critic_warmup_steps batches: only the critic trains.
-    actor_trains = first_step >= run.learners["actor"].first_step
-    stopped = False  # by --target_kl
+    # Critic and actor, in this order; in the first --critic_warmup_steps batches the critic alone.
+    names = [name for name, learner in run.learners.items() if step >= learner.first_batch]
     with phase("updates", len(order), "minibatches") as bar:
         for number, k in enumerate(order, first_step):  # number: optimizer step in the run; k: minibatch
-            steps = []
-            if run.critic:
-                steps.append(train(run, "critic", minibatches[k], token_counts[k], number, metrics))
-            if not stopped:
-                if actor_trains:
-                    steps.append(train(run, "actor", minibatches[k], token_counts[k], number, metrics))
-                    stopped = steps[-1] is None
-                metrics.add("policy/early_stop", stopped, 1)
-            if stopped and not run.critic:
+            steps = [train(run, name, minibatches[k], token_counts[k], number, metrics) for name in names]
+            if None in steps:
+                names.remove("actor")
+            if not names:
                 break
-            note_steps(run, [taken for taken in steps if taken])
+            note_steps(run, filter(None, steps))
             bar.update()
 
 
-def learn(run: PpoRun, step: int, batch: Batch) -> tuple[dict[str, float], dict[str, list]]:
+def learn(run: PpoRun, step: int, batch: Batch) -> StepLog:
     """Update critic and actor with a batch -> (metrics, {file: rows to keep})."""
     metrics = Metrics()
     with batch.seconds.of("score"):

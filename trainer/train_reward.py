@@ -68,25 +68,24 @@ from model.loading import is_moe
 from model.saving import save_directory
 from model.weights import make_score_heads
 from trainer.compute.batching import send
-from trainer.compute.scoring import balance_loss
 from trainer.inputs import DEMO
+from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs import displays
 from trainer.runs.base import Kept, full_path
-from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, train
+from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model and (args.hidden_size or args.use_moe):
-        args = args.completed(model=str(minimind_pth(args, "full_sft")))
+        args.model = str(minimind_pth(args, "full_sft"))
     if not (args.model or args.data_path):
         demo = f"{ROOT}/dataset/demo/preferences"
-        held_out = args.eval_data_path or f"{demo}_eval.jsonl"
-        args = args.completed(data_path=f"{demo}.jsonl", eval_data_path=held_out)
-    args = args.completed(model=args.model or DEMO["model"])
+        args.data_path = f"{demo}.jsonl"
+        args.eval_data_path = args.eval_data_path or f"{demo}_eval.jsonl"
+    args.model = args.model or DEMO["model"]
     if not args.data_path:
         raise InputError("--data_path: name the file with the pairs, or with the answers and scores")
     return args
@@ -100,13 +99,11 @@ def reward_from(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
 
     The policy is not changed. Raises InputError for families that have no such classifier.
     """
-    if hasattr(policy.config, "minimind_version"):
-        type(policy)(policy.config)  # its random numbers come before the head's, in runs of earlier versions
     config = type(policy.config).from_dict(policy.config.to_dict())
     config.num_labels = 1
     # transformers reads the score at the last token that is not this pad token. Without a pad token in the
     # config, it could not find that token in a padded batch.
-    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    config.pad_token_id = tokenizer.pad_token_id
     try:
         reward = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError as error:
@@ -143,15 +140,12 @@ class RewardRun(SupervisedRun):
 
     script = "train_reward.py"
     rate = "reward"
+    records = PreferenceDataset
 
-    def __init__(self, args: Flags, world: World):
-        super().__init__(args, world)
-        self.states["zero"] = self.zero
-
-    def load_records(self, path: str) -> PreferenceDataset:
+    @property
+    def keys(self) -> Keys:
         args = self.args
-        keys = Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
-        return PreferenceDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
+        return Keys(args.prompt_key, args.answer_key, args.chosen_key, args.rejected_key)
 
     def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         args = self.args
@@ -165,20 +159,15 @@ class RewardRun(SupervisedRun):
         self.result_path = self.hf_dir = Path(
             args.hf_dir or f"{args.out_dir}/reward_{policy.config.hidden_size}"
         )
-        self.result_file = self.hf_dir / "config.json"
-        self.zero = Zero()
+        self.zero = self.states["zero"] = Zero()
         torch.manual_seed(args.seed)
-        return self.learning(policy)
-
-    def learning(self, policy: PreTrainedModel) -> PreTrainedModel:
-        """A policy -> the reward model that trains."""
         return reward_from(policy, self.tokenizer)
 
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """B lists of ids -> their scores [B] fp32, read at the last token, and the balance loss of a mixture
         of experts."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype)
-        return scores, balance_loss(self.model, output, layout)
+        scores, _, balance = score_packed(self.model, conversations, self.dtype)
+        return scores, balance
 
     def loss(self, items: Items, totals: list[float], kind: str = "train") -> tuple[Tensor, Metrics]:
         *sides, given = zip(*items, strict=True)
@@ -234,8 +223,8 @@ class RewardRun(SupervisedRun):
         return text
 
 
-def main(argv: list[str] | None = None, kind: type[RewardRun] = RewardRun) -> None:
-    train(kind, parse_args(argv), argv)
+def main(argv: list[str] | None = None) -> None:
+    build_and_train(RewardRun, parse_args(argv), argv, collect, learn, evaluate)
 
 
 if __name__ == "__main__":

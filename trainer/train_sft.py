@@ -62,24 +62,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atomic_files import writing
-from dataset.formats import Keys
 from dataset.lm_dataset import SFTDataset
 from model.loading import check_ends, is_moe
 from model.model_minimind import MiniMindConfig, plain_config
 from model.saving import save_directory, save_policy
 from trainer.compute.scoring import PolicyScorer, score_learned
+from trainer.loop import build_and_train
 from trainer.runs import displays
 from trainer.runs.metrics import Metrics
-from trainer.supervised import Items, SupervisedRun, train
+from trainer.supervised import Items, SupervisedRun, collect, evaluate, learn
 
 
 def parse_args(argv: list[str] | None = None) -> Flags:
     args = complete_output_flags(flag_parser().parse_args(argv))
     if not args.model:
-        args = args.completed(
-            tokenizer=args.tokenizer or f"{ROOT}/dataset/demo/tokenizer",
-            data_path=args.data_path or f"{ROOT}/dataset/demo/sft.jsonl",
-        )
+        args.tokenizer = args.tokenizer or f"{ROOT}/dataset/demo/tokenizer"
+        args.data_path = args.data_path or f"{ROOT}/dataset/demo/sft.jsonl"
     if not args.data_path:
         raise InputError("--data_path: name the file with the demonstrations")
     return args
@@ -91,11 +89,7 @@ class SftRun(SupervisedRun):
     script = "train_sft.py"
     display = displays.SFT
     rate = "sft"
-
-    def load_records(self, path: str) -> SFTDataset:
-        args = self.args
-        keys = Keys(args.prompt_key, args.answer_key)
-        return SFTDataset(path, self.tokenizer, args.max_seq_len, args.system_prompt, keys)
+    records = SFTDataset
 
     def load_policy(self) -> PreTrainedModel:
         """--model, or a Llama with random weights and MiniMind 2's shape: 8 heads, 2 key-value heads, tied
@@ -122,13 +116,12 @@ class SftRun(SupervisedRun):
         args = self.args
         check_ends(self.data[0], self.tokenizer, policy)
         moe = "_moe" if is_moe(policy) else ""
-        self.pth_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
-        self.result_path = self.result_file = self.pth_path
-        self.hf_dir = Path(args.hf_dir or self.pth_path.with_suffix(""))
-        if args.hidden_size and not (args.model or args.resume) and self.pth_path.exists():
+        self.result_path = Path(args.out_dir) / f"full_sft_{policy.config.hidden_size}{moe}.pth"
+        self.hf_dir = Path(args.hf_dir or self.result_path.with_suffix(""))
+        if args.hidden_size and not (args.model or args.resume) and self.result_path.exists():
             raise InputError(
-                f"--hidden_size {args.hidden_size}: makes a new model, which would replace {self.pth_path}; "
-                "to train that file, move it and name it with --model, else move it or name another --out_dir"
+                f"--hidden_size {args.hidden_size}: makes a new model, which would replace "
+                f"{self.result_path}; move that file, to train it name it with --model, or change --out_dir"
             )
         return policy
 
@@ -155,18 +148,18 @@ class SftRun(SupervisedRun):
         return means | {"eval/perplexity": math.exp(min(means["eval/loss"], 700.0))}
 
     def save_result(self) -> None:
-        with writing(self.pth_path):
-            save_policy(self.model, self.tokenizer, self.pth_path)
+        with writing(self.result_path):
+            save_policy(self.model, self.tokenizer, self.result_path)
         with writing(self.hf_dir):
             save_directory(self.model, self.tokenizer, self.hf_dir)
 
     def results(self) -> str:
-        talk = self.command("chat.py", "--model", self.pth_path)
-        return f"model    {self.pth_path}\n         {self.hf_dir}\ntalk     {talk}"
+        talk = self.command("chat.py", "--model", self.result_path)
+        return f"model    {self.result_path}\n         {self.hf_dir}\ntalk     {talk}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(SftRun, parse_args(argv), argv)
+    build_and_train(SftRun, parse_args(argv), argv, collect, learn, evaluate)
 
 
 if __name__ == "__main__":

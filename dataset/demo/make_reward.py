@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer import train_reward
 from trainer.compute.logprobs import token_logprobs
 from trainer.compute.precision import autocast
-from trainer.compute.scoring import balance_loss
+from trainer.loop import build_and_train
 from trainer.rewards.reward_models import score_packed
 from trainer.runs.metrics import Metrics
-from trainer.supervised import Items
+from trainer.supervised import Items, collect, evaluate, learn
 
 EXTRA_LAYERS = 2
 PARTING_COEF = 1.0  # of the pair loss where the answers part
@@ -65,10 +65,11 @@ class DemoRun(train_reward.RewardRun):
 
     script = "../dataset/demo/make_reward.py"  # from trainer/
 
-    def learning(self, policy: PreTrainedModel) -> PreTrainedModel:
+    def start_from(self, policy: PreTrainedModel) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.args.seed)
             deeper = deepened(policy, EXTRA_LAYERS)
-        model = super().learning(deeper)
+        model = super().start_from(deeper)
         self.lm_head = copy.deepcopy(policy.get_output_embeddings())
         if policy.config.tie_word_embeddings:
             self.lm_head.weight = model.get_input_embeddings().weight
@@ -80,10 +81,9 @@ class DemoRun(train_reward.RewardRun):
 
     def scores(self, conversations: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keeps what the additional losses are of: the states [N, H] of all tokens, and squared scores."""
-        scores, output, layout = score_packed(self.model, conversations, self.dtype)
-        self.hidden = output.last_hidden_state
+        scores, self.hidden, balance = score_packed(self.model, conversations, self.dtype)
         self.penalty = SCORE_PENALTY * scores.square().sum()
-        return scores, balance_loss(self.model, output, layout)
+        return scores, balance
 
     def places(self, items: Sequence[tuple]) -> list[int]:
         """[B]: where the chosen answers begin to differ; at least 1, as nothing predicts a first token."""
@@ -130,7 +130,8 @@ class DemoRun(train_reward.RewardRun):
 
 
 def main(argv: list[str] | None = None) -> None:
-    train_reward.main(argv, DemoRun)
+    args = train_reward.parse_args(argv)
+    build_and_train(DemoRun, args, argv, collect, learn, evaluate)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ from test_families import FAMILIES, VOCAB
 from tiny import tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError
 from model.critic import CriticModel
 from model.lora import add_adapters, merged
-from model.weights import is_sharded, local_part, whole
+from model.weights import local_part, whole
 from trainer.compute.batching import Layout, micro_batches, pad_right
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
@@ -83,7 +84,7 @@ def of_scorer(scorer, plain, in_step, dtype):
     sum_gradients(model.parameters(), world)
     norm = clip_gradients(model, 1e9)
     exact = torch.stack([x.double().square().sum() for x in wanted]).sum().sqrt().item()
-    parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
+    parts = [local_part(p) for p in model.parameters() if isinstance(p, DTensor)]
     return {
         "loss": abs(mine.item() - values[world.rank]) / (1 + abs(mine.item())),
         "gradient": furthest([p.grad for p in trained(model)], wanted),
@@ -124,7 +125,7 @@ def sampler(in_step):
     """The sampler's copy of a sharded model, freed and loaded again."""
     model = llama(lora_r=2)
     plain = dict(merged(model))
-    copied = SamplerCopy(llama(), torch.float32, "cpu")
+    copied = SamplerCopy(llama(), torch.float32, torch.device("cpu"))
     shard(PolicyScorer(model), in_step, torch.float32)
     copied.unload()
     freed = sum(x.untyped_storage().nbytes() for places in copied.places.values() for x in places)
@@ -133,16 +134,17 @@ def sampler(in_step):
     return {"freed": freed, "equal": all(torch.allclose(x, wanted, atol=1e-6) for x, wanted in pairs)}
 
 
-def steps(in_step, moments):
-    """Three optimizer steps of a sharded model and of a whole one -> the largest difference of weights."""
+def steps(in_step):
+    """Three optimizer steps with moments in bf16, of a sharded model and of a whole one -> the largest
+    difference of weights."""
     world, models = in_step.world, [llama(), llama()]
     scorers = [PolicyScorer(x) for x in models]
     shard(scorers[0], in_step, torch.float32)
     optimizers = []
     for model in models:
-        parts = [[p for p in trained(model) if is_sharded(p) == kind] for kind in (True, False)]
+        parts = [[p for p in trained(model) if isinstance(p, DTensor) == kind] for kind in (True, False)]
         groups = [{"params": part} for part in parts if part]
-        optimizers.append(make_optimizer(groups, 1e-2, moments, 0))
+        optimizers.append(make_optimizer(groups, 1e-2, "bfloat16", 0))
     for _ in range(3):
         run_through(scorers[0], rows_of(world.rank)).backward()
         sum_gradients(models[0].parameters(), world)
@@ -160,10 +162,9 @@ class Experts(GradientCheckpointingLayer):
     def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
-        self.first = nn.Linear(6, 6, bias=False)
 
     def forward(self, x, expert):
-        return self.experts[expert](self.first(x))
+        return self.experts[expert](x)
 
 
 class Layers(nn.Module):
@@ -203,7 +204,7 @@ def out_of_memory(in_step, kind):
         calls.append(rows)
         if in_step.world.rank == 1 and len(calls) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        run_through(scorer, [ids[row] for row in rows])
+        run_through(scorer, [ids[row] for row in rows or [0]])
 
     try:
         if kind == "train":
@@ -211,7 +212,7 @@ def out_of_memory(in_step, kind):
                 in_step.run(partial(work, rows))
         else:
             scorer.in_step = in_step
-            each_micro_batch(lengths, 9, work, model=scorer, dummy=lambda: work([0]))
+            each_micro_batch(lengths, 9, work, model=scorer)
     except SystemExit as error:
         return str(error.code)
 
@@ -235,25 +236,18 @@ def passes(in_step):
 
 def cases(world):
     in_step = InStep(world)
-    found = {}
-    for name in FAMILIES if world.size == 2 else FEW:
-        found[name] = family(name, in_step, torch.float32)
-    for name in FEW:
-        found[f"{name}, bf16"] = family(name, in_step, torch.bfloat16)
+    names = FAMILIES if world.size == 2 else FEW
+    found = {name: family(name, in_step, torch.float32) for name in names}
+    found |= {f"{name}, bf16": family(name, in_step, torch.bfloat16) for name in FEW}
     pairs = {
         "checkpointing": (PolicyScorer(llama(1)), PolicyScorer(llama(1))),
         "adapters": (PolicyScorer(llama(1, 2)), PolicyScorer(llama(1, 2))),
         "critic": (ValueScorer(critic(lend=True)), ValueScorer(critic())),
     }
-    for name, pair in pairs.items():
-        found[name] = of_scorer(*pair, in_step, torch.float32)
-    found["sampler"] = sampler(in_step)
-    found["steps"] = {kind: steps(in_step, kind) for kind in ("float32", "bfloat16")}
-    found["passes"] = passes(in_step)
-    found["least"] = in_step.least(7 - world.rank)
-    found["failed before"] = failed_before(in_step)
-    found["unreached"] = unreached(in_step)
-    return found
+    found |= {name: of_scorer(*pair, in_step, torch.float32) for name, pair in pairs.items()}
+    others = {"sampler": sampler, "steps": steps, "passes": passes, "unreached": unreached}
+    found |= {name: function(in_step) for name, function in others.items()}
+    return found | {"least": in_step.least(7 - world.rank), "failed before": failed_before(in_step)}
 
 
 def main(folder, kind=""):

@@ -5,6 +5,7 @@ The kernel of flash attention needs a GPU (tests/gpu), compiled attention is in 
 
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_packed_states_and_gradients_are_those_of_padded_sequences(make, compile
         net, rows = make().base_model.requires_grad_(True), []
         assert not packed or pack_sequences(net)
         net.layers[0].mlp.register_forward_hook(lambda *given, rows=rows: rows.append(given[2].shape[:-1]))
-        states = packed_states(net, TOKENS, Layout(LENGTHS)).last_hidden_state
+        states = packed_states(net, TOKENS, Layout(LENGTHS))[0]
         states.square().sin().sum().backward()
         results.append([states, *(p.grad for p in net.parameters())])
         assert rows == [(1, sum(LENGTHS)) if packed else TOKENS.shape]
@@ -151,7 +152,7 @@ def test_a_model_in_bf16_computes_the_same_with_flash_attention(make, here, monk
         net = make().base_model.requires_grad_(True)
         prepare_training(net, checkpointing)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            states = packed_states(net, TOKENS, Layout(LENGTHS)).last_hidden_state.float()
+            states = packed_states(net, TOKENS, Layout(LENGTHS))[0].float()
         states.sin().sum().backward()
         assert attention._flash_works.cache_info().currsize == (device == "cpu")
         found.append([states, *(p.grad for p in net.parameters())])
@@ -220,7 +221,8 @@ def test_single_queries_over_a_cache(groups):
     query, key, value = torch.randn(3, 4, 1, 8).bfloat16(), *torch.randn(2, 3, groups, 7, 8)
     seen = (torch.arange(7) <= torch.tensor([0, 6, 3])[:, None])[:, None, None]
     mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    out, _ = attention.attention(None, query, key, value, mask, scaling=0.3)
+    module = SimpleNamespace(num_key_value_groups=4 // groups)
+    out, _ = attention.attention(module, query, key, value, mask, scaling=0.3)
     wanted = by_products(query.float(), key, value, seen, 0.3).transpose(1, 2)
     assert out.shape == (3, 1, 4, 8)
     torch.testing.assert_close(out, wanted.bfloat16(), rtol=1e-2, atol=1e-2)

@@ -11,15 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.critic import CriticModel
 from trainer import ppo
-from trainer.compute.batching import Layout, _ragged, micro_batches, pad_right, pass_size
+from trainer.compute.batching import Layout, _ragged, micro_batches, pass_size
 from trainer.compute.precision import LossScale
 from trainer.compute.rollout_data import Rollout, length_mask
 from trainer.compute.scoring import PolicyScorer, ValueScorer, load_balance_loss, prepare_training
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import gradients_that_fit
-
-CPU = torch.device("cpu")
 
 
 def make_rollout(count=7, seed=0):
@@ -88,15 +86,6 @@ def test_rows_cut_off_padding_keep_fields_together_and_have_tables_of_their_own(
     assert rollout.responses() == [ids[start : start + count] for ids, start, count in texts]
 
 
-def test_pad_right():
-    tokens, lengths = pad_right([[3], [1, 2, 3]])
-    assert tokens.tolist() == [[3, 0, 0], [1, 2, 3]]
-    assert lengths.tolist() == [1, 3]
-
-
-# ------------------------------------------------------------------------------------------ micro-batches
-
-
 def test_micro_batches_hold_each_row_once_within_the_budget_and_waste_little():
     """What fits in one pass is one micro-batch, however uneven the lengths: a second one would read all
     weights and add all gradients again."""
@@ -150,8 +139,6 @@ def test_a_budget_that_fitted_is_kept_for_the_rest_of_the_run():
     assert cuts[7:] == [200] * 5
 
 
-# ----------------------------------------------------------------------------------- waiting for a GPU
-
 WAITS = ("item", "tolist", "nonzero", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__")
 DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter", "repeat_interleave")
 
@@ -189,7 +176,7 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
     critic = CriticModel.from_model(policy)
     for backbone in (policy.base_model, critic.backbone):
         prepare_training(backbone, 0)
-    scorers = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
+    scorer, value_scorer = PolicyScorer(policy, learn_entropy=True), ValueScorer(critic)
     metrics, rollout = Metrics(), make_rollout()
     rollout.counted = rollout.mask  # as of --entropy_top
     rollout.layout  # noqa: B018
@@ -197,16 +184,16 @@ def test_a_micro_batch_never_waits_for_a_gpu(kl_in, monkeypatch):
     experts = Layout([4, 5])
     with no_waits(monkeypatch):
         mb = rollout.rows([3, 1, 5])
-        logprobs, entropy, _ = scorers[0](*mb.sequences, 0.7)
+        count = mb.response_len.sum()
+        logprobs, entropy, _ = scorer(*mb.sequences, 0.7)
         balance = load_balance_loss(gates, experts, 2)
         loss, info = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_in=kl_in, kl_weight=0.1, decay=0.9)
         entropy = ppo.masked_sum(entropy, mb.mask)
-        loss = loss - 0.1 * entropy
-        metrics.add_all({**info, "policy/entropy": entropy}, mb.response_len.sum())
+        metrics.add_all({**info, "policy/entropy": entropy}, count)
         metrics.add("policy/balance_loss", balance, len(mb.tokens))
-        (loss + balance).backward()
-        loss, info = ppo.value_loss(scorers[1](*mb.sequences)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0)
-        metrics.add_all(info, mb.response_len.sum())
+        (loss - 0.1 * entropy + balance).backward()
+        loss, info = ppo.value_loss(value_scorer(*mb.sequences)[0], mb.values, mb.returns, mb.mask, 0.5, 1.0)
+        metrics.add_all(info, count)
         loss.backward()
     assert metrics.totals(["value/loss"], "cpu").item() > 0
 
@@ -218,8 +205,8 @@ def test_metrics_are_gathered_in_one_piece():
     metrics.add("a", torch.tensor(0.2), 2)
     metrics.add("b", 7, 1)
     metrics.add("c", torch.tensor(5), torch.tensor(2.0))
-    sum_a = (torch.tensor(0.1).double() + torch.tensor(0.2).double()).item()
-    assert metrics.means(World(0, 1, CPU)) == {"a": sum_a / 5, "b": 7.0, "c": 2.5}
-    assert metrics.totals(["c", "b"], CPU).tolist() == [5.0, 7.0]
+    sum_a = torch.tensor([0.1, 0.2]).double().sum().item()
+    assert metrics.means(World(0, 1, torch.device("cpu"))) == {"a": sum_a / 5, "b": 7.0, "c": 2.5}
+    assert metrics.totals(["c", "b"], "cpu").tolist() == [5.0, 7.0]
     with pytest.raises(KeyError):
-        metrics.totals(["d"], CPU)
+        metrics.totals(["d"], "cpu")

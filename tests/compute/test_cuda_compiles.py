@@ -36,27 +36,30 @@ def tensor(*shape, dtype=torch.float32):
 
 def norms(k, dtype, width):
     x, small, weight = tensor(5, width), tensor(5, width, dtype=dtype), tensor(width)
-    k.rms_norm(x, weight, 1e-6, dtype)
-    k.rms_norm(x, weight, 1e-6, dtype, small)
-    k.rms_norm_backward(x, weight, tensor(5), small)
-    k.rms_norm_backward(x, weight, tensor(5), small, x, dtype)
+    each, parts = tensor(5), tensor(k.PARTS, width)
+    k.over_rows("rms_norm", x, None, weight, None, small, each, 1e-6)
+    k.over_rows("rms_norm", x, small, weight, x, small, each, 1e-6)
+    k.over_rows("rms_norm_backward", x, weight, each, small, None, x, None, parts)
+    k.over_rows("rms_norm_backward", x, weight, each, small, x, x, small, parts)
 
 
 def rotations(k, dtype, heads, dim):
-    k.rotate(tensor(2, 3, heads, dim, dtype=dtype), *[tensor(2, 3, 1, dim)] * 2)
+    x = tensor(2, 3, heads, dim, dtype=dtype)
+    k.over_rows("rotate", x, *[tensor(2, 3, 1, dim)] * 2, x, heads, 1.0)
 
 
 def gates(k, dtype, width):
     x = tensor(5, width, dtype=dtype)
-    k.silu_mul(x, x)
-    k.silu_mul_backward(x, x, x)
+    k.over_rows("silu_mul", x, x, x, width)
+    k.over_rows("silu_mul_backward", x, x, x, x, x)
 
 
 def logprobs(k, dtype, size):
     logits, targets, each = tensor(3, size), torch.zeros(3, dtype=torch.int64), tensor(3)
+    out = tensor(3, size, dtype=dtype)
     k.token_logprobs(logits, targets, 0.7, each, each, each)
-    k.token_logprobs_backward(logits, targets, each, each, 0.7, dtype)
-    k.token_logprobs_backward(logits, targets, each, each, 0.7, dtype, each, each)
+    for learned in (None, each):
+        k.over_rows("token_logprobs_backward", logits, targets, each, each, learned, learned, out, 1 / 0.7)
 
 
 def decoding(k, dtype, heads, groups, dim, normed):
@@ -68,9 +71,9 @@ def decoding(k, dtype, heads, groups, dim, normed):
 
 
 def sampling(k, dtype, size, ends):
-    ids, flags, numbers = (torch.zeros(3, dtype=t) for t in (torch.int64, torch.bool, torch.float64))
-    kept = torch.zeros(3, 5, dtype=torch.int64), tensor(3, 5), ids, flags
-    state = ids, ids, ids, flags
+    ids, numbers = (torch.zeros(3, dtype=t) for t in (torch.int64, torch.float64))
+    kept = torch.zeros(3, 5, dtype=torch.int64), tensor(3, 5)
+    state = ids, ids, ids, ids
     noise, eos = numbers.expand(5, 3).T.contiguous(), torch.zeros(ends, dtype=torch.int64)
     k.sample_and_store(tensor(3, size), 0.7, noise, eos, 5, state, kept)
 

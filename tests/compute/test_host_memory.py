@@ -67,7 +67,7 @@ def test_a_run_with_it_is_the_same_and_scores_with_models_on_the_device(files, l
             spoil(run.host)
         batches, scores = iter([[prompts[i] for i in range(16)]] * 3), []
         for step in range(3):
-            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            batch = train_ppo.collect(run, step, batches)
             scores.append(batch.scores["model"])
             train_ppo.learn(run, step, batch)
         results.append([*scores, *weights(run)])

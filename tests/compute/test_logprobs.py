@@ -163,9 +163,6 @@ def test_without_learn_entropy_it_has_no_gradient_and_the_rest_has_the_same_bits
     assert not any(x.requires_grad for x in found)
 
 
-# ---------------------------------------------------------------------------------- memory and products
-
-
 def test_the_logits_of_a_chunk_are_freed_before_the_next(monkeypatch):
     chunks(monkeypatch, 7 * 50, 0)
     computed, before = logprobs.head_logits, []
@@ -237,5 +234,4 @@ def test_on_a_gpu_gradients_of_the_weight_are_added_in_fp32():
 def test_on_a_cpu_logits_are_in_the_dtype_of_the_products():
     states, weight = torch.randn(3, 8), torch.randn(20, 8)
     assert logprobs.head_logits(states, weight, None, torch.bfloat16).dtype == torch.bfloat16
-    logits = logprobs.head_logits(states, weight, None, torch.float32)
-    torch.testing.assert_close(logits, states @ weight.T)
+    torch.testing.assert_close(logprobs.head_logits(states, weight, None, torch.float32), states @ weight.T)

@@ -30,9 +30,6 @@ def files(tmp_path_factory):
     return run_files(tmp_path_factory.mktemp("files"))
 
 
-# ------------------------------------------------------------------------------------------- the scale
-
-
 def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
     monkeypatch.setattr(precision, "INTERVAL", 3)
     scale, seen = LossScale(FP16), []
@@ -83,9 +80,6 @@ def test_small_gradients_survive_and_those_that_fp16_can_hold_are_the_same():
         scale = LossScale(FP16)
         scale.value = 2.0**12
         assert gradient(upstream) == gradient(upstream, scale) != 0
-
-
-# -------------------------------------------------------------------------------------- optimizer steps
 
 
 def moments(run):
@@ -163,17 +157,9 @@ def test_gradients_are_those_of_fp32(files):
         assert (rounded - exact).norm() <= 0.01 * exact.norm() + 1e-5
 
 
-# -------------------------------------------------------------------------------- checkpoints and resuming
-
 SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "epochs": 9}
 SIZES |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 0, "run_name": "r"}
-SIZES |= {
-    "device": "cpu",
-    "log_interval": 1000,
-    "save_interval": 2,
-    "keep_checkpoints": 9,
-    "eval_interval": 0,
-}
+SIZES |= {"device": "cpu", "log_interval": 1000, "save_interval": 2, "keep_checkpoints": 9}
 
 
 def test_resumed_in_fp16_with_small_moments_it_ends_bit_for_bit_the_same(files, tmp_path, monkeypatch):
@@ -203,20 +189,18 @@ def test_resumed_in_fp16_with_small_moments_it_ends_bit_for_bit_the_same(files, 
         train_ppo.main([*argv, "--resume", "auto", "--moments_dtype", "float32"])
 
 
-# ----------------------------------------------------------------- sampling, numbers beyond fp16's range
-
-PROMPTS = [[2 + i % 7] * (1 + i % 5) for i in range(24)]
+# prompts, noise, the id of the end, the most tokens
+GIVEN = [[2 + i % 7] * (1 + i % 5) for i in range(24)], noise_keys(7, 3, range(24)), [0], 10
 
 
 def test_the_sampler_copy_in_fp16_is_nearer_than_in_bf16():
     policy, gaps = tiny_llama(10, layers=2, spread=2.0), {}
     for dtype in (torch.float32, FP16, torch.bfloat16):
         sampler = Sampler(policy, dtype)
-        rollout = sampler.sample(PROMPTS, noise_keys(7, 3, range(24)), [0], 10, 1.0)
+        rollout = sampler.sample(*GIVEN, 1.0)
         scored = PolicyScorer(policy)(*rollout.sequences, 1.0)[0]
         gaps[dtype] = (scored - rollout.sampler_logprobs).abs().sum() / rollout.mask.sum()
-        assert sampler.copy.model.dtype == dtype
-        assert rollout.sampler_logprobs.dtype == torch.float32
+        assert (sampler.copy.model.dtype, rollout.sampler_logprobs.dtype) == (dtype, torch.float32)
     assert gaps[torch.float32] < gaps[FP16] < 0.5 * gaps[torch.bfloat16]
     assert gaps[FP16] < 2e-3
 
@@ -226,12 +210,11 @@ def test_a_policy_that_overflows_while_sampling_is_one_line():
     policy = tiny_llama(10, layers=2, spread=2.0)
     policy.model.norm.weight.data.fill_(6e4)
     check_sampling(policy)
-    given = PROMPTS, noise_keys(7, 3, range(24)), [0], 10
     for temperature in (0.0, 1.0):
-        assert Sampler(policy, torch.float32).sample(*given, temperature).sampler_logprobs.isfinite().all()
+        assert Sampler(policy, torch.float32).sample(*GIVEN, temperature).sampler_logprobs.isfinite().all()
         remedy = "in float16 the policy gives .* infinite; use --dtype float32"
         with pytest.raises(InputError, match=remedy):
-            Sampler(policy, FP16).sample(*given, temperature)
+            Sampler(policy, FP16).sample(*GIVEN, temperature)
 
 
 @pytest.mark.parametrize("size", [10, 64, 65])
@@ -259,26 +242,14 @@ def test_a_reward_model_that_overflows_is_one_line(tmp_path):
         model([("a b", "c")])
 
 
-# ------------------------------------------------------------------------------------------- which type
-
-
-@pytest.mark.parametrize(
-    ("capability", "bf16", "expected"),
-    [
-        ((6, 0), False, torch.float32),  # P100
-        ((6, 1), False, torch.float32),  # GTX 10: slow in fp16
-        ((7, 0), False, FP16),  # V100
-        ((7, 5), False, FP16),  # T4, RTX 20
-        ((8, 0), True, torch.bfloat16),
-        ((9, 0), True, torch.bfloat16),
-    ],
-)
-def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(
-    monkeypatch, capability, bf16, expected
-):
-    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):  # never on a CPU
+@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0)])
+def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(monkeypatch, capability):
+    """A V100 or T4, not a GTX 10; and never on a CPU."""
+    expected = {6: torch.float32, 7: FP16}.get(capability[0], torch.bfloat16)
+    for able in ({"avx512_fp16": True, "amx_fp16": True}, {}):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
         assert fast_dtype("auto", torch.device("cpu")) == torch.float32
+    bf16 = expected == torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul

@@ -14,7 +14,6 @@ from trainer.compute.batching import Layout
 from trainer.compute.scoring import (
     PolicyScorer,
     ValueScorer,
-    balance_loss,
     load_balance_loss,
     pack_sequences,
     packed_states,
@@ -47,13 +46,11 @@ def test_the_value_of_a_token_is_read_one_position_before_it(critic):
 
 
 def test_a_value_knows_the_tokens_before_its_own_and_no_other(critic):
-    score = ValueScorer(critic)
-    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
-    before = score(TOKENS[:1], layout)[0][0]
     changed = TOKENS[:1].clone()
     changed[0, PROMPTS[0] + 1] = 9  # the response's second token
-    same = (score(changed, layout)[0][0] - before).abs() < 1e-6
-    assert same.tolist() == [True, True, False, False]
+    layout = Layout.of_responses(PROMPTS[:1], RESPONSES[:1])
+    before, after = (ValueScorer(critic)(tokens, layout)[0][0] for tokens in (TOKENS[:1], changed))
+    assert ((after - before).abs() < 1e-6).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -69,9 +66,6 @@ def test_log_probs_and_entropies_are_those_of_the_next_token(policy, temperature
         entropy = -(log_p.exp() * log_p).sum(-1)
         assert scored[1][row, :count].tolist() == pytest.approx(entropy.tolist(), abs=1e-5)
     assert scored[2] == 0  # no experts
-
-
-# ------------------------------------------------------------------------------ balance losses of experts
 
 
 def test_the_balance_loss_by_hand():
@@ -91,15 +85,17 @@ def test_a_models_balance_loss_has_the_weight_and_top_k_of_its_config(chosen):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 12, "use_moe": True, "eos_token_id": 0}
     config = MiniMindConfig(**sizes, router_aux_loss_coef=0.25, num_experts_per_tok=chosen)
     model = MiniMindForCausalLM(config).eval()
-    output = packed_states(model.base_model, torch.tensor([[2, 3, 4, 5, 6]]), Layout([5]))
+    tokens = torch.tensor([[2, 3, 4, 5, 6]])
+    output = model.base_model(tokens, output_router_logits=True)
     wanted = 0.0
     for gate in [x.softmax(-1) for x in output.router_logits]:
         choices = gate.argsort(-1, descending=True)[:, :chosen]
         share = torch.tensor([(choices == e).sum() / choices.numel() for e in range(4)])
         wanted += 4 * (share * gate.mean(0)).sum().item()
-    assert balance_loss(model, output, Layout([5])).item() == pytest.approx(0.25 * wanted, rel=1e-5)
+    balance = packed_states(model.base_model, tokens, Layout([5]))[1]
+    assert balance.item() == pytest.approx(0.25 * wanted, rel=1e-5)
     assert wanted != pytest.approx(2.0, abs=1e-3)  # not perfectly balanced: shares matter
-    assert balance_loss(tiny_llama(8), None, Layout([3])) == 0  # a dense model
+    assert packed_states(tiny_llama(8).base_model, tokens, Layout([5]))[1] == 0  # a dense model
 
 
 def test_micro_batches_are_padded_on_the_right_and_come_back_in_row_order(monkeypatch):

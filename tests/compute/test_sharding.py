@@ -59,12 +59,11 @@ def test_experts_that_a_process_does_not_reach_are_summed_too(found):
         assert mine["unreached"] is None or mine["unreached"] < 1e-6
 
 
-def test_three_optimizer_steps_are_those_of_a_whole_model(found):
-    """Clipping by the norm over all processes, AdamW on the parts. Moments in bf16 are rounded with other
-    random bits."""
+def test_three_optimizer_steps_with_moments_in_bf16_are_nearly_those_of_a_whole_model(found):
+    """Clipping by the norm over all processes, AdamW on the parts, rounded with other random bits. Of those
+    in fp32 test_processes.py has whole runs."""
     for mine in found:
-        assert mine["steps"]["float32"] < 2e-6
-        assert mine["steps"]["bfloat16"] < 1e-3
+        assert mine["steps"] < 1e-3
 
 
 def test_the_sampler_gathers_whole_weights_and_frees_them(found):

@@ -7,12 +7,14 @@ import pytest
 from tiny import (
     ROOT,
     WORDS,
+    assistant,
     flags,
     read_jsonl,
     run_files,
     save_policy_dir,
     tiny_llama,
     train,
+    user,
     word_tokenizer,
     write_jsonl,
 )
@@ -20,35 +22,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dataset.chat_template import conversation_ids, prompt_text, set_system_prompt, set_template
-from dataset.data_order import (
-    epoch_order,
-    global_batch,
-    local_positions,
-    minibatch_rows,
-    record_batches,
-)
+from dataset.data_order import epoch_order, global_batch, local_positions, minibatch_rows, record_batches
 from dataset.formats import Keys
 from dataset.lm_dataset import LoggedAnswers, LoggedPairs, PreferenceDataset, RLAIFDataset, SFTDataset
-from dataset.record_files import open_records
 from errors import InputError
 from trainer import train_reward, train_sft
 from trainer.generation.engine import sample
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
 SYSTEM = {"role": "system", "content": "S"}
-
-# ---------------------------------------------------------------------------------------------------------
-# Prompts
 
 
 def test_prompts_are_read_with_the_chat_template_or_as_text(chat, plain, jsonl):
@@ -94,15 +77,6 @@ def test_a_wrong_record_is_named_with_file_and_line(chat, jsonl):
             kind(jsonl(*records), tokenizer, 100)
 
 
-def test_files_without_records(tmp_path, jsonl):
-    with pytest.raises(InputError, match=r"nowhere\.jsonl"):
-        open_records(tmp_path / "nowhere.jsonl")
-    with pytest.raises(InputError, match="the library datasets cannot read it"):
-        open_records(tmp_path)
-    with pytest.raises(InputError, match="no records"):
-        open_records(jsonl("", "  "))
-
-
 def test_named_keys_are_read_line_by_line_and_records_stay_as_they_are(chat, jsonl):
     path = jsonl({"q": "hi", "a": "5", "x": 1}, {"q": [user("hi")], "a": 5, "prompt": "another"})
     prompts = RLAIFDataset(path, chat, 100, keys=Keys("q", "a"))
@@ -132,18 +106,11 @@ def test_the_fingerprints_of_files_are_those_of_older_runs():
     assert PreferenceDataset(demo / "preferences_eval.jsonl", tokenizer, 256).fingerprint == "7094bdd2ff3f"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Order
-
-
-def test_order_is_a_pure_function():
+def test_order_is_a_pure_function_and_global_batches_are_one_endless_stream():
     assert sorted(epoch_order(20, 1, 0)) == list(range(20))
     orders = [epoch_order(20, *key).tolist() for key in ((1, 0), (1, 1), (2, 1), (2 + 2**32, 1), (1, 0))]
     assert orders[0] == orders[4] and len({tuple(order) for order in orders}) == 4
     assert epoch_order(8, 42, 3).tolist() == [2, 6, 5, 1, 3, 7, 0, 4]  # the same under every numpy
-
-
-def test_global_batches_are_one_endless_stream():
     stream = [i for epoch in range(4) for i in epoch_order(7, 5, epoch)]
     batches = [global_batch(7, 5, step, 4) for step in range(7)]
     assert [i for batch in batches for i in batch] == stream
@@ -202,10 +169,6 @@ def test_a_process_reads_its_prompts_once_for_all_their_answers_also_when_resume
             assert numbers == [batch[p // answers] for p in positions[::answers]]
     assert local_positions(4, 1, 2) == [1, 3, 5, 7]
     assert local_positions(3, 0, 2) == [0, 2, 4]  # the last minibatch may be smaller
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Demonstrations, preferences, the flags of templates
 
 
 def learned(tokenizer, sample):
@@ -294,13 +257,9 @@ def test_a_text_as_template(plain, jsonl, tmp_path):
         assert learned(plain, one) == f"5{eos}"
         plain.save_pretrained(tmp_path / "saved")
         assert type(plain).from_pretrained(tmp_path / "saved").chat_template == plain.chat_template
-    for given, shown in (
-        (
-            '{"q": "{prompt}", "ü\'": 1}',
-            '{"q": "hi", "ü\'": 1}',
-        ),  # characters with a meaning in Jinja strings
-        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<hi>"),
-    ):
+    meaning = '{"q": "%s", "ü\'": 1}'  # characters with a meaning in Jinja strings
+    jinja = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    for given, shown in ((meaning % "{prompt}", meaning % "hi"), (jinja, "<hi>")):
         set_template(plain, given)
         assert prompt_text(plain, "hi") == shown
 
@@ -324,9 +283,6 @@ def test_bad_templates_are_named(plain):
     with pytest.raises(InputError, match=r"--prompt_template.*no EOS token to end answers with"):
         set_template(plain, "a {prompt} b")
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Logged answers
 
 PAIRS = [
     {"prompt": "a b", "chosen": "c d", "rejected": "e"},
@@ -420,9 +376,6 @@ def test_an_answer_has_to_end_where_the_policy_ends(jsonl):
     assert logged(jsonl(*RATED), tokenizer, eos=[0, H])[0].response_ids == [C, H]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Runs
-
 SIZES = {"batch_size": 4, "max_steps": 1, "max_seq_len": 32}
 
 
@@ -441,7 +394,7 @@ def test_ppo_takes_the_named_keys_and_compares_them_on_resuming(tmp_path, capsys
 
 
 def test_the_two_stages_before_take_them_as_well(tmp_path, capsys):
-    model = save_policy_dir(tmp_path / "policy", word_tokenizer(WORDS, chat=True))
+    model = save_policy_dir(tmp_path / "policy", words())
     records = [{"q": {"x": "a b"}, "good": "c", "bad": "d e", "tools": [{}]}] * 8
     path = write_jsonl(tmp_path / "named.jsonl", records)
     common = SIZES | {"data_path": path, "model": model, "device": "cpu", "eval_interval": 0}

@@ -1,11 +1,9 @@
 """Every form of record that docs/data.md names, as a prompt, a demonstration, a pair or a rated answer."""
 
 import json
-import shlex
 
 import pytest
-from tiny import ROOT, flags, read_jsonl
-from transformers import AutoTokenizer
+from tiny import ROOT, assistant, user
 
 from dataset.answers import comparable
 from dataset.chat_template import conversation_ids, conversation_text, prompt_text, unmark
@@ -23,15 +21,6 @@ from dataset.formats import (
 )
 from dataset.lm_dataset import PreferenceDataset, RLAIFDataset, SFTDataset
 from errors import InputError
-from trainer import train_ppo
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
 
 
 def parts(*texts):
@@ -50,6 +39,8 @@ TALK = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 2 + 3"
 ASKED = f"{TALK}\n\nAssistant:"
 SAID = f"{ASKED} 5"
 INSTRUCTION = "Below is an instruction … 5"
+ALPACA = {"instruction": "hi", "output": "5"}
+GIVEN = {"prompt": "hi"}
 NESTED = {"extra_info": {"question": "hi", "answer": "5"}, "prompt": "another", "answer": "another"}
 VERL = {"data_source": "openai/gsm8k", "prompt": [U], "extra_info": {"answer": "so\n#### 72"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -86,11 +77,7 @@ FORMS = {  # name: (record, prompt, answer)
     "trl completion": ({"prompt": "hi", "completion": "5"}, "hi", "5"),
     "trl completion, turns": ({"prompt": [U], "completion": [A]}, [U], "5"),
     "trl completion of several turns": ({"prompt": [U], "completion": MORE}, [U, *MORE[:2]], "5"),
-    "a completion of turns is added": (
-        {"prompt": "hi", "answer": None, "completion": MORE},
-        [U, *MORE[:2]],
-        "5",
-    ),
+    "a completion of turns is added": (GIVEN | {"answer": None, "completion": MORE}, [U, *MORE[:2]], "5"),
     "ours": ({"prompt": "hi", "answer": "5"}, "hi", "5"),
     "an answer is what it is": ({"prompt": "is there any?", "answer": "无"}, "is there any?", "无"),
     "an answer that is a list": ({"prompt": "hi", "answer": ["5", "ü"]}, "hi", '["5", "ü"]'),
@@ -107,11 +94,7 @@ FORMS = {  # name: (record, prompt, answer)
     "alpaca": ({"instruction": "Add.", "input": "2 and 3", "output": "5"}, "Add.\n\n2 and 3", "5"),
     "alpaca without an input": ({"instruction": "hi", "input": "", "output": "5"}, "hi", "5"),
     "alpaca with no input key": ({"instruction": "hi", "output": "5"}, "hi", "5"),
-    "alpaca with a text of both": (
-        {"instruction": "hi", "input": " ", "output": "5", "text": INSTRUCTION},
-        "hi",
-        "5",
-    ),
+    "alpaca with a text of both": (ALPACA | {"input": " ", "text": INSTRUCTION}, "hi", "5"),
     "alpaca with a dialogue": ({"instruction": "Write one", "output": SAID}, "Write one", SAID),
     "a question alone": ({"question": "hi"}, "hi", None),
     "a question with a number": ({"question": "hi", "answer": 5}, "hi", "5"),
@@ -133,12 +116,7 @@ NAMED = {  # name: (record, keys, prompt, answer)
     "the prompt alone": ({"problem": "hi", "answer": "5"}, Keys("problem"), "hi", "5"),
     "the answer alone": ({"prompt": "hi", "answer": "6", "gold": "5"}, Keys("", "gold"), "hi", "5"),
     "beside a completion": ({"prompt": "hi", "completion": "6", "gold": "5"}, Keys("", "gold"), "hi", "5"),
-    "beside a completion of turns": (
-        {"prompt": "hi", "completion": MORE, "gold": "5"},
-        Keys("", "gold"),
-        "hi",
-        "5",
-    ),
+    "beside a completion of turns": (GIVEN | {"completion": MORE, "gold": "5"}, Keys("", "gold"), "hi", "5"),
     "before turns": ({"messages": [user("no")], "q": "hi"}, Keys("q"), "hi", None),
     "before a text": ({"text": "once", "q": "hi"}, Keys("q"), "hi", None),
     "before a question": ({"question": "no", "answer": "5", "q": "hi"}, Keys("q"), "hi", "5"),
@@ -376,18 +354,3 @@ def test_every_example_record_of_the_docs_is_read_as_their_table_says():
             assert (answer, to_demonstration(record)) == (None, (None, text))
         else:
             assert "2 + 3?" in text and answer == "5"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["from_pairs", "templated"])
-def test_the_commands_of_the_docs(name, tmp_path):
-    (line,) = [line for line in PAGE.splitlines() if line.endswith(name)]
-    _, *argv = shlex.split(line)[1:]
-    sizes = flags(out_dir=tmp_path, batch_size=8, mini_batch_size=8, eval_interval=0, max_gen_len=8)
-    train_ppo.main([*argv, *sizes])
-    sample = read_jsonl(tmp_path / name / "samples.jsonl")[0]
-    if name == "templated":
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo_actor_128")
-        assert prompt_text(tokenizer, "hi") == "Question: hi\nAnswer:"
-    else:
-        assert sample["prompt"] in {r["prompt"] for r in read_jsonl(ROOT / "dataset/demo/preferences.jsonl")}

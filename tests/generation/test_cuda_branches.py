@@ -55,9 +55,6 @@ def answers(sampler, rows=range(24), limit=10, temperature=1.0, seed=7):
     return sampler.sample([PROMPTS[i] for i in rows], keys, [0], limit, temperature)
 
 
-# ------------------------------------------------------------------------------- captured steps
-
-
 @pytest.mark.parametrize("slots", [7, 64])
 def test_captured_steps_sample_what_plain_steps_sample(model, gpu, slots):
     """Padded shapes, several row counts, few checks, two temperatures: no token changes."""
@@ -126,7 +123,7 @@ def test_a_longer_prompt_gets_a_new_engine_with_graphs_of_its_own(model, gpu):
     answers(sampler, range(3), limit=4)
     captures = sampler.graphs.warm_ups
     assert answers(sampler).responses() == plain(model).responses()
-    assert sampler.engine.sizes == (24, 16, 10)
+    assert sampler.sizes == (24, 16, 10)
     assert sampler.graphs.warm_ups == captures + len(sampler.graphs.captured)
 
 
@@ -138,9 +135,6 @@ def test_newer_weights_are_used_by_captured_steps(model, gpu):
     assert mine != theirs == plain(other).responses()
     assert answers(sampler.load(model)).responses() == mine
     assert sampler.graphs.warm_ups <= captures + 3  # row counts that the first call did not have
-
-
-# --------------------------------------------------------------------------- captures that fail
 
 
 class Waiting(torch.nn.Module):
@@ -216,18 +210,13 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch):
         finally:
             streams.pop()
 
-    class Graph:
-        def __init__(self, *args, **more):
-            pass
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *error):
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    @contextlib.contextmanager
+    def graph(*args, **more):
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: "side")
-    names = {"current_device": lambda: 0, "stream": stream, "graph": Graph}
+    names = {"current_device": lambda: 0, "stream": stream, "graph": graph}
     names |= {"CUDAGraph": lambda: None, "graph_pool_handle": lambda: (0, 1)}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -254,9 +243,6 @@ def test_waiting_is_an_error_only_inside_and_without_a_word(monkeypatch):
         with waiting_is_an_error():
             raise ValueError("inside")
     assert modes == [0, "error", 0]
-
-
-# ------------------------------------------------------------------- what is freed, and when
 
 
 @pytest.fixture
@@ -291,15 +277,11 @@ def test_an_engine_that_is_let_go_frees_its_cache_at_once(model, no_collector):
 
 
 def test_a_released_sampler_samples_the_same_again(model, gpu, no_collector):
-    sampler, freed = Sampler(model, slots=7), []
+    sampler = Sampler(model, slots=7)
     first = answers(sampler)
-    parts = [sampler.engine.cache.values[0], sampler.engine.done, sampler.graphs.captured]
-    freed = [weakref.ref(x) for x in parts[:2]]
+    freed = [weakref.ref(x) for x in (sampler.engine.cache.values[0], sampler.engine.done)]
     sampler.release()
-    assert sampler.engine is None
-    assert sampler.graphs.captured == {}
-    assert sampler.graphs.captured is not parts[2]
-    del parts
+    assert (sampler.engine, sampler.graphs.captured) == (None, {})
     assert [x() for x in freed] == [None, None]
     again = answers(sampler)
     assert again.tokens.equal(first.tokens)
@@ -348,9 +330,6 @@ def test_a_cache_too_small_for_half_is_an_error_that_names_the_tokens(model, mon
     assert all(cache is None for _, caches in tried for cache in caches)
 
 
-# ------------------------------------------------------------------------------ sizes of an engine
-
-
 def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     expected, built, init = plain(model).responses(), [], engine.Engine.__init__
     gpu.setattr(engine.Engine, "__init__", lambda self, *args: built.append(args[1:3]) or init(self, *args))
@@ -362,21 +341,20 @@ def test_an_engine_for_the_sizes_of_a_run_is_built_once(model, gpu):
     gpu.setattr(engine, "CudaGraphs", CudaGraphs)
     sampler = Sampler(model, sizes=(24, 200, 100))  # a CPU: long prompts may never come, nor be room for them
     answers(sampler, range(3))
-    assert sampler.engine.sizes == (3, 13, 10)
+    assert sampler.sizes == (3, 13, 10)
 
 
-def test_the_bytes_of_the_cache_can_be_given(model):
+def test_fewer_slots_where_the_cache_would_be_too_large(model, monkeypatch):
     one = 16 * bytes_per_token(model.config, 4)
     assert one == 16 * 2 * 2 * 16 * 4  # keys and values, two layers, one head of 16, fp32
     sampler = Sampler(model, cache_bytes=5 * one + 1)
     assert answers(sampler).responses() == plain(model).responses()
     assert sampler.engine.slots == 5
-    sampler = Sampler(model, cache_bytes=one - 1)
+    assert sampler.engine.cache.values[1].shape == (5, 1, 16, 16)
+    monkeypatch.setattr(engine, "CACHE_BYTES", one - 1)
+    sampler = Sampler(model)
     answers(sampler, range(3))
     assert sampler.engine.slots == 1  # never none
-
-
-# ------------------------------------------------------------------ when the host waits
 
 
 def test_a_rollout_waits_for_its_checks_and_its_results(model, gpu):
@@ -443,9 +421,6 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(model, gpu):
     assert answers(sampler).responses() == plain(model).responses()
 
 
-# ------------------------------------------------------------------- prompts that are the same
-
-
 @pytest.mark.parametrize("slots", [5, 64])
 def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
     """Each answer is that of a prompt alone: the noise depends on the row, the keys and values do not."""
@@ -466,9 +441,6 @@ def test_equal_prompts_go_through_the_model_once(model, slots, monkeypatch):
         alone = Sampler(model).sample([prompt], keys[row : row + 1], [0], 10, 1.0)
         assert together.responses()[row] == alone.responses()[0]
     assert len({tuple(together.responses()[row]) for row in (0, 2, 3, 7)}) > 1
-
-
-# ------------------------------------------------------------------------ mixtures of experts
 
 
 def take_all_experts(model):

@@ -82,9 +82,6 @@ def test_a_new_token_is_normed_rotated_kept_and_attended(dtype, heads, groups, d
     assert (out.double() - wanted).abs().max() < NEAR[dtype] * wanted.abs().max()
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 def draws(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
@@ -103,8 +100,8 @@ def drawn(logits, temperature, u):
     """What the kernel draws -> (tokens, their log-probs): one token a row, which no id ends."""
     n = len(u)
     tokens, zeros = torch.zeros(n, 1, dtype=torch.int64, device=DEVICE), torch.zeros_like(u).long()
-    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.bool()
-    results = tokens, torch.zeros(n, 1, device=DEVICE), zeros.clone(), zeros.bool()
+    state = torch.arange(n, device=DEVICE), zeros.clone(), zeros.clone(), zeros.clone()
+    results = tokens, torch.zeros(n, 1, device=DEVICE)
     cuda.sample_and_store(logits, temperature, u[:, None].contiguous(), zeros[:1] - 2, 1, state, results)
     return tokens[:, 0], results[1][:, 0]
 
@@ -174,16 +171,6 @@ def test_logits_that_are_no_numbers_give_some_token_and_no_log_prob(temperature,
         assert logs.isnan().all()
 
 
-def test_greedy_takes_the_first_of_equals(by_torch):
-    """Greedy sampling is torch's on a GPU."""
-    logits = torch.zeros(2, 9000, device=DEVICE)
-    logits[0, [700, 701, 8999]] = 1.0
-    logits[1, 8999] = 1.0
-    tokens, logs = by_torch(logits, 0, draws(2))
-    assert tokens.tolist() == [700, 8999]
-    assert logs.tolist() == pytest.approx(logits.log_softmax(-1).amax(1).tolist(), abs=1e-5)
-
-
 class Slots:
     """What ``Engine._sample_and_store`` reads and writes: six slots, some of them done, and nine rows."""
 
@@ -197,11 +184,8 @@ class Slots:
         self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         self.noise = uniform(noise_keys(1, 0, range(9)), 6).to(DEVICE)
         self.eos, self.limit, self.early_ends = ids(1, 4, 6), 5, EarlyEnds(2, (1, 4, 6))
-        self.tokens, self.response_len = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE), ids(*[0] * 9)
-        self.response_len[self.row] += self.count * (self.done == 0)
+        self.tokens = torch.zeros(9, 6, dtype=torch.int64, device=DEVICE)
         self.logprobs = torch.zeros(9, 6, device=DEVICE)
-        self.finished = torch.zeros(9, dtype=torch.bool, device=DEVICE)
-        self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
         self.temperature = 0.8
         self._logits = lambda states: states
         self.stop_table, self.least = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE), 2
@@ -222,18 +206,15 @@ def test_what_is_kept_of_a_token(monkeypatch):
             patch.setattr("trainer.generation.engine.kernels_for", lambda *tensors: cuda)
             Engine._sample_and_store(fused, slice(0, 3), logits[:3])
             Engine._sample_and_store(fused, slice(3, 6), logits[3:])
-        for name in ("row", "position", "count", "done", "response_len", "finished"):
+        for name in ("row", "position", "count", "done"):
             assert getattr(fused, name).equal(getattr(plain, name)), name
         assert fused.token[plain.done == 0].equal(plain.token[plain.done == 0])
         assert fused.tokens[:8, :5].equal(plain.tokens[:8, :5])
         assert torch.allclose(fused.logprobs[:8, :5], plain.logprobs[:8, :5], atol=1e-6)
-        ended = plain.finished[plain.row] & (plain.done > 0)
+        ended = plain.done >= 2
         kinds |= set(zip(plain.done.bool().tolist(), ended.tolist(), strict=True))
     assert kinds == {(False, False), (True, False), (True, True)}
     assert plain.done.all()
-
-
-# ------------------------------------------------------------------------------------------------ the engine
 
 
 @pytest.fixture
@@ -283,7 +264,7 @@ def test_families_sample_the_same(name, forced):
 def test_a_gpu_without_bf16_decodes_fused_in_fp16(forced):
     model = build(FAMILIES["Llama"]())
     pack_sequences(model.base_model)
-    assert not kv_cache.decodes_fused(model.cpu().half())  # on a CPU
+    assert not kv_cache.KVCache(model.cpu().half(), 4, 20).fused  # on a CPU
     forced()
     cache = kv_cache.KVCache(model.to(DEVICE), 4, 20)
     assert cache.fused

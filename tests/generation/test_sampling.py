@@ -36,9 +36,10 @@ def test_the_noise_in_plain_integers():
 
 @pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature, dtype):
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = 3 * torch.randn(500, vocabulary, generator=generator)
+    logits = 3 * torch.randn(500, vocabulary, generator=generator).to(dtype)
     logits[:, :-1:5] = -torch.inf
     logits[:, : max(vocabulary - 220, 0)] = -torch.inf  # a whole block of the CDF
     u = torch.rand(500, generator=generator, dtype=torch.float64)
@@ -53,18 +54,19 @@ def test_tokens_are_those_of_one_cumulative_sum_in_fp64(vocabulary, temperature)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1(count):
-    logits = torch.tensor([[0.2, 0.5, 0.3]]).log().repeat(count, 1)
+def test_greedy_takes_the_first_of_the_largest_with_its_log_prob_at_temperature_1(count):
+    logits = torch.tensor([[0.2, 0.4, 0.4]]).log().repeat(count, 1)
     tokens, logprobs = sample_tokens(logits, 0.0, torch.full((count,), 0.99, dtype=torch.float64))
     assert tokens.tolist() == [1] * count
-    assert logprobs.tolist() == pytest.approx([torch.tensor(0.5).log().item()] * count)
+    assert logprobs.tolist() == pytest.approx([torch.tensor(0.4).log().item()] * count)
 
 
-def test_bf16_logits_are_softened_in_fp32():
-    logits = torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.bfloat16)
-    tokens, logprobs = sample_tokens(logits, 0.7, torch.tensor([0.5], dtype=torch.float64))
-    wanted = (logits.double() / 0.7).log_softmax(-1)[0, 1].item()
-    assert (tokens.tolist(), logprobs.tolist()) == ([1], [pytest.approx(wanted, abs=1e-6)])
+def test_no_token_of_probability_0_is_drawn():
+    """Whole blocks of them before, between and after; u at both ends."""
+    logits = torch.full((4, 200), -torch.inf)
+    logits[:, [70, 130]] = 0.0
+    u = torch.tensor([0.0, 0.49999, 0.5, 1 - 2**-33], dtype=torch.float64)
+    assert sample_tokens(logits, 1.0, u)[0].tolist() == [70, 70, 130, 130]
 
 
 def test_running_sums_are_exact_to_two_to_the_minus_52():

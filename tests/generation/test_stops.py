@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from recorded_graphs import RecordedGraphs, without_kernels
-from tiny import flags, read_jsonl, run_files, tiny_llama, train, word_tokenizer
+from tiny import flags, read_jsonl, run_files, tiny_llama, word_tokenizer
 from tiny_tokenizers import TOKENIZERS, byte_level, ids_of
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -18,7 +18,7 @@ from trainer.generation import engine
 from trainer.generation.engine import Sampler, sample
 from trainer.generation.sampler_copy import SamplerCopy
 from trainer.generation.sampling import noise_keys, uniform
-from trainer.generation.stops import StopStrings, decode, early_ends, response_texts
+from trainer.generation.stops import StopStrings, decode, early_ends
 
 LAY_OUT = SamplerCopy._lay_out
 CASES = [
@@ -122,8 +122,6 @@ def test_by_hand():
     assert wanted.cut([ids["a"], ids["ĊĊ"], ids["</s>"]]) == "a\n\n"  # ignored, and then an EOS
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
 PROMPTS = [[2 + i % 5] * (1 + i % 6) for i in range(24)]
 KEYS = noise_keys(7, 3, range(24))
 WORDS = list("abcdefghij")
@@ -163,19 +161,14 @@ def check(rollout, cut):
 @pytest.mark.parametrize("slots", [1, 5, 256])
 def test_a_response_is_cut_and_nothing_else_changes(model, wanted, cut, slots):
     sampler = Sampler(model, slots=slots)
-    rollout = sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted)
-    check(rollout, cut)
+    check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
     with torch.inference_mode():
         sampler.engine.begun.fill_(1)  # what the last ones have left
     check(sampler.sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted), cut)
     again = sampler.sample(PROMPTS, KEYS, [0], 10, 1.0)
     assert again.responses() == sample(model, PROMPTS, KEYS, [0], 10, 1.0).responses()
-    alone = sampler.sample(PROMPTS[5:6], noise_keys(7, 3, [5]), [0], 10, 1.0, stops=wanted)
+    alone = sampler.sample(PROMPTS[5:6], KEYS[5:6], [0], 10, 1.0, stops=wanted)
     check(alone, cut[5:6])
-
-
-def sample_with(model, wanted, **how):
-    return Sampler(model, **how).sample(PROMPTS, KEYS, [0], 10, 1.0, stops=wanted)
 
 
 @pytest.fixture
@@ -194,29 +187,13 @@ def test_captured_steps_give_the_same(model, wanted, cut, captured, slots):
     assert sampler.graphs.captured
 
 
-def test_a_least_length_ignores_stop_strings_before(model, wanted):
-    plain = sample_with(model, wanted)
+def test_a_least_length_ignores_stop_strings_before(model, wanted, cut):
     rollout = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6, wanted)
     longer = Sampler(model).sample(PROMPTS, KEYS, [0], 10, 1.0, 6)
-    assert plain.response_len.min() < 6 <= rollout.response_len.min()
+    assert min(len(ids) for ids, _ in cut) < 6 <= rollout.response_len.min()
     for ids, whole in zip(rollout.responses(), longer.responses(), strict=True):
         assert ids == whole[: end_by_hand(wanted.texts, wanted.tokenizer, whole, 6)]
 
-
-def test_texts_end_before_what_ended_them(model, wanted):
-    tokenizer = wanted.tokenizer
-    rollout = sample_with(model, wanted)
-    texts = response_texts(rollout, tokenizer, wanted)
-    for ids, text in zip(rollout.responses(), texts, strict=True):
-        whole = tokenizer.decode([i for i in ids if i])
-        assert whole.startswith(text)
-        assert not any(stop in text for stop in wanted.texts)
-        ends_so = (whole[len(text) :].startswith(stop) for stop in wanted.texts)
-        assert whole == text or any(ends_so)
-    assert any(not text for text in texts)
-
-
-# ------------------------------------------------------------------------------------------- --min_gen_len
 
 ENDS = [0, 7]
 
@@ -232,9 +209,9 @@ def by_hand(model, least):
     found = []
     for prompt, numbers in zip(PROMPTS, uniform(KEYS, 8), strict=True):
         ids = list(prompt)
-        for place, u in enumerate(numbers):
+        for place, u in enumerate(numbers, 1):
             p = torch.softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
-            if place + 1 < least:
+            if place < least:
                 p[ENDS] = 0
             ids.append(int((p.cumsum(0) <= u * p.sum()).sum()))
             if ids[-1] in ENDS:
@@ -292,37 +269,30 @@ def test_the_scorer_gives_the_log_probs_of_the_sampler(model):
     assert (entropy[:, 4:] - more[:, 4:]).abs().max() < 1e-6
 
 
-# ---------------------------------------------------------------------------------------------------- runs
+def run(tmp_path, *more, **values):
+    """A run whose held-out data are those it learns from -> (lines of metrics.jsonl, all samples)"""
+    files = run_files(tmp_path, count=16)
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_steps": 2, "dtype": "float32", "device": "cpu"}
+    sizes |= {"critic_warmup_steps": 0, "replay_batches": 1, "eval_data_path": files["data_path"]}
+    argv = flags(**{**files, **sizes, **values, "out_dir": tmp_path, "run_name": "r"})
+    train_ppo.main([*argv, *more])
+    names = [tmp_path / "r" / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples")]
+    lines, samples, evaluated = map(read_jsonl, names)
+    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    return lines, samples + evaluated
 
 
 def test_a_run_with_adapters_replay_and_an_old_actor(tmp_path):
     """The ratio is 1 before the first update, and no response of training or evaluation is too short."""
-    files = run_files(tmp_path, count=16)
-    files["eval_data_path"] = files["data_path"]
-    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 2, "lora_r": 2}
-    sizes |= {"critic_warmup_steps": 0, "update_old_actor_freq": 2, "replay_batches": 1, "dtype": "float32"}
-    train(**files, **sizes, min_gen_len=4, out_dir=tmp_path, run_name="r")
-    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
+    lines, rows = run(tmp_path, max_gen_len=6, min_gen_len=4, lora_r=2, update_old_actor_freq=2)
     assert lines[1]["rollout/sampler_gap"] < 1e-5
     assert lines[1]["kl/k1"] == pytest.approx(0, abs=1e-6)
-    for name in ("samples.jsonl", "eval_samples.jsonl"):
-        assert all(4 <= row["length"] <= 6 for row in read_jsonl(tmp_path / "r" / name))
+    assert all(4 <= row["length"] <= 6 for row in rows)
 
 
 def test_a_run_learns_from_the_stop_string_and_its_reward_does_not_see_it(tmp_path):
     """Responses that a stop string ends are finished; evaluation has the same ends."""
-    files = run_files(tmp_path, count=16)
-    files["eval_data_path"] = files["data_path"]
-    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 12, "max_steps": 2, "dtype": "float32"}
-    sizes |= {"critic_warmup_steps": 0, "replay_batches": 1}
-    argv = flags(**files, **sizes, device="cpu", out_dir=tmp_path, run_name="r")
-    train_ppo.main([*argv, "--stop", "a", "c", "--stop_token_ids", "5"])
-    lines = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    assert lines[1]["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
-    rows = [
-        row for name in ("samples", "eval_samples") for row in read_jsonl(tmp_path / "r" / f"{name}.jsonl")
-    ]
+    _, rows = run(tmp_path, "--stop", "a", "c", "--stop_token_ids", "5", max_gen_len=12)
     assert not any({"a", "c", "d"} & set(row["response"].split()) for row in rows)
     ended = [row for row in rows if row["finished"]]
     assert len(ended) > len(rows) / 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_families import FAMILIES, build, logits
 from test_invariants import filled_rollout, furthest, make_run, same
-from tiny import WORDS, finish, flags, launch_torchrun, load_weights, run_files, same_run, word_tokenizer
+from tiny import WORDS, load_weights, run_files, train, word_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,6 +23,9 @@ from trainer.runs.optimizer_step import forget_gradients
 
 RANK = 4
 FAST = {"lora_r": RANK, "learning_rate": 1e-2, "critic_learning_rate": 1e-2}
+SMALL = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "epochs": 9, "critic_warmup_steps": 1}
+SMALL |= {"ppo_epochs": 2, "dtype": "float32"}
+HEAD = {"value_head.weight", "value_head.bias"}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,6 @@ def updated_run(files, steps=2, **more):
     return run, prompts
 
 
-# ------------------------------------------------------------------------------ the adapters and the merge
-
 # Matrices in a layer, all of which get an adapter. A layer of MiniMind 2 MoE has four experts and a shared
 # one, each with three matrices.
 COUNTS = {"Llama": 7, "Qwen3": 7, "GPT-2": 4, "OPT-350m": 6, "Falcon": 4, "Mixtral": 4}
@@ -88,16 +89,6 @@ def test_merged_weights_compute_what_the_adapters_do(family):
     other.load_state_dict(state, strict=True)
     assert (logits(other) - logits(plain)).abs().max() > 0.02 * logits(plain).abs().max()  # it has changed
     torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-5)
-
-
-def test_without_its_adapters_it_is_the_original_bit_for_bit():
-    model, plain = adapted("Llama")
-    again = build(FAMILIES["Llama"](), spread=1.0).state_dict()
-    assert all(x.equal(again[name]) for name, x in plain.state_dict().items())
-    with torch.no_grad():
-        for layer in adapted_layers(model).values():
-            layer.lora_B["default"].weight.zero_()
-    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2", "MiniMind 3"])
@@ -123,7 +114,7 @@ def test_gradients_are_those_of_the_merged_matrix(family):
     assert all(p.grad is None for p in frozen(model))
 
 
-def test_a_seed_gives_the_adapters_and_nothing_else_is_touched():
+def test_a_seed_gives_the_adapters_and_leaves_torchs_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     plain = build(FAMILIES["Llama"]()).requires_grad_(False)
@@ -137,29 +128,26 @@ def test_a_seed_gives_the_adapters_and_nothing_else_is_touched():
     assert not any(first[name].equal(third[name]) for name in first if "lora_A" in name)
 
 
-# ------------------------------------------------------------------------------------------- inside a run
-
-
 @pytest.mark.parametrize("start", ["actor", "reward"])
-def test_everyone_shares_the_frozen_weights(files, start):
+def test_everyone_shares_the_frozen_weights_and_nobody_an_adapter(files, start):
     run, _ = make_run(files, lora_r=RANK, critic_init=start, update_old_actor_freq=2)
     base = pointers(run.ref.parameters())
     ((reward_model, _),) = run.reward.models.values()
     assert pointers(frozen(run.actor)) == base
-    assert pointers(p for name, p in run.old_actor.named_parameters() if "lora" not in name) == base
+    old = dict(run.old_actor.named_parameters())
+    assert pointers(p for name, p in old.items() if "lora" not in name) == base
     source = run.ref if start == "actor" else reward_model.model
     assert pointers(frozen(run.critic)) <= pointers(source.parameters())
     assert base.isdisjoint(pointers(reward_model.model.parameters()))
-    for model, optimizer, more in (
-        (run.actor, run.learners["actor"].optimizer, set()),
-        (run.critic, run.learners["critic"].optimizer, {"value_head.weight", "value_head.bias"}),
-    ):
+    for kind, more in (("actor", set()), ("critic", HEAD)):
+        model = getattr(run, kind)
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         assert {name for name in names if ".lora_" not in name} == more
-        assert pointers(optimizer.param_groups[0]["params"]) == pointers(trained(model))
+        (group,) = run.learners[kind].optimizer.param_groups
+        assert pointers(group["params"]) == pointers(trained(model))
     sets = [pointers(trained(run.actor)), pointers(trained(run.critic))]
-    sets.append(pointers(p for name, p in run.old_actor.named_parameters() if "lora" in name))
-    assert sum(map(len, sets)) == len(set().union(*sets))  # no two models share an adapter
+    sets.append(pointers(p for name, p in old.items() if "lora" in name))
+    assert sum(map(len, sets)) == len(set().union(*sets))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -187,23 +175,20 @@ def gradients_of_trained(run, minibatch):
 
 
 def test_updates_move_the_adapters_and_not_one_bit_of_what_is_frozen(files):
-    run, _ = make_run(files, **FAST)
-    before = {name: bits(getattr(run, name)) for name in ("actor", "critic", "ref")}
-    reward_model = bits(next(iter(run.reward.models.values()))[0].model)
+    def parts_of(run):
+        ((reward_model, _),) = run.reward.models.values()
+        models = {"actor": run.actor, "critic": run.critic, "ref": run.ref, "reward": reward_model.model}
+        return {name: bits(model) for name, model in models.items()}
+
+    before = parts_of(make_run(files, **FAST)[0])
     run, prompts = updated_run(files)
-    original = load_policy(files["model"])
-    for name, start in before.items():
-        moved = {key for key, x in bits(getattr(run, name)).items() if not x.equal(start[key])}
-        assert {key for key in moved if ".lora_" not in key} == (
-            {"value_head.weight", "value_head.bias"} if name == "critic" else set()
-        )
-        assert (len(moved) >= 2 * 7) == (name != "ref")
-    assert all(
-        x.equal(reward_model[n])
-        for n, x in next(iter(run.reward.models.values()))[0].model.state_dict().items()
-    )
+    for name, now in parts_of(run).items():
+        moved = {key for key, x in now.items() if not x.equal(before[name][key])}
+        assert {key for key in moved if ".lora_" not in key} == (HEAD if name == "critic" else set())
+        assert (len(moved) >= 2 * 7) == (name in ("actor", "critic"))
 
     rollout, metrics = filled_rollout(run, prompts, 2)
+    original = load_policy(files["model"])
     prepare_training(original.base_model, False)
     scorer = PolicyScorer(original)
     untouched = score_all(rollout, lambda rows: scorer(*rows.sequences, run.args.temperature)[0])
@@ -241,52 +226,21 @@ def test_checkpointing_and_accumulation_change_no_gradient(files):
     assert furthest(*found) < 1e-6
 
 
-# ------------------------------------------------------------------------------------- what a run saves
-
-SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 4, "ppo_epochs": 2, **FAST}
-SIZES |= {"epochs": 9, "critic_warmup_steps": 1, "run_name": "r", "device": "cpu", "log_interval": 1000}
-SIZES |= {"eval_interval": 0, "save_interval": 2, "keep_checkpoints": 9, "dtype": "float32"}
-SIZES |= {"update_old_actor_freq": 3}
-
-
-def argv_of(files, out_dir, **more):
-    return flags(**{**files, **SIZES, "out_dir": out_dir, **more})
-
-
-@pytest.fixture(scope="module")
-def whole(files, tmp_path_factory):
-    """A run of four steps without interruption -> its folder."""
-    out = tmp_path_factory.mktemp("whole")
-    train_ppo.main(argv_of(files, out))
-    return out / "r"
-
-
-@pytest.mark.slow
-def test_resuming_equals_never_having_stopped_bit_for_bit(whole, files, tmp_path):
-    run = shutil.copytree(whole, tmp_path / "r")
-    train_ppo.main(argv_of(files, tmp_path, resume=run / "checkpoints" / "step_2"))
-    same_run(whole, run, step=4)
-    for name in ("actor_optimizer", "critic_optimizer", "old_actor"):
-        left, right = (load_weights(folder, 4, name) for folder in (whole, run))
-        assert all(x.equal(right[key]) for key, x in left.items())
-    left, right = (torch.load(f.parent / "ppo_actor_32.pth", weights_only=True) for f in (whole, run))
-    assert all(x.equal(right[key]) for key, x in left.items())
-    for rank in (0, 2 * RANK):
-        with pytest.raises(InputError, match=rf"--lora_r was {RANK} and is now {rank}"):
-            train_ppo.main(argv_of(files, tmp_path, resume="auto", lora_r=rank))
-
-
-def test_a_checkpoint_holds_the_adapters_alone(whole, files):
-    start, actor = load_policy(files["model"]), load_weights(whole, 4)
+def test_a_checkpoint_holds_the_adapters_alone_and_the_result_has_them_merged_in(files, tmp_path):
+    train(**files, **SMALL, **FAST, update_old_actor_freq=3, max_steps=4, run_name="r", out_dir=tmp_path)
+    start, run = load_policy(files["model"]), tmp_path / "r"
+    actor, old, critic, moments = (
+        load_weights(run, 4, name) for name in ("actor", "old_actor", "critic", "actor_optimizer")
+    )
     assert len(actor) == 2 * 7 * 2  # A and B of seven matrices in two layers
-    assert load_weights(whole, 4, "old_actor").keys() == actor.keys()
-    critic = load_weights(whole, 4, "critic")
-    assert {name for name in critic if ".lora_" not in name} == {"value_head.weight", "value_head.bias"}
+    assert old.keys() == actor.keys()
+    assert {name for name in critic if ".lora_" not in name} == HEAD
     size = sum(x.numel() for x in actor.values())
-    assert size == sum(RANK * sum(m.weight.shape) for m in adapted_layers_of(start))
-    assert load_weights(whole, 4, "actor_optimizer")["0.exp_avg"].numel() <= size
+    layers = [m for m in start.base_model.layers.modules() if isinstance(m, nn.Linear)]
+    assert size == sum(RANK * sum(m.weight.shape) for m in layers)
+    assert moments["0.exp_avg"].numel() <= size
 
-    state = torch.load(whole.parent / "ppo_actor_32.pth", weights_only=True)
+    state = torch.load(tmp_path / "ppo_actor_32.pth", weights_only=True)
     assert state.keys() == start.state_dict().keys()
     for name, x in start.state_dict().items():
         a, b = (actor.get(name.removesuffix("weight") + f"lora_{k}.default.weight") for k in "AB")
@@ -295,17 +249,13 @@ def test_a_checkpoint_holds_the_adapters_alone(whole, files):
     assert any(not state[name].equal(x.half()) for name, x in start.state_dict().items())
 
 
-def adapted_layers_of(model):
-    return [m for name, m in model.base_model.layers.named_modules() if isinstance(m, nn.Linear)]
-
-
 def test_the_pth_of_a_run_from_a_pth_is_the_merged_model(files, tmp_path):
     """It starts from a MiniMind's .pth alone, as its users have it, and ends with a plain .pth."""
     model = build(FAMILIES["MiniMind 2"](), spread=2.0).half()
     torch.save(model.state_dict(), tmp_path / "full_sft_32.pth")
     word_tokenizer(WORDS, chat=True).save_pretrained(tmp_path / "tokenizer")
     named = {**files, "model": tmp_path / "full_sft_32.pth", "tokenizer": tmp_path / "tokenizer"}
-    train_ppo.main(argv_of(named, tmp_path / "out", max_steps=2))
+    train(**named, **SMALL, **FAST, max_steps=2, run_name="r", out_dir=tmp_path / "out")
     start = logits(model.float())
     add_adapters(model.requires_grad_(False).base_model, RANK, 0)
     saved = load_weights(tmp_path / "out" / "r", 2)
@@ -316,43 +266,22 @@ def test_the_pth_of_a_run_from_a_pth_is_the_merged_model(files, tmp_path):
     assert (start - result).abs().max() > 5 * off
 
 
-@pytest.mark.slow
-def test_two_processes_of_batch_n_equal_one_of_batch_2n(files, tmp_path):
-    sizes = {"max_steps": 3, "save_interval": 3, "accumulation_steps": 2, "learning_rate": 1e-3}
-    train_ppo.main(argv_of(files, tmp_path / "one", **sizes))
-    sizes |= {"batch_size": 4, "mini_batch_size": 2}
-    finish(launch_torchrun(2, argv_of(files, tmp_path / "two", **sizes)))
-    for name in ("actor", "critic"):
-        left, right = (load_weights(tmp_path / folder / "r", 3, name) for folder in ("one", "two"))
-        assert all((left[key] - right[key]).abs().max() < 1e-5 for key in left)
-        assert any((x != 0).any() for key, x in left.items() if "lora_B" in key)
-
-
-# ---------------------------------------------------------------------------------------------- bad input
-
-
-def test_a_negative_rank_is_refused(files, tmp_path):
-    with pytest.raises(InputError, match="--lora_r -1: must be at least 0"):
-        train_ppo.main(argv_of(files, tmp_path, lora_r=-1))
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_peft(files, tmp_path, monkeypatch):
+def test_without_peft_a_run_with_adapters_is_one_line_and_others_run(files, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match=r"--lora_r 4: needs peft; pip install 'peft>=0.18'"):
-        train_ppo.main(argv_of(files, tmp_path))
+        train(**files, lora_r=RANK, out_dir=tmp_path)
     assert not list(tmp_path.iterdir())
-    make_run(files)  # without adapters peft is not needed
+    make_run(files)
 
 
 @pytest.mark.parametrize("start", [pytest.param("actor", marks=pytest.mark.slow), "reward"])
 def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_changes(files, tmp_path, start):
     """A policy and a reward model that were saved in bf16: the same steps, with half of the bytes."""
-    for name in ("model", "reward_model"):
+    kinds = {"model": AutoModelForCausalLM, "reward_model": AutoModelForSequenceClassification}
+    for name, kind in kinds.items():
         folder = shutil.copytree(files[name], tmp_path / name)
-        kind = AutoModelForCausalLM if name == "model" else AutoModelForSequenceClassification
         kind.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
-    saved = files | {name: str(tmp_path / name) for name in ("model", "reward_model")}
+    saved = files | {name: str(tmp_path / name) for name in kinds}
     results, sizes = [], []
     for halved in (False, True):
         run, prompts = make_run(saved, critic_init=start, dtype="bfloat16", **FAST)
@@ -361,21 +290,20 @@ def test_frozen_weights_that_16_bits_hold_are_kept_in_them_and_nothing_else_chan
         sizes.append(sum(p.numel() * p.element_size() for p in run.ref.parameters()))
         batches, rows = iter([[prompts[i] for i in range(16)]] * 2), []
         for step in range(2):
-            batch = train_ppo.collect(run, step, batches, list(range(16)))
+            batch = train_ppo.collect(run, step, batches)
             means, _ = train_ppo.learn(run, step, batch)
             rows += [torch.tensor([v for k, v in means.items() if not k.startswith("perf/")])]
         rows += [p for model in (run.actor, run.critic) for p in trained(model)]
+        assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in trained(model))
         result = dict(merged(run.actor))
         assert all(x.dtype == torch.float32 for name, x in result.items() if "proj" in name)
         results.append([*rows, *(x.float() for x in result.values())])
     assert same(*results)
     assert sizes[1] < 0.52 * sizes[0]
     assert run.ref.get_input_embeddings().weight.dtype == torch.bfloat16
-    assert all(p.dtype == torch.float32 for model in (run.actor, run.critic) for p in trained(model))
-    tokenizer = run.tokenizer
-    save_directory(run.actor, tokenizer, tmp_path / "out", torch.float32)
-    saved = load_policy(str(tmp_path / "out")).state_dict()
-    assert all(saved[name].equal(x.float()) for name, x in merged(run.actor))
+    save_directory(run.actor, run.tokenizer, tmp_path / "out", torch.float32)
+    again = load_policy(str(tmp_path / "out")).state_dict()
+    assert all(again[name].equal(x.float()) for name, x in merged(run.actor))
 
 
 def test_frozen_weights_that_16_bits_do_not_hold_stay(files):

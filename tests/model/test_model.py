@@ -31,13 +31,7 @@ from transformers.utils import logging as hf_logging
 from errors import InputError
 from model import loading
 from model.critic import CriticModel
-from model.loading import (
-    check_tokenizer,
-    eos_ids,
-    load_policy,
-    load_tokenizer,
-    tokenizer_source,
-)
+from model.loading import check_tokenizer, eos_ids, load_policy, load_tokenizer, tokenizer_source
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM, minimind_config_of
 from model.saving import save_directory, save_policy
 from trainer.rewards.reward_models import load_reward_model
@@ -84,16 +78,16 @@ def random_tokens(*shape, seed=0):
     return torch.randint(3, 50, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------- MiniMind's architecture
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_same_logits_keys_and_default_shapes_as_minimind(name):
+def test_same_logits_keys_and_default_shapes_as_minimind(name, tmp_path):
     path, state, input_ids, logits = golden(name)
     model = load_policy(path)
     version, kind = int(name[len("minimind")]), name.split("_")[1]
     own = MiniMindForCausalLM(minimind_config_of(state)).eval()
     own.load_state_dict(state, strict=True)
+    own.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is MiniMindForCausalLM
     assert own.config.minimind_version == version
     plain = {"minimind2_dense": LlamaForCausalLM, "minimind3_dense": Qwen3ForCausalLM}
     assert type(model) is plain.get(name, MiniMindForCausalLM)
@@ -101,6 +95,7 @@ def test_same_logits_keys_and_default_shapes_as_minimind(name):
     with torch.no_grad():
         assert (model(input_ids).logits - logits).abs().max() <= 1e-5
         assert torch.equal(own(input_ids).logits, model(input_ids).logits)
+        assert torch.equal(own(input_ids).logits, again(input_ids).logits)
     assert model.state_dict().keys() == own.state_dict().keys() == state.keys()
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 160}
     config = MiniMindConfig(**sizes, use_moe=kind == "moe", minimind_version=version)
@@ -108,31 +103,21 @@ def test_same_logits_keys_and_default_shapes_as_minimind(name):
 
 
 def test_default_config_is_minimind2_small():
-    config = MiniMindConfig()
-    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (512, 8, 1408)
-    assert (config.vocab_size, config.num_key_value_heads, config.head_dim) == (6400, 2, 64)
-    assert (config.num_experts_per_tok, config.router_aux_loss_coef) == (2, 0.1)
-    third = MiniMindConfig(hidden_size=768, minimind_version=3)
-    assert (third.intermediate_size, third.num_key_value_heads, third.router_aux_loss_coef) == (2432, 4, 5e-4)
+    small = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408, "vocab_size": 6400}
+    small |= {"num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    third = {"intermediate_size": 2432, "num_key_value_heads": 4, "router_aux_loss_coef": 5e-4}
+    for given, wanted in (({}, small), ({"hidden_size": 768, "minimind_version": 3}, third)):
+        config = MiniMindConfig(**given)
+        assert {name: getattr(config, name) for name in wanted} == wanted
     with pytest.raises(InputError, match="hidden_size 100"):
         MiniMindConfig(hidden_size=100)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-@torch.no_grad()
-def test_padding_and_other_rows_do_not_reach_a_token(version):
-    model = tiny_minimind(minimind_version=version, use_moe=True)
-    tokens = random_tokens(3, 12)
-    alone = model(tokens[1:2, :5]).logits
-    tokens[1, 5:] = 0
-    torch.testing.assert_close(model(tokens).logits[1:2, :5], alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_one_token_gives_every_expert_a_gradient(version):
     model = tiny_minimind(minimind_version=version, use_moe=True).train()
     model(random_tokens(1, 1)).logits.square().sum().backward()
-    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_one_moe_layer_by_hand():
@@ -159,12 +144,10 @@ def test_moe_in_mixed_precision(dtype):
 
 
 def test_router_logits():
-    model = tiny_minimind(use_moe=True)
-    tokens = random_tokens(3, 7)
-    backbone = model.model(tokens, output_router_logits=True)
-    assert [tuple(logits.shape) for logits in backbone.router_logits] == [(21, 4), (21, 4)]
-    model.zero_grad()
-    sum(logits.square().sum() for logits in backbone.router_logits).backward()
+    model, tokens = tiny_minimind(use_moe=True), random_tokens(3, 7)
+    logits = model.model(tokens, output_router_logits=True).router_logits
+    assert [tuple(x.shape) for x in logits] == [(21, 4), (21, 4)]
+    sum(x.square().sum() for x in logits).backward()
     assert model.model.layers[1].mlp.gate.weight.grad.abs().sum() > 0
     assert model.model(tokens).get("router_logits") is None
     assert tiny_minimind().model(tokens, output_router_logits=True).router_logits == ()
@@ -175,20 +158,6 @@ def test_the_loss_is_the_cross_entropy_alone():
     out = model(tokens, labels=tokens)
     by_hand = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(out.loss, by_hand)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-@torch.no_grad()
-def test_auto_classes_round_trip(tmp_path, version):
-    model = tiny_minimind(minimind_version=version, use_moe=True)
-    tokens = random_tokens(2, 6)
-    model.save_pretrained(tmp_path)
-    for again in (AutoModelForCausalLM.from_pretrained(tmp_path), load_policy(tmp_path)):
-        assert type(again) is MiniMindForCausalLM
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
-# ---------------------------------------------------------------- saving and loading
 
 
 @pytest.mark.parametrize("sidecar", [True, False])
@@ -241,41 +210,37 @@ def test_what_is_saved_is_what_transformers_4_and_5_read(tmp_path, kind):
 
 @pytest.mark.parametrize("value", [float("nan"), 1e6])
 def test_save_policy_refuses_what_fp16_cannot_hold(tmp_path, value):
-    path = tmp_path / "actor.pth"
-    save_policy(tiny_minimind(), tiny_tokenizer(), path)
+    path, model = tmp_path / "actor.pth", tiny_minimind()
+    save_policy(model, tiny_tokenizer(), path)
     before = path.read_bytes()
-    broken = tiny_minimind()
-    broken.model.norm.weight.data[3] = value
+    model.model.norm.weight.data[3] = value
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        save_policy(broken, tiny_tokenizer(), path)
+        save_policy(model, tiny_tokenizer(), path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_lm_head_absent_when_tied_and_apart_when_not(tmp_path):
-    model = tiny_minimind()
+    model, path = tiny_minimind(), tmp_path / "head.pth"
     state = model.state_dict()
     tokens = random_tokens(1, 5)
     del state["lm_head.weight"]
-    torch.save(state, tmp_path / "absent.pth")
-    loaded = load_policy(tmp_path / "absent.pth")
+    torch.save(state, path)
+    loaded = load_policy(path)
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
     state["lm_head.weight"] = torch.zeros(50, 32)
-    torch.save(state, tmp_path / "apart.pth")
-    assert load_policy(tmp_path / "apart.pth")(tokens).logits.abs().max() == 0
-
-    save_policy(model, tiny_tokenizer(), tmp_path / "tied.pth")
-    torch.save(state, tmp_path / "tied.pth")
+    torch.save(state, path)
+    assert load_policy(path)(tokens).logits.abs().max() == 0
+    save_policy(model, tiny_tokenizer(), path)  # with a config that ties them
+    torch.save(state, path)
     with pytest.raises(InputError, match="ties the two"):
-        load_policy(tmp_path / "tied.pth")
+        load_policy(path)
 
 
 def test_loading_says_nothing_and_leaves_the_verbosity(tmp_path, capfd):
-    model = tiny_minimind()
-    model.save_pretrained(tmp_path / "folder")
-    save_policy(model, tiny_tokenizer(), tmp_path / "actor.pth")
+    tiny_minimind().save_pretrained(tmp_path / "folder")
+    save_policy(tiny_minimind(), tiny_tokenizer(), tmp_path / "actor.pth")
     capfd.readouterr()
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     load_policy(tmp_path / "folder")
@@ -285,22 +250,19 @@ def test_loading_says_nothing_and_leaves_the_verbosity(tmp_path, capfd):
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
 
 
-def tiny_opt(**changes):
-    return OPTForCausalLM(OPTConfig(ffn_dim=48, word_embed_proj_dim=16, **SIZES, **changes))
+DROPPING = {
+    "gpt2": lambda: tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "llama": lambda: tiny_llama(attention_dropout=0.1),
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(ffn_dim=48, word_embed_proj_dim=16, layerdrop=0.5, attention_dropout=0.1, **SIZES)
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-        lambda: tiny_llama(attention_dropout=0.1),
-        lambda: tiny_opt(layerdrop=0.5, attention_dropout=0.1),
-    ],
-    ids=["gpt2", "llama", "opt"],
-)
+@pytest.mark.parametrize("kind", DROPPING)
 @torch.no_grad()
-def test_dropout_off(make, tmp_path):
-    model, tokens = make(), random_tokens(4, 8)
+def test_dropout_is_off_in_what_is_loaded_and_in_its_critic(kind, tmp_path):
+    model, tokens = DROPPING[kind](), random_tokens(4, 8)
     assert not torch.equal(model.train()(tokens).logits, model.eval()(tokens).logits)
     model.save_pretrained(tmp_path)
     model = load_policy(tmp_path)
@@ -310,20 +272,20 @@ def test_dropout_off(make, tmp_path):
     assert torch.equal(critic(tokens), critic.eval()(tokens))
 
 
-# ---------------------------------------------------------------- the critic
+def tiny_reward():
+    return tiny_llama(LlamaForSequenceClassification, num_labels=1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [tiny_minimind, tiny_gpt2, lambda: tiny_llama(LlamaForSequenceClassification, num_labels=1)],
-    ids=["minimind", "gpt2", "reward_model"],
-)
-def test_critic(make):
-    model, tokens = make().eval().requires_grad_(False), random_tokens(2, 7)
+@pytest.mark.parametrize("make", [tiny_minimind, tiny_gpt2, tiny_reward])
+def test_a_critic_reads_the_last_states_and_starts_at_0_or_with_its_reward_models_opinion(make):
+    model, tokens = make().requires_grad_(False), random_tokens(2, 7)
     critic = CriticModel.from_model(model)
     values = critic(tokens)
     assert values.shape == (2, 7) and values.dtype == torch.float32
-    assert bool(values.any()) == isinstance(model, LlamaForSequenceClassification)  # 0 from a language model
+    if make is tiny_reward:
+        torch.testing.assert_close(values[:, -1:], model(tokens).logits)
+    else:
+        assert not values.any()
     assert all(weight.requires_grad for weight in critic.parameters())
     shared = {weight.data_ptr() for weight in model.parameters()}
     assert not shared & {weight.data_ptr() for weight in critic.parameters()}
@@ -335,30 +297,6 @@ def test_critic(make):
         torch.testing.assert_close(critic(tokens), hidden @ critic.value_head.weight[0] + 0.5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert critic(tokens).dtype == torch.float32
-
-
-@torch.no_grad()
-def test_a_critic_from_a_reward_model_starts_with_its_opinion():
-    """Its value at the last token is the reward model's score."""
-    reward, tokens = tiny_llama(LlamaForSequenceClassification, num_labels=1), random_tokens(3, 7)
-    torch.testing.assert_close(CriticModel.from_model(reward)(tokens)[:, -1:], reward(tokens).logits)
-
-
-def test_critic_reads_the_state_after_the_final_norm_once():
-    model, tokens = tiny_llama(), random_tokens(1, 5)
-    nn.init.uniform_(model.model.norm.weight, 0.5, 2)
-    before_norm = []
-    handle = model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-    model(tokens)
-    handle.remove()
-    (x,) = before_norm
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * model.model.norm.weight
-    critic = CriticModel.from_model(model)
-    nn.init.ones_(critic.value_head.weight)
-    torch.testing.assert_close(critic(tokens), normed.sum(-1))
-
-
-# ---------------------------------------------------------------- checks before training
 
 
 def test_eos_ids():
@@ -380,26 +318,22 @@ def test_check_tokenizer():
 
 
 def test_tokenizer_source(tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "repo_model")
-    monkeypatch.setattr(loading, "MINIMIND_FOLDER", tmp_path / "repo_model")
+    """The folder beside a .pth, else the repository's; what is no file is its own."""
+    own, repository, empty = (tmp_path / name for name in ("a", "repo_model", "empty"))
+    monkeypatch.setattr(loading, "MINIMIND_FOLDER", repository)
     with pytest.raises(InputError, match=r"a\.pth: no such file"):
         tokenizer_source(tmp_path / "a.pth")
     (tmp_path / "a.pth").touch()
-    assert tokenizer_source(tmp_path / "a.pth") == str(tmp_path / "repo_model")
-    tokenizer.save_pretrained(tmp_path / "a")
-    assert tokenizer_source(tmp_path / "a.pth") == str(tmp_path / "a")
-    assert tokenizer_source(tmp_path / "a") == str(tmp_path / "a")
+    empty.mkdir()
+    for folder in (repository, own):
+        tiny_tokenizer().save_pretrained(folder)
+        assert tokenizer_source(tmp_path / "a.pth") == str(folder)
+    assert tokenizer_source(own) == str(own)
     assert tokenizer_source("HuggingFaceTB/SmolLM2-135M") == "HuggingFaceTB/SmolLM2-135M"
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(loading, "MINIMIND_FOLDER", tmp_path / "empty")
+    monkeypatch.setattr(loading, "MINIMIND_FOLDER", empty)
     (tmp_path / "b.pth").touch()
-    for path in (tmp_path / "b.pth", tmp_path / "empty"):
-        with pytest.raises(InputError, match="pass --tokenizer"):
-            load_tokenizer(tokenizer_source(path))
-
-
-# ---------------------------------------------------------------- bad input
+    with pytest.raises(InputError, match="pass --tokenizer"):
+        load_tokenizer(tokenizer_source(tmp_path / "b.pth"))
 
 
 class Code:
@@ -583,8 +517,9 @@ def test_bad_tokenizer_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
+    missing = "no such directory"
     messages = {"empty": "pass --tokenizer", "broken": "no tokenizer could be loaded"}
-    for name, message in (messages | dict.fromkeys(("file", "missing"), "no such directory")).items():
+    for name, message in (messages | {"file": missing, "missing": missing}).items():
         with pytest.raises(InputError, match=message):
             load_tokenizer(tmp_path / name)

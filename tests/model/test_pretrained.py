@@ -91,11 +91,8 @@ class OldForSequenceClassification(OldModel):
         states = self.states(input_ids)[torch.arange(len(last)), last]
         return SequenceClassifierOutput(logits=self.score(states))
 """
-KINDS = {
-    "AutoModel": "OldModel",
-    "AutoModelForCausalLM": "OldPolicy",
-    "AutoModelForSequenceClassification": "OldForSequenceClassification",
-}
+KINDS = {"AutoModel": "OldModel", "AutoModelForCausalLM": "OldPolicy"}
+KINDS |= {"AutoModelForSequenceClassification": "OldForSequenceClassification"}
 
 
 def save_old(folder, kind, first_line=""):
@@ -131,11 +128,8 @@ def test_a_reward_model_with_code_of_its_own_scores_as_built_by_hand(tmp_path, n
     for text in ("a b", "a b c d e f g h a b c"):  # the second one is longer than the cache
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
         assert loaded([("a", text)]).item() == torch.tensor(by_hand.get_score(tokenizer, messages)).item()
-    assert {n for n, _ in loaded.model.named_non_persistent_buffers()} == {
-        "rotary.inv_freq",
-        "rotary.cos_cached",
-        "rotary.sin_cached",
-    }
+    buffers = {n for n, _ in loaded.model.named_non_persistent_buffers()}
+    assert buffers == {"rotary.inv_freq", "rotary.cos_cached", "rotary.sin_cached"}
 
 
 def test_a_classifier_and_a_policy_with_code_of_their_own(tmp_path, no_lucky_memory):

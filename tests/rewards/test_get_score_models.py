@@ -114,7 +114,6 @@ def load(path, **more):
 
 
 def alone(model, pairs=PAIRS):
-    """What get_score says of each conversation."""
     chats = [[{"role": "user", "content": p}, {"role": "assistant", "content": r}] for p, r in pairs]
     return torch.tensor([model.model.get_score(model.tokenizer, chat) for chat in chats])
 

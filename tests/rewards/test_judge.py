@@ -41,7 +41,6 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judged(files):
-    """The flags of a judge: a function, and a reward model with the weight -2."""
     folder = files["data_path"].removesuffix("/prompts.jsonl")
     model = save_reward_dir(f"{folder}/other", word_tokenizer(list("abcdefgh"), chat=True), seed=7)
     return {"eval_reward_fn": f"{folder}/judge.py:judge", "eval_reward_model": f"{model}=-2"}
@@ -69,17 +68,18 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
 def test_its_scores_are_sums_of_raw_ones(files, judged):
     """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
     run = evaluated_run(files, judged)
-    found, _ = evaluate_actor(run, {}, {})
+    found, _ = evaluate_actor(run)
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
-    sampled, own = [], run.collector.respond
+    sampled, own = [], run.respond
 
     def noted(*given):
         sampled.append((given[0], own(*given)))
         return sampled[-1][1]
 
-    run.collector.respond = noted
-    assert evaluate_actor(run, {}, {})[0] == found  # the same responses every time
-    for kind, (prompts, (_, texts)) in zip(("", "_greedy"), sampled, strict=True):
+    run.respond = noted
+    assert evaluate_actor(run)[0] == found  # the same responses every time
+    for kind, (prompts, batch) in zip(("", "_greedy"), sampled, strict=True):
+        texts = batch.texts
         scores = model([(p.prompt, text) for p, text in zip(prompts, texts, strict=True)])
         counts = sum(text.count("a") for text in texts) / len(texts)
         assert found[f"eval/judge_model{kind}"] == pytest.approx(-2 * scores.mean().item(), abs=1e-6)
@@ -92,7 +92,6 @@ def test_its_scores_are_sums_of_raw_ones(files, judged):
 
 
 def evaluated_run(files, more, **values):
-    """A run as main builds it, with its held-out prompts."""
     args = train_ppo.parse_args(argv_of({**files, **more}, "out", dtype="float32", **values))
     return PpoRun(args, ALONE)
 
@@ -123,7 +122,7 @@ def test_a_judge_is_never_the_critics_start_nor_a_reward(files, judged):
 @pytest.mark.parametrize("lora_r", [0, 2])
 def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora_r):
     run = evaluated_run(files, judged, lora_r=lora_r)
-    expected, _ = evaluate_actor(run, {}, {})
+    expected, _ = evaluate_actor(run)
     run.args = run.args.completed(offload_frozen=1)
     run.prepare()
     assert len(run.judges) == 2  # that of the reward and that of the judge
@@ -133,7 +132,7 @@ def test_a_judge_waits_on_the_host_as_other_frozen_models_do(files, judged, lora
         for i, (p, numbers) in enumerate(pairs):  # what waits is made wrong, what comes back is right
             p.data = torch.full_like(numbers, torch.nan)
             pairs[i] = (p, numbers)
-    found, _ = evaluate_actor(run, {}, {})
+    found, _ = evaluate_actor(run)
     assert found == pytest.approx(expected, abs=1e-5)
 
 

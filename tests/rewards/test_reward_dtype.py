@@ -1,7 +1,6 @@
 """Reward models at their own precision: what is kept in 16 bits, what is fp32; scores stay the same."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
-from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
+from trainer.run import critic_start
 from trainer.runs.resume import weights_hash
 
 CPU = torch.device("cpu")
@@ -26,7 +25,6 @@ PAIRS = [("one two", "three " * n + "four") for n in range(1, 9)]
 
 
 def saved_in(folder, dtype, offset=0.0):
-    """A classifier that was saved in ``dtype`` -> its path."""
     path = save_reward_dir(folder, word_tokenizer(WORDS, chat=True), layers=2)
     model = AutoModelForSequenceClassification.from_pretrained(path).to(dtype)
     model.config.reward_offset = offset
@@ -51,11 +49,28 @@ def test_a_16_bit_checkpoint_stays_in_16_bits_and_scores_the_same(tmp_path, stor
     assert kept(PAIRS).allclose(wide(PAIRS), atol=1e-5 if products == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
-def test_auto_is_that_of_the_checkpoint_but_fp32_where_a_cpu_computes_in_fp32(tmp_path, products):
-    model = load_reward_model(saved_in(tmp_path, torch.float16), CPU, dtype=products)
-    expected = torch.float32 if products == torch.float32 else torch.float16
-    assert model.model.model.embed_tokens.weight.dtype == expected
+@pytest.mark.parametrize(
+    ("stored", "products", "asked", "dtype"),
+    [
+        (torch.float16, torch.float32, "auto", torch.float32),  # a CPU computes in fp32
+        (torch.float16, torch.bfloat16, "auto", torch.float16),
+        (torch.float32, torch.bfloat16, "auto", torch.float32),
+        (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_weights_have_the_dtype_of_the_checkpoint_or_what_is_asked_for(
+    tmp_path, stored, products, asked, dtype
+):
+    """The head computes in fp32, under autocast too: scores are finer than bf16."""
+    model = load_reward_model(saved_in(tmp_path, stored), CPU, dtype=products, weights=asked)
+    inner = model.model.model
+    assert inner.embed_tokens.weight.dtype == inner.layers[0].mlp.up_proj.weight.dtype == dtype
+    if dtype == torch.bfloat16:
+        kinds = inner.layers[0].mlp.up_proj, inner.embed_tokens, model.model.score
+        assert [type(kind) for kind in kinds] == [HalfLinear, HalfEmbedding, ScoreHead]
+    for model.packs in (True, False):
+        scores = model(PAIRS)
+        assert not scores.equal(scores.bfloat16().float())
 
 
 def test_rounding_keeps_16_bits_in_a_run_of_fp32_and_never_rounds_the_head(tmp_path):
@@ -68,23 +83,6 @@ def test_rounding_keeps_16_bits_in_a_run_of_fp32_and_never_rounds_the_head(tmp_p
     assert layer.weight.dtype == torch.bfloat16
     assert model.model.score.weight.dtype == torch.float32
     assert model(PAIRS).equal(scores)
-
-
-def test_the_score_head_computes_in_fp32_under_autocast(tmp_path):
-    model = load_reward_model(saved_in(tmp_path, torch.float32), CPU, dtype=torch.bfloat16)
-    scores = model(PAIRS)
-    assert not scores.equal(scores.bfloat16().float())  # finer than bf16
-    model.packs = False
-    scores = model(PAIRS)
-    assert not scores.equal(scores.bfloat16().float())
-
-
-def test_an_asked_for_dtype_is_that_of_the_weights(tmp_path):
-    model = load_reward_model(saved_in(tmp_path, torch.float32), CPU, weights=torch.bfloat16)
-    assert type(model.model.model.layers[0].mlp.up_proj) is HalfLinear
-    assert type(model.model.model.embed_tokens) is HalfEmbedding
-    assert type(model.model.score) is ScoreHead
-    assert model.model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -126,12 +124,11 @@ def test_a_run_refuses_another_reward_dtype(tmp_path):
 
 
 def test_what_the_file_says_decides_where_the_config_does_not(tmp_path):
-    path = saved_in(tmp_path / "m", torch.float16)
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    path = saved_in(tmp_path, torch.float16)
+    config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
-    other = shutil.copytree(path, tmp_path / "silent")
-    (other / "config.json").write_text(json.dumps(config))
-    state = load_file(other / "model.safetensors")
-    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
-    model = load_reward_model(str(other), CPU, dtype=torch.bfloat16)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_reward_model(path, CPU, dtype=torch.bfloat16)
     assert model.model.model.embed_tokens.weight.dtype == torch.float16

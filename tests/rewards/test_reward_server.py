@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tiny import flags, read_jsonl, request_of, run_files, train
+from tiny import flags, read_jsonl, request_of, run_files
 
 from errors import InputError
 from trainer import train_ppo
@@ -18,7 +18,6 @@ SIZES = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 2
 
 
 def count_a(request):
-    """The rewards that the test server gives."""
     return [text.split().count("a") / 2 for text in request["responses"]]
 
 
@@ -140,38 +139,25 @@ def test_an_answer_of_another_form_is_one_line(reply):
         ask(url)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    found = run_files(tmp_path_factory.mktemp("files"))
-    return {"model": found["model"], "data_path": found["data_path"], "missing_eos_penalty": 1}
-
-
-def test_training_with_a_server(files, tmp_path):
-    with server() as (url, requests):
-        train(**files, **SIZES, reward_url=url, out_dir=tmp_path / "out", run_name="r")
-    samples = read_jsonl(tmp_path / "out" / "r" / "samples.jsonl")
-    asked = {pair for r in requests for pair in zip(r["messages"], r["responses"], strict=True)}
-    assert all((s["prompt"], s["response"]) in asked for s in samples)
-    assert all(s["parts"]["server"] == s["response"].split().count("a") / 2 for s in samples)
-    assert sum(len(request["query"]) for request in requests) == 16
-
-
-def test_a_server_that_goes_away_leaves_a_run_that_resumes(files, tmp_path, capsys):
-    argv = flags(**files, **SIZES, out_dir=tmp_path / "out", run_name="r", device="cpu", dtype="float32")
+def test_a_server_that_goes_away_leaves_a_run_that_resumes(tmp_path, capsys):
+    """Every sample has the server's score of it."""
+    files = run_files(tmp_path)
+    files = {"model": files["model"], "data_path": files["data_path"], "missing_eos_penalty": 1}
+    argv = flags(**files, **SIZES, out_dir=tmp_path, run_name="r", device="cpu", dtype="float32")
 
     def nothing(handler, request):
         send(handler, {"rewards": [float("nan")] * len(request["query"])})
 
     refusal = pytest.raises(InputError, match="--reward_url: the score nan")
-    with server(lambda h, r: send(h, {"rewards": count_a(r)}), nothing) as (url, _), refusal:
+    with server(lambda h, r: send(h, {"rewards": count_a(r)}), nothing) as (url, before), refusal:
         train_ppo.main([*argv, "--reward_url", url])
     assert "step_1\n" in capsys.readouterr().out
-    with server() as (url, _):  # at another port: a server may move
+    with server() as (url, after):  # at another port: a server may move
         train_ppo.main([*argv, "--reward_url", url, "--resume", "auto"])
-    assert [m["step"] for m in read_jsonl(tmp_path / "out" / "r" / "metrics.jsonl")] == [0, 1, 2]
-
-
-def test_a_url_without_http_is_one_line(files):
-    url = "--reward_url localhost:5000: must begin with http:// or https://"
-    with pytest.raises(InputError, match=url):
-        train_ppo.parse_args(flags(**files, reward_url="localhost:5000"))
+    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == [0, 1, 2]
+    requests = [before[0], *after]
+    assert sum(len(request["query"]) for request in requests) == 16
+    asked = {pair for r in requests for pair in zip(r["messages"], r["responses"], strict=True)}
+    for sample in read_jsonl(tmp_path / "r" / "samples.jsonl"):
+        assert (sample["prompt"], sample["response"]) in asked
+        assert sample["parts"]["server"] == sample["response"].split().count("a") / 2

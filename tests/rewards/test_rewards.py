@@ -2,7 +2,6 @@
 
 import json
 from math import nan
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +15,16 @@ from tiny import (
     save_reward_dir,
     word_tokenizer,
 )
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from errors import InputError
 from trainer import train_ppo
-from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward
-from trainer.rewards.reward_models import load_reward_model, load_reward_models, parse_spec
+from trainer.rewards.reward_models import load_reward_model, parse_spec
+from trainer.run import critic_start
 from trainer.runs.displays import PARTS, metric_names
 
+CPU = torch.device("cpu")
 GOOD = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
 WORDS = ["user", "assistant", "one", "two", "three", "four", "five"]
 
@@ -111,13 +111,10 @@ def test_some_raw_scores_are_replaced_by_hand():
 
 
 def test_without_reasoning_only_the_whole_is_scored():
-    reward = Reward({"model": (lambda c: torch.ones(len(c)), 1.0)}, reasoning=False)
-    parts = reward(request_of(["p"], [GOOD]))
-    assert set(parts) == {"model", "score"}
-    assert parts["score"].tolist() == [1.0]
     asked = []
     reward = Reward({"model": (lambda c: asked.extend(c) or torch.ones(len(c)), 1.0)}, reasoning=False)
-    reward(request_of(["p"], ["<answer>2</answer>"]))
+    parts = reward(request_of(["p"], ["<answer>2</answer>"]))
+    assert {name: x.tolist() for name, x in parts.items()} == {"model": [1.0], "score": [1.0]}
     assert asked == [("p", "<answer>2</answer>")]  # and not the answer block
 
 
@@ -126,29 +123,10 @@ def test_a_cut_response_pays_the_missing_eos_penalty():
     assert reward(request_of(["p", "p"], ["a", "b"], finished=[True, False]))["score"].tolist() == [1.0, 0.25]
 
 
-def test_classifier_scores_are_the_models_own_whatever_the_batch(classifier):
-    """Batched, padded and sorted, each score equals the model's own on that conversation alone."""
-    tokenizer = AutoTokenizer.from_pretrained(classifier)
-    model = AutoModelForSequenceClassification.from_pretrained(classifier)
-    prompts = [[{"role": "user", "content": "one " * n}] for n in range(1, 8)]
-    conversations = [(p, "two three " * (7 - i)) for i, p in enumerate(prompts)]
-    alone = []
-    for prompt, response in conversations:
-        text = tokenizer.apply_chat_template(
-            [*prompt, {"role": "assistant", "content": response}], tokenize=False
-        )
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        with torch.no_grad():
-            alone.append(model(ids).logits.item())
-    scores = load_reward_model(classifier, torch.device("cpu"))(conversations)
-    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
-    assert scores.std() > 1e-3
-
-
 def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path):
     tokenizer = word_tokenizer(WORDS, chat=True)
     path = save_reward_dir(tmp_path, tokenizer, reward_offset=5.0)
-    reward_model = load_reward_model(path, torch.device("cpu"))
+    reward_model = load_reward_model(path, CPU)
     reward_model.max_length = 6
     score = reward_model([("one two three", "four five four five two")])
     ids = tokenizer("user one two three </s> assistant four five four five two </s>").input_ids
@@ -159,15 +137,9 @@ def test_a_score_loses_its_offset_and_a_long_conversation_its_beginning(tmp_path
     assert abs(first - last) > 1e-3
 
 
-def test_the_critic_starts_from_the_model_of_the_largest_weight_whatever_its_sign(classifier):
-    one, two = (load_reward_model(classifier, torch.device("cpu")) for _ in range(2))
-    found = critic_start("auto", {"one": (one, 0.5), "two": (two, -2.0)}, one.model, one.tokenizer)
-    assert found[0] is two.model and found[1] == -2.0
-
-
 def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(classifier):
     """Policies often have a few more embeddings than their tokenizer has ids, and can sample every one."""
-    reward = load_reward_model(classifier, torch.device("cpu"))
+    reward = load_reward_model(classifier, CPU)
     rows = len(reward.tokenizer)
     for more, found in ((-1, reward.model), (0, reward.model), (1, None)):
         policy = LlamaForCausalLM(llama_config(rows + more))
@@ -178,48 +150,26 @@ def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(c
 
 
 def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
-    path = save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None)
-    model = load_reward_model(path, torch.device("cpu"))
+    model = load_reward_model(save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None), CPU)
     conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
     alone = [model([pair]).item() for pair in conversations]
     assert model(conversations).tolist() == pytest.approx(alone, abs=1e-5)
+    assert max(alone) - min(alone) > 1e-3
 
 
-def test_remote_code_reward_model(remote):
+def test_remote_code_needs_permission_and_then_scores(remote):
     with pytest.raises(InputError, match="--trust_remote_code"):
-        load_reward_model(remote, torch.device("cpu"))
-    model = load_reward_model(remote, torch.device("cpu"), trust_remote_code=True)
+        load_reward_model(remote, CPU)
+    model = load_reward_model(remote, CPU, trust_remote_code=True)
     assert model([("one", "one two three"), ("two", "one")]).tolist() == [1.5, 0.5]
 
 
-@pytest.mark.parametrize("kind", ["missing", "a causal LM", "two labels"])
-def test_what_is_no_reward_model_is_refused(kind, tmp_path):
-    if kind == "a causal LM":
-        save_policy_dir(tmp_path, word_tokenizer(WORDS))
-    if kind == "two labels":
-        save_reward_dir(tmp_path, word_tokenizer(WORDS), num_labels=2)
-    with pytest.raises(InputError, match="--reward_model"):
-        load_reward_model(str(tmp_path), torch.device("cpu"))
-
-
-# --------------------------------------------------------------------------------- several reward models
-
-
-def test_several_reward_models_are_weighted_and_logged_on_their_own(tmp_path):
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    helpful = save_reward_dir(tmp_path / "helpful", tokenizer, seed=1)
-    harmless = save_reward_dir(tmp_path / "harmless", tokenizer, seed=2)
-    args = SimpleNamespace(trust_remote_code=False, reward_dtype="auto")
-    specs = [f"{helpful}=2.0", f"{harmless}=-0.5"]
-    models = load_reward_models(specs, args, torch.device("cpu"), torch.float32)
-    reward = Reward(models, reasoning=False)
-    prompts, responses = ["one", "two three"], ["four", "five five"]
-    parts = reward(request_of(prompts, responses))
-    assert set(parts) == {"model_helpful", "model_harmless", "score"}
-    for name, path, weight in (("model_helpful", helpful, 2.0), ("model_harmless", harmless, -0.5)):
-        alone = load_reward_model(path, torch.device("cpu"))(list(zip(prompts, responses, strict=True)))
-        assert parts[name].tolist() == pytest.approx((weight * alone.clamp(-3, 3)).tolist(), abs=1e-5)
-    assert parts["score"].equal(parts["model_helpful"] + parts["model_harmless"])
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    save_policy_dir(tmp_path / "a causal LM", word_tokenizer(WORDS))
+    save_reward_dir(tmp_path / "two labels", word_tokenizer(WORDS), num_labels=2)
+    for name in ("missing", "a causal LM", "two labels"):
+        with pytest.raises(InputError, match="--reward_model"):
+            load_reward_model(str(tmp_path / name), CPU)
 
 
 def test_specs_of_reward_models(tmp_path):

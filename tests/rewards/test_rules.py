@@ -3,14 +3,11 @@
 import inspect
 
 import pytest
-from tiny import ROOT, flags, read_jsonl, request_of, run_files, train, write_jsonl
+from tiny import ROOT, read_jsonl, request_of, run_files, train, write_jsonl
 
 from dataset.formats import to_prompt
-from errors import InputError
-from trainer import train_ppo
 from trainer.rewards.combine import Reward
 from trainer.rewards.rules import (
-    after_thinking,
     answer_text,
     exact_answer,
     format_reward,
@@ -53,15 +50,6 @@ def test_answer_text():
     assert is_correct(" 2", "2", reasoning=False)
 
 
-def test_what_a_model_that_thinks_says():
-    assert after_thinking("<think>\n1 + 1\n</think>\n\n2\n") == "2"
-    assert after_thinking("1 + 1\n</think>\n\n2") == "2"  # the template has opened the thought
-    assert after_thinking("a </think> b </think> c") == "c"
-    assert after_thinking("<think>\n1 + 1") == "<think>\n1 + 1"  # cut while it thinks
-    assert after_thinking(" 2 ") == " 2 "
-    assert after_thinking("1 + 1 </think>") == ""
-
-
 def test_repetition_penalty():
     assert repetition_penalty("a b c d e", 0.5) == 0.0
     assert repetition_penalty("", 0.5) == repetition_penalty("a b", 0.5) == 0.0
@@ -79,7 +67,6 @@ def test_length_reward():
     assert parts == {"function": 0.0, "repetition": -0.5, "length_reward": 0.25, "score": -0.25}
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The last tokens before --max_gen_len (DAPO's soft overlong punishment)
 
 
@@ -102,38 +89,6 @@ def test_it_is_added_to_the_penalty_of_a_missing_eos():
     for buffer, penalty in ((0, 1.0), (4, 0.0)):
         assert "overlong" not in Reward(**off, overlong_buffer=buffer, overlong_penalty=penalty).names
 
-
-def test_a_run_takes_it_off_the_score_of_long_responses(tmp_path, capsys):
-    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 6, "max_steps": 1}
-    sizes |= {"critic_warmup_steps": 0, "critic_init": "actor"}
-    files = run_files(tmp_path, count=8)
-    train(**files, **sizes, overlong_buffer=5, overlong_penalty=0.8, out_dir=tmp_path, run_name="r")
-    rows = read_jsonl(tmp_path / "r" / "samples.jsonl")
-    for row in rows:
-        assert row["parts"]["overlong"] == pytest.approx(-0.16 * (row["length"] - 1), abs=1e-4)
-    assert {row["length"] for row in rows} & {2, 3, 4, 5}
-    line = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
-    parts = ("function", "model", "missing_eos", "overlong")
-    assert line["reward/score"] == pytest.approx(sum(line[f"reward/{name}"] for name in parts), abs=1e-5)
-    line = next(row for row in capsys.readouterr().out.splitlines() if row.startswith("reward   "))
-    assert {*line.removeprefix("reward   ").split(" + ")} == set(parts)
-
-
-WRONG = {
-    "--overlong_buffer 65: must be at most --max_gen_len 64": {"overlong_buffer": 65},
-    "--overlong_penalty 2.0: is of use only with --overlong_buffer": {"overlong_penalty": 2},
-    "--normalize_reward": {"normalize_reward": 2},
-}
-
-
-@pytest.mark.parametrize("says", WRONG)
-def test_flags_that_cannot_be(says):
-    with pytest.raises(InputError, match=says):
-        train_ppo.parse_args(flags(**WRONG[says]))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The example of a reward function: GSM8K's exact answer
 
 RECORDS = [  # written for this test, in the shape of GSM8K's files
     {"question": "6 boxes of 12 eggs each?", "answer": "There are 6*12 = <<6*12=72>>72 eggs.\n#### 72"},

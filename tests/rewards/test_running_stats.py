@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ def close(one, other):
 
 
 def reward_of(table, **more):
-    """A ``Reward`` whose reward model looks up the score of a response in ``table``."""
     return Reward({"model": (lambda asked: torch.tensor([table[text] for _, text in asked]), 1.0)}, **more)
 
 
@@ -38,6 +36,9 @@ def test_running_stats_by_hand():
     assert (both.count, both.mean, both.squares) == (4, 4.0, 26.0)  # 9 + 4 + 4 + 9
     assert both.std == pytest.approx(math.sqrt(6.5))
     assert both.scale(torch.tensor([4.0, 10.5])).tolist() == pytest.approx([0.0, 6.5 / math.sqrt(6.5)])
+    for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):  # without spread
+        seen = RunningStats.of(scores) + RunningStats.of(scores)
+        assert seen.scale(scores).tolist() == [0.0] * len(scores)
 
 
 def test_running_stats_are_the_same_however_the_numbers_are_split():
@@ -48,12 +49,6 @@ def test_running_stats_are_the_same_however_the_numbers_are_split():
         RunningStats(8, 10001.375, RunningStats.of(SCORES).squares),
     )
     assert RunningStats() + RunningStats() == RunningStats()
-
-
-def test_running_stats_without_spread_do_not_divide_by_zero():
-    for scores in (torch.full((5,), 0.1), torch.tensor([7.0])):
-        seen = RunningStats.of(scores) + RunningStats.of(scores)
-        assert seen.scale(scores).tolist() == [0.0] * len(scores)
 
 
 def test_normalised_scores_by_hand():
@@ -76,7 +71,7 @@ def test_normalised_scores_by_hand():
     close(reward.running["model"], RunningStats(4, 40.0, 5000.0))
 
 
-def test_reward_models_and_the_server_are_normalised_and_nothing_else():
+def test_with_the_flag_reward_models_and_the_server_are_normalised_and_nothing_else():
     more = {"function": lambda *_: [50.0, 70.0], "server": lambda *_: torch.tensor([50.0, 70.0])}
     reward = reward_of({"a": 1.0, "b": 5.0}, normalize=True, reasoning=False, length_reward=0.5, **more)
     parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
@@ -89,6 +84,10 @@ def test_reward_models_and_the_server_are_normalised_and_nothing_else():
         "score_raw": [100.5, 144.5],  # 1 + 50 + 50 - 0.5 and 5 + 70 + 70 - 0.5
     }
     assert reward.running.keys() == {"model", "server"}
+    reward = reward_of({"a": 2.0, "b": 7.0}, reasoning=False)
+    parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
+    assert {name: x.tolist() for name, x in parts.items()} == {"model": [2.0, 3.0], "score": [2.0, 3.0]}
+    assert reward.running == {}
 
 
 def test_the_raw_score_has_weights_and_no_clip():
@@ -98,44 +97,6 @@ def test_the_raw_score_has_weights_and_no_clip():
     parts = reward(request_of(["p"] * 2, ["a", "b"], finished=[True, False]))
     assert parts["score_raw"].tolist() == [-3.0, 0.75]
     assert reward.names == list(parts)
-
-
-def test_without_the_flag_nothing_is_counted():
-    reward = reward_of({"a": 2.0, "b": 7.0}, reasoning=False)
-    parts = reward.combine(ask(reward, ["a", "b"]), ALONE)
-    assert {name: x.tolist() for name, x in parts.items()} == {"model": [2.0, 3.0], "score": [2.0, 3.0]}
-    assert reward.running == {}
-
-
-def test_processes_share_their_statistics():
-    """Two with four scores each equal one with eight. Threads here; test_processes.py has real processes."""
-    names = list("abcdefgh")
-    table = dict(zip(names, SCORES.tolist(), strict=True))
-    alone, *two = (reward_of(table, normalize=True, reasoning=False) for _ in range(3))
-    whole = alone.combine(ask(alone, names), ALONE)["score"]
-    meeting, slots, halves = threading.Barrier(2), [None, None], [None, None]
-
-    class Half:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def gather(self, item):
-            slots[self.rank] = item
-            meeting.wait()
-            return list(slots)
-
-    def process(rank):
-        raw = ask(two[rank], names[4 * rank : 4 * rank + 4])
-        halves[rank] = two[rank].combine(raw, Half(rank))["score"]
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert two[0].running == two[1].running  # to the last bit
-    close(two[0].running["model"], alone.running["model"])
-    assert torch.cat(halves).tolist() == pytest.approx(whole.tolist(), abs=1e-6)
 
 
 def test_a_run_counts_each_response_once_and_shows_the_raw_scale(tmp_path):

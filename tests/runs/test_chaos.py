@@ -5,32 +5,16 @@ import subprocess
 import pytest
 from tiny import PYTHON, ROOT, flags, read_jsonl, run_files
 
-KILLS = 3
-
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_where_the_other_does(tmp_path):
     files = run_files(tmp_path)
-    values = {
-        **files,
-        "eval_data_path": files["data_path"],
-        "batch_size": 8,
-        "mini_batch_size": 4,
-        "max_gen_len": 6,
-        "max_steps": 24,
-        "epochs": 9,
-        "update_old_actor_freq": 3,
-        "eval_interval": 5,
-        "device": "cpu",
-    }
-    command = [PYTHON, str(ROOT / "benchmarks" / "chaos.py"), "--kills", str(KILLS), "--seed", "1"]
+    values = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 6, "max_steps": 24, "epochs": 9}
+    values |= {"eval_data_path": files["data_path"], "eval_interval": 5, "update_old_actor_freq": 3}
     folder = tmp_path / "chaos"
-    done = subprocess.run(
-        [*command, "--folder", str(folder), "--", *flags(**values)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [PYTHON, str(ROOT / "benchmarks" / "chaos.py"), "--kills", "3", "--seed", "1", "--folder"]
+    command += [str(folder), "--", *flags(**files, **values, device="cpu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr + (folder / "log.txt").read_text()[-2000:]
     assert "differences |" in done.stdout
     assert "| none |" in done.stdout

@@ -61,10 +61,8 @@ def found_in(changes, facts=FACTS, **args):
 
 def run_of(count, late, early=None, turn=12):
     """``turn`` steps with the change ``early``, the rest of ``count`` with ``late``. The score rises."""
-    return [
-        {"reward/score": 1 + 0.03 * n + 0.1 * (n % 2), **(early or {} if n < turn else late)}
-        for n in range(count)
-    ]
+    steps = [(early or {}) if n < turn else late for n in range(count)]
+    return [{"reward/score": 1 + 0.03 * n + 0.1 * (n % 2), **change} for n, change in enumerate(steps)]
 
 
 def flat(count, **change):
@@ -83,18 +81,11 @@ def evaluated(changes, *values, name="eval/accuracy"):
 
 def test_a_healthy_run_has_no_finding_and_what_is_missing_is_silent():
     assert len(DEMO) == 47
-    for records in (
-        DEMO,
-        [],
-        [{"step": 0}],
-        [{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}],
-    ):
+    little = [{"step": 0, "eval/score": 1.0}, {"step": 1, "train/loss": 3.0}]
+    for records in (DEMO, [], [{"step": 0}], little):
         assert health_of(records).sorted == []
-    for changes in (
-        [{}] * 8,
-        run_of(40, {}),
-        *([dict.fromkeys(USUAL, x)] * 30 for x in (None, float("nan"))),
-    ):
+    nothing = [[dict.fromkeys(USUAL, x)] * 30 for x in (None, float("nan"))]
+    for changes in ([{}] * 8, run_of(40, {}), *nothing):
         assert found_in(changes) == {}
     for rule in RULES:
         assert rule.look or rule.wrong
@@ -309,16 +300,13 @@ def test_a_held_out_fall_is_told_from_chance(row):
         assert found.step == 16
         assert found.symptom == f"{name} falls"  # after 16 steps nobody can tell what the score does
         first, best, last = (f"{float(value):.3f}" for value in values)
-        assert found.numbers == f"{name} {last}, at the start {first}, at the best {best}"
+        assert found.numbers == [f"{name} {last}, at the start {first}, at the best {best}"]
 
 
 def test_a_judge_that_falls_while_the_score_rises_says_that_the_reward_is_exploited():
     for steps, exploited in ((run_of(20, {}), True), (flat(20), False)):
         symptom = findings(evaluated(steps, 0.9, 0.6))["held_out_falls"].symptom
         assert ("while the score rises: the reward is exploited" in symptom) is exploited
-
-
-# ------------------------------------------------------------------------------------ what a run begins with
 
 
 def start_of(**change):
@@ -328,44 +316,44 @@ def start_of(**change):
     return [(f.name, f.level, f.remedy) for f in health_of([{"step": 0}], args).sorted]
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "level", "remedy"),
-    [
-        ({"missing_header": "assistant"}, "missing_header", "wrong", "--prompt_template"),
-        ({"template_without_eos": True}, "template_without_eos", "look", "eos_token"),
-        ({"fewer_ids": [300, 400]}, "other_tokenizer", "look", "--tokenizer"),
-        ({"without_template": "model, other"}, "judge_without_template", "look", "chat template"),
-        ({"dropped_share": 0.21}, "records_dropped", "look", "--max_seq_len 1024"),
-        ({"dropped_share": 0.91}, "records_dropped", "wrong", "--max_seq_len 1024"),
-        ({"kl_coef": 0.0}, "nothing_holds_the_policy", "look", "--kl_coef 0.02"),
-        ({"temperature": 0.1}, "unusual_flags", "look", "--temperature 1"),
-        ({"learning_rate": 0.011}, "unusual_flags", "look", "--learning_rate 0.0005"),
-        ({"learning_rate": 1e-5}, "unusual_flags", "look", "--learning_rate 0.0005"),
-        ({"critic_learning_rate": 1e-7}, "unusual_flags", "look", "--critic_learning_rate 0.0005"),
-        ({"cliprange_value": 0.001}, "unusual_flags", "look", "--cliprange_value 0.5"),
-        ({"prompts": 190}, "few_prompts", "look", "more data"),
-        ({"batch_size": 15}, "small_batch", "look", "--batch_size"),
-    ],
-)
-def test_flags_and_facts_that_are_far_from_the_usual_ones(change, name, level, remedy):
-    ((found, found_level, told),) = start_of(**change)
-    assert (found, found_level) == (name, level)
+START = """
+    missing_header            "assistant"    missing_header           wrong --prompt_template
+    template_without_eos      true           template_without_eos     look  eos_token
+    fewer_ids                 [300,400]      other_tokenizer          look  --tokenizer
+    without_template          "model,other"  judge_without_template   look  chat template
+    dropped_share             0.21           records_dropped          look  --max_seq_len 1024
+    dropped_share             0.91           records_dropped          wrong --max_seq_len 1024
+    dropped_share             0.19           -
+    kl_coef                   0.0            nothing_holds_the_policy look  --kl_coef 0.02
+    temperature               0.1            unusual_flags            look  --temperature 1
+    learning_rate             0.011          unusual_flags            look  --learning_rate 0.0005
+    learning_rate             0.009          -
+    learning_rate             1e-5           unusual_flags            look  --learning_rate 0.0005
+    critic_learning_rate      1e-7           unusual_flags            look  --critic_learning_rate 0.0005
+    cliprange_value           0.001          unusual_flags            look  --cliprange_value 0.5
+    cliprange_value           0.0            -
+    prompts                   190            few_prompts              look  more data
+    prompts                   200            -
+    batch_size                15             small_batch              look  --batch_size
+    batch_size                16             -
+"""
+
+
+@pytest.mark.parametrize("row", START.strip().splitlines(), ids=lambda row: " ".join(row.split()[:2]))
+def test_flags_and_facts_that_are_far_from_the_usual_ones_are_found_before_the_first_step(row):
+    name, value, *wanted = row.split(maxsplit=4)
+    found = start_of(**{name: json.loads(value)})
+    if wanted == ["-"]:
+        assert found == []
+        return
+    rule, level, remedy = wanted
+    ((found_rule, found_level, told),) = found
+    assert (found_rule, found_level) == (rule, level)
     assert remedy in told
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dropped_share": 0.19},
-        {"prompts": 200},
-        {"batch_size": 16},
-        {"learning_rate": 0.009},
-        {"kl_coef": 0.0, "reward_model": []},  # a reward that cannot be deceived
-        {"cliprange_value": 0.0},  # off
-    ],
-)
-def test_flags_and_facts_that_are_usual(change):
-    assert start_of(**change) == []
+def test_nothing_need_hold_a_policy_whose_reward_cannot_be_deceived():
+    assert start_of(kl_coef=0.0, reward_model=[]) == []
 
 
 @pytest.mark.parametrize("script", ["train_sft.py", "train_reward.py"])
@@ -394,15 +382,9 @@ def test_the_template_is_asked_for_the_header_and_the_eos():
 def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_path, capsys):
     files = run_files(tmp_path, count=24)
     files["reward_model"] = save_reward_dir(tmp_path / "plain", word_tokenizer(list("abcdefgh")))
-    sizes = {
-        "batch_size": 8,
-        "mini_batch_size": 8,
-        "max_gen_len": 4,
-        "max_seq_len": 5,
-        "max_steps": 2,
-        "epochs": 9,
-    }
-    argv = flags(**files, **sizes, save_interval=1, device="cpu", out_dir=tmp_path / "out")
+    sizes = {"batch_size": 8, "mini_batch_size": 8, "max_gen_len": 4, "max_seq_len": 5, "max_steps": 2}
+    more = {"epochs": 9, "save_interval": 1, "device": "cpu", "out_dir": tmp_path / "out"}
+    argv = flags(**files, **sizes, **more)
     train_ppo.main(argv)
     said = capsys.readouterr().out
     folder = tmp_path / "out" / "run_1"
@@ -421,32 +403,21 @@ def test_a_run_keeps_its_facts_and_says_a_finding_once_also_when_resumed(tmp_pat
     assert len(read_jsonl(folder / "metrics.jsonl")) == len(kept)
 
 
-# ------------------------------------------------------------------------------------ how it is said
-
-
 def test_findings_are_sorted_and_each_is_said_once_and_again_when_it_becomes_wrong():
     """What was unusual before the first step comes first, then what is wrong, then by step."""
-    args = {**FLAGS, "facts": FACTS, "learning_rate": 0.05}
-    health = Health(args)
-    steps = [
-        {"kl/k1": 1.5},
-        {"kl/k1": 1.6},
-        {"kl/k1": 1.5, "policy/ratio": 5.0},
-        {"kl/k1": 3.5},
-        {"kl/k1": 4},
-    ]
-    said = [[(f.name, f.level) for f in health.add(record)] for record in steps_of(steps)]
-    assert said[0] == [("unusual_flags", "look"), ("kl_far", "look")]
-    assert said[1:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
-    places = [(f.name, f.level, f.step) for f in health.sorted]
-    unusual, far, drastic = (
-        ("unusual_flags", "look", 0),
-        ("kl_far", "wrong", 1),
-        ("ratio_drastic", "wrong", 3),
-    )
-    assert places == [unusual, far, drastic]  # since when, not when it became worse
-    assert health.sorted[1].numbers.startswith("kl/k1 3.50 ")  # of the step that was said
-    assert one_line(health.sorted[2]).startswith("wrong, since step 3: the updates of one batch")
+    health = Health({**FLAGS, "facts": FACTS, "learning_rate": 0.05})
+    steps = [{"kl/k1": x} for x in (1.5, 1.6, 1.5, 3.5, 4)]
+    steps[2]["policy/ratio"] = 5.0
+    records = [{"step": 0}, *steps_of(steps)]
+    said = [[(f.name, f.level) for f in health.add(record)] for record in records]
+    assert said[:2] == [[("unusual_flags", "look")], [("kl_far", "look")]]
+    assert said[2:] == [[], [("ratio_drastic", "wrong")], [("kl_far", "wrong")], []]
+    unusual, far, drastic = health.sorted
+    assert (unusual.name, unusual.level, unusual.step) == ("unusual_flags", "look", 0)
+    assert (far.name, far.level, far.step) == ("kl_far", "wrong", 1)  # not when it became worse
+    assert (drastic.name, drastic.level, drastic.step) == ("ratio_drastic", "wrong", 3)
+    assert far.numbers[0].startswith("kl/k1 3.50 ")  # of the step that was said
+    assert one_line(drastic).startswith("wrong, since step 3: the updates of one batch")
 
 
 def test_a_finding_is_since_the_first_of_the_values_that_show_it():
@@ -503,7 +474,7 @@ def test_a_rate_goes_to_the_one_that_suits_the_model_or_beyond():
 def test_what_is_not_known_is_left_out():
     """A run of an older version, without flags and with few metrics."""
     (found,) = health_of([{"step": 1, "policy/approx_kl": 0.6}]).sorted
-    assert found.numbers == "policy/approx_kl 0.600 (usual: below 0.05)"
+    assert found.numbers == ["policy/approx_kl 0.600 (usual: below 0.05)"]
     remedies = [health_of([{"step": 1, name: 9.0}]).sorted[0].remedy for name in ("policy/ratio", "kl/k1")]
     assert remedies == ["--ppo_epochs 1", "--kl_coef 0.02"]
     held = [{"step": n, "value/clip_fraction": 0.5} for n in range(3)]
@@ -512,8 +483,8 @@ def test_what_is_not_known_is_left_out():
 
 def test_numbers_are_those_of_the_run():
     found = findings(ended(0, 0, 0), {**FACTS, "prompts": 10})
-    assert found["few_prompts"].numbers == "10 prompts or logged answers, 589 samples or passes of each"
-    assert found["few_end"].numbers == "rollout/finished 0.000 in the first steps, --max_gen_len 64"
+    assert found["few_prompts"].numbers == ["10 prompts or logged answers", "589 samples or passes of each"]
+    assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 
 def test_what_is_usual_is_what_the_flags_take():

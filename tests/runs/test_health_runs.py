@@ -72,8 +72,7 @@ def test_what_is_kept_is_what_the_checks_see_in_the_run(health):
     [
         ("--kl_coef 0.06 --lam 1, or another reward", {"kl_coef": "0.06", "lam": "1"}),
         ("--dtype float32; if it stays, report it", {"dtype": "float32"}),
-        ("--normalize_reward 1 --critic_init actor", {"normalize_reward": "1", "critic_init": "actor"}),
-        ("--learning_rate 3.3e-05", {"learning_rate": "3.3e-05"}),
+        ("--critic_init actor --lam 3.3e-05", {"critic_init": "actor", "lam": "3.3e-05"}),
         ("--learning_rate at a third", {}),
         ("more prompts in --data_path, or --epochs 1", {}),
     ],

@@ -1,58 +1,144 @@
-"""--kl_target, --entropy_coef, --entropy_top and --ema_beta together: two processes, resuming."""
-
-import shutil
+"""Whole runs with options: stopped and resumed they end bit for bit alike, and two processes equal one."""
 
 import pytest
-from same_runs import CRITIC, EXACT, run_in_two_processes, same_metrics, same_weights, sizes
-from test_processes import RUN, TOLERANCE
-from tiny import flags, load_weights, read_jsonl, run_files, same_run, write_jsonl
+from same_runs import (
+    CRITIC,
+    EXACT,
+    resumed_is_the_same,
+    run_in_two_processes,
+    same_metrics,
+    same_weights,
+    sizes,
+)
+from tiny import flags, read_jsonl, run_files, write_jsonl
 
+from errors import InputError
 from trainer import train_ppo
 
+RUN = EXACT | {"max_gen_len": 6, "max_steps": 4, "ppo_epochs": 2, "seed": 1, "eval_interval": 2}
 OPTIONS = {"kl_target": 0.05, "kl_horizon": 32, "entropy_coef": 0.05, "entropy_top": 0.4, "ema_beta": 0.7}
-SAME = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/score"}
+ONLINE = RUN | CRITIC | OPTIONS | {"replay_batches": 1}
+# Many answers to a prompt score the same.
+FEW_SCORES = """def score(prompts, responses, answers):
+    return [float({"a", "c"} <= set(r.split())) for r in responses]
+"""
+GROUPS = {
+    "advantage": "rloo",
+    "num_generations": 4,
+    "filter_groups": 2,
+    "kl_in": "reward",
+    "replay_batches": 1,
+}
+GROUPS |= {"update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+# the flags, and the responses of a batch
+RUNS = {
+    "options": (ONLINE | {"accumulation_steps": 2, "normalize_reward": 1, "critic_lam": 0.97}, 16),
+    "old actor": (ONLINE | {"update_old_actor_freq": 2, "kl_in": "reward"}, 8),
+    "adapters in fp16": (ONLINE | {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16"}, 8),
+    "offline": (RUN | CRITIC | {"max_gen_len": 8, "accumulation_steps": 2, "lr_schedule": "constant"}, 16),
+    "several answers": (RUN | GROUPS, 32),
+}
+
+
+def pair(n):
+    words = {"chosen": "a " * (1 + n % 5), "rejected": "b " * (1 + n % 3)}
+    return {"prompt": f"c {'d' if n % 2 else 'e'}", **words}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
+    """By the kind of a run; the others are online."""
     folder = tmp_path_factory.mktemp("files")
-    held_out = write_jsonl(folder / "eval.jsonl", [{"prompt": f"{word} b"} for word in "abcde"])
+    (folder / "few.py").write_text(FEW_SCORES)
+    online = run_files(folder)
+    online["eval_data_path"] = write_jsonl(
+        folder / "eval.jsonl", [{"prompt": f"{word} b", "answer": "a"} for word in "abcde"]
+    )
+    scored = online | {"reward_fn": f"{folder / 'few.py'}:score"}
+    del scored["reward_model"]
     texts = write_jsonl(folder / "texts.jsonl", [{"text": f"{word} b c"} for word in "abcde"])
-    return run_files(folder) | {"eval_data_path": held_out, "ptx_data_path": texts}
+    offline = {
+        "model": online["model"],
+        "offline_data_path": write_jsonl(folder / "pairs.jsonl", map(pair, range(50))),
+        "eval_data_path": write_jsonl(folder / "held_out.jsonl", map(pair, range(7))),
+        "ptx_data_path": texts,
+    }
+    return {"offline": offline, "several answers": scored, "": online | {"ptx_data_path": texts}}
 
 
-def argv_of(files, out_dir, responses):
-    more = {"max_steps": 4, "critic_warmup_steps": 1, "eval_interval": 2, "out_dir": out_dir}
-    return flags(**{**files, **RUN, **OPTIONS, **sizes(responses), **more})
+@pytest.fixture(scope="module")
+def argv_of(files):
+    def argv(kind, out_dir, processes=1, **more):
+        given, responses = RUNS[kind]
+        chosen = files.get(kind, files[""])
+        return flags(**{**chosen, **given, **sizes(responses // processes), "out_dir": out_dir, **more})
+
+    return argv
 
 
-def test_two_processes_equal_one(files, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    train_ppo.main(argv_of(files, one, 16))
-    run_in_two_processes(argv_of(files, two, 8))
-    assert len({line["kl/coef"] for line in read_jsonl(one / "r" / "metrics.jsonl")[1:]}) > 2
-    same_metrics(one / "r", two / "r", SAME, rel=1e-4, abs=2e-5)
-    same_weights(one / "r", two / "r", 4, ("actor", "critic", "ema"), TOLERANCE)
+@pytest.fixture(scope="module")
+def whole(argv_of, tmp_path_factory):
+    """A function: the folder of a run that never stopped, which is made once."""
+    made = {}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("whole")
+            train_ppo.main(argv_of(kind, made[kind]))
+        return made[kind] / "r"
+
+    return folder
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_from_a_checkpoint_a_run_goes_on_bit_for_bit(whole, argv_of, tmp_path, kind):
+    resumed_is_the_same(whole(kind), argv_of(kind, tmp_path), tmp_path, last=4)
+
+
+TOGETHER = {  # what is compared
+    "options": ["actor", "critic", "ema"],
+    "offline": ["actor", "critic"],
+    "several answers": ["actor"],
+}
+OF_OPTIONS = {"kl/coef", "kl/sequence", "policy/entropy", "policy/loss", "ema/score"}
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"update_old_actor_freq": 2, "kl_in": "reward"},
-        {"lora_r": 2, "gradient_checkpointing": 1, "dtype": "float16", "replay_batches": 0},
-    ],
-    ids=["old actor", "adapters in fp16"],
+    "kind", ["options", pytest.param("offline", marks=pytest.mark.slow), "several answers"]
 )
-def test_from_a_checkpoint_a_run_goes_on_bit_for_bit(files, tmp_path, more):
-    run = {**files, **EXACT, **CRITIC, **sizes(8), "max_gen_len": 6, "ppo_epochs": 2, "max_steps": 5}
-    run |= {"save_interval": 3, "eval_interval": 0, "replay_batches": 1, **OPTIONS, **more}
-    train_ppo.main(flags(**run, out_dir=tmp_path / "whole"))
-    half = shutil.copytree(tmp_path / "whole", tmp_path / "half") / "r"
-    train_ppo.main(flags(**run, out_dir=tmp_path / "half", resume=half / "checkpoints" / "step_3"))
-    whole = tmp_path / "whole" / "r"
-    same_run(whole, half, 5)
-    mine, theirs = (load_weights(folder, 5, "ema") for folder in (whole, half))
-    assert all(mine[key].equal(theirs[key]) for key in mine)
-    steps = read_jsonl(half / "metrics.jsonl")
+def test_two_processes_equal_one(whole, argv_of, tmp_path, kind):
+    one, two = whole(kind), tmp_path / "r"
+    run_in_two_processes(argv_of(kind, tmp_path, processes=2))
+    same_weights(one, two, 4, TOGETHER[kind])
+    names = OF_OPTIONS if kind == "options" else None
+    but = ("perf/", "policy/") if kind == "several answers" else ("perf/",)
+    same_metrics(one, two, names, but, rel=1e-3, abs=1e-4)
+
+
+def test_the_options_have_their_numbers_in_every_step(whole):
+    steps = read_jsonl(whole("options") / "metrics.jsonl")[1:]
+    assert len({step["kl/coef"] for step in steps}) > 2
     assert "ema/score" in steps[-1]
-    assert len({step["kl/coef"] for step in steps[-2:]}) == 2
+    last = read_jsonl(whole("offline") / "metrics.jsonl")[-1]
+    assert last["eval/chosen_preferred"] > 0.5
+    assert "policy/ptx_loss" in last
+
+
+def test_other_logged_answers_are_another_run(whole, argv_of, tmp_path):
+    out = whole("offline").parent
+    other = write_jsonl(tmp_path / "other.jsonl", map(pair, range(1, 51)))
+    with pytest.raises(InputError, match=r"offline_data_path .* does not hold what the run began with"):
+        train_ppo.main(argv_of("offline", out, resume="auto", offline_data_path=other))
+
+
+def test_without_a_critic_nothing_of_one_is_trained_logged_or_saved(whole):
+    run = whole("several answers")
+    names = {path.name for path in (run / "checkpoints" / "step_4").iterdir()}
+    assert "actor.safetensors" in names
+    assert not any("critic" in name for name in names)
+    lines = read_jsonl(run / "metrics.jsonl")
+    assert not any(name.startswith("value/") for line in lines for name in line)
+    assert "policy/loss" in lines[1]  # the actor trains from the first step on
+    assert lines[1]["rollout/sampled_again"] > 0
+    assert lines[1]["rollout/equal_groups"] < 0.8
+    assert "eval/pass@4" in lines[0]

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from same_runs import same_metrics
-from test_families import FAMILIES
+from test_families import FAMILIES, build
 from tiny import (
     DIE,
     ROOT,
@@ -25,7 +25,7 @@ from tiny import (
     wait_for,
     write_jsonl,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from errors import InputError
 from trainer import train_ppo
@@ -33,21 +33,16 @@ from trainer.runs.distributed import PIECE, World, sum_gradients
 
 ALONE = World(0, 1, torch.device("cpu"))
 STEPS = 8
-RUN = {"max_gen_len": 6, "max_steps": STEPS, "ppo_epochs": 2, "epochs": 99, "seed": 1}
-RUN |= {
-    "seed": 1,
-    "learning_rate": 1e-3,
-    "critic_learning_rate": 1e-3,
-    "critic_warmup_steps": 1,
-    "target_kl": 2e-3,
-}
-RUN |= {
+RUN = {
+    "max_gen_len": 6,
+    "max_steps": STEPS,
+    "ppo_epochs": 2,
+    "epochs": 99,
     "accumulation_steps": 2,
-    "normalize_reward": 1,
-    "critic_lam": 0.97,
-    "dual_clip": 3.0,
-    "clip_epsilon_high": 0.3,
+    "seed": 1,
 }
+RUN |= {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "critic_warmup_steps": 1, "target_kl": 2e-3}
+RUN |= {"normalize_reward": 1, "critic_lam": 0.97, "dual_clip": 3.0, "clip_epsilon_high": 0.3}
 RUN |= {"replay_batches": 2, "best_metric": "score_raw", "ptx_coef": 0.2}
 RUN |= {"device": "cpu", "dtype": "float32", "run_name": "r", "log_interval": 1000, "save_interval": 5}
 SAME = "reward/score reward/score_std reward/at_limit reward/model "
@@ -113,11 +108,7 @@ def furthest(left, right, step=STEPS):
     return max((a[k] - b[k]).abs().max().item() for a, b in pairs for k in a)
 
 
-# ----------------------------------------------------------------------------------------- the same result
-
-
-def state_of(folder):
-    return json.loads((folder / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())
+LAST = f"checkpoints/step_{STEPS}"
 
 
 @pytest.mark.parametrize(("processes", "shard"), [(2, 0), (2, 1), pytest.param(4, 1, marks=pytest.mark.slow)])
@@ -125,39 +116,39 @@ def test_processes_of_batch_n_equal_one_of_a_batch_as_large_as_theirs(run_in, pr
     """The same samples and weights over 8 steps, with PPO epochs, accumulation, whitening, normalised
     scores, critic warm-up, early stops, a step that was skipped, PTX, replayed batches, epochs that end
     inside a batch and uneven evaluation; with --shard 1 no process has a whole model."""
-    one, two = run_in(1), run_in(processes, shard)
-    last = [run / "checkpoints" / f"step_{STEPS}" for run in (one, two)]
-    names = [sorted(path.name for path in folder.iterdir()) for folder in last]
-    assert names[0] == names[1]
+    runs = one, two = run_in(1), run_in(processes, shard)
+    left, right = (sorted(path.name for path in (run / LAST).iterdir()) for run in runs)
+    assert left == right
     assert furthest(one, two) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, rel=1e-4, abs=2e-5)
-    stops = {m["policy/early_stop"] > 0 for m in read_jsonl(one / "metrics.jsonl")[1:]}
+    lines = read_jsonl(one / "metrics.jsonl")
+    stops = {m["policy/early_stop"] > 0 for m in lines if "policy/loss" in m}  # not in the warm-up
     assert stops == {True, False}
-    assert state_of(one)["skipped_steps"] > 0
-    best = []
-    for folder in (one, two):  # it is that of the last step
-        found = json.loads((folder / "best.json").read_text())
-        best.append([found["step"], found["value"]])
-        assert (folder / "best.pth").read_bytes() == (folder.parent / "ppo_actor_32.pth").read_bytes()
-    assert best[0] == pytest.approx(best[1], rel=1e-4)
-    assert best[0][0] == STEPS
-    kept = [read_jsonl(folder / "samples.jsonl") for folder in (one, two)]
-    a, b = ([s["response"] for s in rows if s["kind"] == "first"] for rows in kept)
-    assert a == b  # position 0 of each global batch
-    for kind in ("best", "worst", "longest"):
-        a, b = ([s["parts"]["score"] for s in rows if s["kind"] == kind] for rows in kept)
-        assert len(a) == len(b) == STEPS
-        assert kind == "longest" or a == pytest.approx(b, rel=1e-4, abs=2e-4)  # several may be the longest
-    names = ("step", "place", "prompt", "response")
-    a, b = (
-        [
-            (*(row[name] for name in names), row["greedy"]["response"])
-            for row in read_jsonl(folder / "eval_samples.jsonl")
-        ]
-        for folder in (one, two)
-    )
-    assert a == b
-    assert {place for _, place, *_ in a} == set(range(5))
+    assert json.loads((one / LAST / "state.json").read_text())["skipped_steps"] > 0
+    best = [json.loads((run / "best.json").read_text()) for run in runs]
+    assert [x["step"] for x in best] == [STEPS, STEPS]
+    assert best[0]["value"] == pytest.approx(best[1]["value"], rel=1e-4)
+    for run in runs:
+        assert (run / "best.pth").read_bytes() == (run.parent / "ppo_actor_32.pth").read_bytes()
+    left, right = (samples_of(run) for run in runs)
+    assert left["first"] == right["first"]  # position 0 of each global batch
+    assert left["best"] == pytest.approx(right["best"], rel=1e-4, abs=2e-4)
+    assert left["worst"] == pytest.approx(right["worst"], rel=1e-4, abs=2e-4)
+    assert {len(x) for x in (*left.values(), *right.values())} == {STEPS}
+    left, right = (read_jsonl(run / "eval_samples.jsonl") for run in runs)
+    assert {row["place"] for row in left} == set(range(5))
+    for a, b in zip(left, right, strict=True):
+        assert all(a[name] == b[name] for name in ("step", "place", "prompt", "response"))
+        assert a["greedy"]["response"] == b["greedy"]["response"]
+
+
+def samples_of(run):
+    """{kind of a sample: what is said or scored, step by step}. Of the longest there may be several."""
+    found = {"first": [], "best": [], "worst": [], "longest": []}
+    for row in read_jsonl(run / "samples.jsonl"):
+        kind = row["kind"]
+        found[kind].append(row["response"] if kind == "first" else row["parts"]["score"])
+    return found
 
 
 @pytest.mark.slow
@@ -165,13 +156,8 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
     """An overflow in one process is one in both. In fp16 the rounding of the two runs differs, as in bf16."""
     more = {"dtype": "float16", "vf_coef": 100, "max_steps": 6, "target_kl": 0, "normalize_reward": 0}
     more |= {"clip_epsilon": 0.999, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
-    more |= {"clip_epsilon_high": 10, "critic_warmup_steps": 1, "best_metric": "score"}
-    (tmp_path / "files").mkdir()
-    more["data_path"] = run_files(tmp_path / "files", count=185)["data_path"]
-    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
-    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
-        finish(process)
-    one, two = (tmp_path / name / "r" for name in ("one", "two"))
+    more |= {"clip_epsilon_high": 10, "best_metric": "score"}
+    one, two = in_one_and_two(files, tmp_path, **more)
     left, right = (read_jsonl(folder / "metrics.jsonl")[1:] for folder in (one, two))
     for name in ("perf/loss_scale", "policy/skipped_steps"):
         assert [m[name] for m in left] == [m[name] for m in right]
@@ -180,15 +166,21 @@ def test_in_fp16_two_processes_skip_the_same_steps_and_have_the_same_scale(files
     assert furthest(one, two, step=6) < 6e-4
 
 
+def in_one_and_two(files, tmp_path, **more):
+    """-> the folders of a run in one process and in two"""
+    (tmp_path / "files").mkdir()
+    more["data_path"] = run_files(tmp_path / "files", count=185)["data_path"]
+    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
+    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
+        finish(process)
+    return tmp_path / "one" / "r", tmp_path / "two" / "r"
+
+
+SLOW = pytest.param((2, 1), (4, 1), marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("was", "processes"),
-    [
-        ((2, 0), (1, 0)),
-        ((1, 0), (2, 0)),
-        ((2, 1), (1, 0)),
-        ((1, 0), (2, 1)),
-        pytest.param((2, 1), (4, 1), marks=pytest.mark.slow),
-    ],
+    ("was", "processes"), [((2, 0), (1, 0)), ((1, 0), (2, 0)), ((2, 1), (1, 0)), ((1, 0), (2, 1)), SLOW]
 )
 def test_resuming_with_another_number_of_processes(
     files, run_in, overflowing, tmp_path, was, processes, capsys
@@ -206,7 +198,7 @@ def test_resuming_with_another_number_of_processes(
         (out, _), *_ = map(finish, launch_all(argv, count))
     assert f"note: processes were {was[0]} and are {count}" in out
     assert furthest(run_in(1), tmp_path / "r") < TOLERANCE
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert steps_in(tmp_path) == list(range(STEPS + 1))
 
 
 @pytest.mark.parametrize(
@@ -219,41 +211,38 @@ def test_sharded_mixtures_of_experts_and_adapters_equal_one_process(files, tmp_p
     if kind == "adapters":
         more |= {"lora_r": 3, "learning_rate": 1e-2, "gradient_checkpointing": 1}
     else:
-        torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(FAMILIES["Llama, tied" if kind == "tied" else kind]())
+        policy = build(FAMILIES["Llama, tied" if kind == "tied" else kind](), spread=1.0)
         policy.save_pretrained(tmp_path / "policy")
         AutoTokenizer.from_pretrained(files["model"]).save_pretrained(tmp_path / "policy")
         more |= {"model": tmp_path / "policy"}
-    train_ppo.main(argv_of(files, tmp_path / "one", 1, **more))
-    for process in launch_two(argv_of(files, tmp_path / "two", 2, **more)):
-        finish(process)
-    one, two = (tmp_path / name / "r" for name in ("one", "two"))
+    one, two = in_one_and_two(files, tmp_path, **more)
     assert furthest(one, two, step=3) < TOLERANCE
     same_metrics(one, two, {*SAME.split()}, abs=1e-3)
 
 
-# ------------------------------------------------------------------------------------ when a process fails
-
-
-def failing(argv, fault, call=9):
-    """Two processes of which the second one executes this code at this call of its reward function; two calls
-    are the first evaluation -> their outputs and errors."""
-    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT=str(call))
+def failing(files, out_dir, fault):
+    """Two processes of which the second one executes this code in step 7: the ninth call of its reward
+    function, of which two are the first evaluation -> their outputs and errors."""
+    argv = argv_of(files, out_dir, 2, target_kl=0)
+    processes = launch_two(argv, FAULT=fault, FAULT_RANK="1", FAULT_AT="9")
     return [(process.communicate(timeout=600), process.returncode) for process in processes]
 
 
+def steps_in(out_dir):
+    return [line["step"] for line in read_jsonl(out_dir / "r" / "metrics.jsonl")]
+
+
 def test_when_one_process_dies_the_other_ends_and_the_run_resumes(files, tmp_path):
-    argv = argv_of(files, tmp_path, 2, target_kl=0)
-    ((out, err), code), (_, killed) = failing(argv, DIE)
+    ((out, err), code), (_, killed) = failing(files, tmp_path, DIE)
     assert (code, killed) == (1, -9)
     assert f"to go on: torchrun --nproc_per_node 2 {ROOT}/trainer/train_ppo.py --model" in out
     assert "error: process 0 lost contact with the others" in err
     train_ppo.main(argv_of(files, tmp_path, 1, target_kl=0, resume="auto"))
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(STEPS + 1))
+    assert steps_in(tmp_path) == list(range(STEPS + 1))
 
 
 def test_when_a_reward_fails_on_one_process_all_save_and_end(files, tmp_path):
-    found = failing(argv_of(files, tmp_path, 2, target_kl=0), "raise KeyError('no such answer')")
+    found = failing(files, tmp_path, "raise KeyError('no such answer')")
     assert [code for _, code in found] == [2, 2]
     (line,) = [line for (_, err), _ in found for line in err.splitlines() if line.startswith("error: ")]
     assert "process 1: --reward_fn: KeyError: 'no such answer' at" in line
@@ -270,10 +259,10 @@ World.check_identical = drift
 
 
 def test_processes_that_drift_apart_are_stopped_at_once(files, tmp_path):
-    found = failing(argv_of(files, tmp_path, 2, target_kl=0), DRIFT)
+    found = failing(files, tmp_path, DRIFT)
     assert [code for _, code in found] == [1, 1]
     assert "error: processes hold different weights" in found[0][0][1]
-    assert [m["step"] for m in read_jsonl(tmp_path / "r" / "metrics.jsonl")] == list(range(7))
+    assert steps_in(tmp_path) == list(range(7))
     assert [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()] == ["step_5"]
 
 
@@ -344,9 +333,6 @@ def test_one_that_hangs_or_dies_is_noticed_under_torchrun(files, tmp_path, fault
     assert "error: process 0 lost contact with the others" in err
 
 
-# --------------------------------------------------------------------------------------------- two machines
-
-
 def launch_two_nodes(argv):
     """Two torchrun agents with one rendezvous, as on two machines, with one process each."""
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "7"]
@@ -362,17 +348,14 @@ def test_two_nodes(files, run_in, overflowing, tmp_path):
 
 @pytest.mark.slow
 def test_a_node_that_dies_ends_the_other(files, tmp_path):
-    nodes = launch_two_nodes(argv_of(files, tmp_path, 2, max_steps=900))
-    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), nodes[0])
-    for process in psutil.Process(nodes[1].pid).children():
+    one, other = launch_two_nodes(argv_of(files, tmp_path, 2, max_steps=900))
+    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), one)
+    for process in psutil.Process(other.pid).children():
         process.kill()
-    nodes[1].kill()
-    nodes[0].communicate(timeout=240)
-    nodes[1].communicate(timeout=240)
-    assert nodes[0].returncode != 0
-
-
-# ---------------------------------------------------------------------------------------------- one process
+    other.kill()
+    for node in (one, other):
+        node.communicate(timeout=240)
+    assert one.returncode != 0
 
 
 def test_one_process_does_not_communicate():

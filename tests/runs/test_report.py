@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from trainer import train_ppo, train_sft
 from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
-from trainer.runs.health import Finding
+from trainer.runs.health import Rule
 from trainer.runs.plots import draw_panel, draw_svgs
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
@@ -42,7 +43,8 @@ def finding(level, step):
     """A finding as health.py gives it."""
     causes = ["a high --learning_rate", "a small --kl_coef"]
     symptom = "the <b>policy</b> is far from its start"
-    return Finding("kl_far", level, step, symptom, "kl/k1 2.0", causes, "--kl_coef 0.06", "a paper")
+    rule = Rule("kl_far", symptom, ["kl/k1 2.0"], causes, "--kl_coef 0.06", "a paper")
+    return replace(rule, level=level, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +55,14 @@ def files(tmp_path_factory):
     prompts = [{"prompt": " ".join(HTML[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]
     held_out = [{**prompt, "answer": "<b>&"} for prompt in prompts[:12]]
     (folder / "combine.py").write_text(REWARD)
-    sizes = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
-    more = {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
-    return (
-        sizes
-        | more
-        | {
-            "model": save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0),
-            "reward_model": save_reward_dir(folder / "reward", tokenizer) + "=0.5",
-            "reward_fn": f"{folder / 'combine.py'}:score",
-            "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
-            "eval_data_path": write_jsonl(folder / "eval.jsonl", held_out),
-            "missing_eos_penalty": 1,
-        }
-    )
+    found = {"batch_size": 8, "mini_batch_size": 4, "max_gen_len": 12, "epochs": 9, "max_steps": 6}
+    found |= {"device": "cpu", "run_name": "r", "dtype": "float32", "learning_rate": 0.01, "eval_interval": 3}
+    found["model"] = save_policy_dir(folder / "policy", tokenizer, layers=2, spread=2.0)
+    found["reward_model"] = save_reward_dir(folder / "reward", tokenizer) + "=0.5"
+    found["reward_fn"] = f"{folder / 'combine.py'}:score"
+    found["data_path"] = write_jsonl(folder / "prompts.jsonl", prompts)
+    found["eval_data_path"] = write_jsonl(folder / "eval.jsonl", held_out)
+    return found | {"missing_eos_penalty": 1}
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +72,11 @@ def run_folder(files, tmp_path_factory):
     return out / "r"
 
 
-def copy_of(run_folder, folder):
-    """A copy of the run folder without checkpoints and weights."""
-    return shutil.copytree(run_folder, folder, ignore=shutil.ignore_patterns("checkpoints", "*.pth", "best"))
-
-
 @pytest.fixture
 def copied(run_folder, tmp_path):
-    return copy_of(run_folder, tmp_path / "copy")
+    """A copy of the run folder without checkpoints and weights."""
+    left_out = shutil.ignore_patterns("checkpoints", "*.pth", "best")
+    return shutil.copytree(run_folder, tmp_path / "copy", ignore=left_out)
 
 
 def written(folder, times=1, findings=(), long_text=""):
@@ -100,7 +93,8 @@ def written(folder, times=1, findings=(), long_text=""):
     args = train_ppo.flag_parser().parse_args(["--batch_size", "8"])
     run = SimpleNamespace(args=args, display=displays.PPO, total_steps=6 * times, script="train_ppo.py")
     run.best_note, run.result_path, run.progress = lambda: "", None, SimpleNamespace(step=6 * times)
-    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended", 6)
+    run.saved_step = 6
+    write_report(run, folder, SimpleNamespace(past=past, sorted=list(findings)), "ended")
     return folder / "report.html"
 
 
@@ -122,9 +116,6 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-# ------------------------------------------------------------------------------------------ what is kept
-
-
 def step_of(scores, lengths):
     """(run, batch) for ``rows_of_step``."""
     prompts = [SimpleNamespace(prompt=f"p{n}") for n in range(len(scores))]
@@ -136,26 +127,17 @@ def step_of(scores, lengths):
 
 
 def test_of_a_step_the_first_response_and_those_that_stand_out_are_kept_of_all_processes():
+    def kept():
+        return [(row["kind"], row["response"]) for row in rows_of_step(run, batch)["samples.jsonl"]]
+
     run, batch = step_of([1.0, 3.0, -2.0, 0.0], [1, 2, 1, 3])
-    rows = rows_of_step(run, batch)["samples.jsonl"]
-    kinds = ["first", "best", "worst", "longest"]
-    assert [(row["kind"], row["response"]) for row in rows] == list(
-        zip(kinds, ["r0", "r1", "r2", "r3"], strict=True)
-    )
-    parts = {"score": 0.0, "model": pytest.approx(0.1)}
-    longest = {
-        "prompt": "p3",
-        "response": "r3",
-        "parts": parts,
-        "length": 3,
-        "finished": False,
-        "kind": "longest",
-    }
-    assert rows[3] == longest
+    assert kept() == [("first", "r0"), ("best", "r1"), ("worst", "r2"), ("longest", "r3")]
+    longest = {"prompt": "p3", "response": "r3", "length": 3, "finished": False, "kind": "longest"}
+    longest["parts"] = {"score": 0.0, "model": pytest.approx(0.1)}
+    assert rows_of_step(run, batch)["samples.jsonl"][3] == longest
     far = {"prompt": "q", "response": "far", "parts": {"score": 9.0, "model": 0.0}, "length": 1}
     run.world = SimpleNamespace(gather=lambda mine: [mine, [far]])
-    found = [(row["kind"], row["response"]) for row in rows_of_step(run, batch)["samples.jsonl"]]
-    assert found == list(zip(kinds, ["r0", "far", "r2", "r3"], strict=True))
+    assert kept() == [("first", "r0"), ("best", "far"), ("worst", "r2"), ("longest", "r3")]
 
 
 def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluation(run_folder):
@@ -167,23 +149,18 @@ def test_a_run_keeps_the_same_eight_of_twelve_held_out_prompts_at_every_evaluati
     assert 1 <= read_jsonl(run_folder / "metrics.jsonl")[0]["eval/length_greedy"] <= 12
 
 
-# ---------------------------------------------------------------------------------------------- what is shown
-
-
 def test_the_page_has_all_sections_plots_and_texts_and_no_script(run_folder):
     page = Page(run_folder / "report.html")
     assert [a["id"] for a in page.all("section")] == SECTIONS
     assert page.all("script") == []
     assert [a for a in page.all("img") if "src=x" in str(a)] == []
     assert len(page.all("figure")) == len(page.all("svg")) >= 12
-    words = {
-        word for row in read_jsonl(run_folder / "eval_samples.jsonl") for word in row["response"].split()
-    }
-    words |= {HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"}
-    for word in words | {"The longest", "clip fraction", "explained variance", "k1, true on average"}:
+    words = " ".join(row["response"] for row in read_jsonl(run_folder / "eval_samples.jsonl")).split()
+    words += [HTML[0], "<b>&", "The score ", "ended", "--learning_rate", "0.01", "train_ppo.py --batch_size"]
+    for word in (*words, "The longest", "clip fraction", "explained variance", "k1, true on average"):
         assert word in page.text
-    head = [a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
-    assert head[0]["content"].startswith("default-src 'none'")
+    (head,) = (a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert head["content"].startswith("default-src 'none'")
     links = [v for _, a in page.elements for k, v in a.items() if k in ("href", "src", "xlink:href") and v]
     assert all(link.startswith(("#", "data:")) for link in links)
     inside = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, nothing is loaded
@@ -203,12 +180,10 @@ def test_plots_have_one_sentence_each_and_no_colour_of_their_own(run_folder):
 
 
 def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
-    row = {"prompt": "p", "finished": True}
-    rows = [
-        {**row, "step": n, "kind": kind, "response": f"r{n % 7}", "parts": {"score": -n}, "length": n}
-        for n in range(20)
-        for kind in ("best", "worst", "longest")
-    ]
+    rows = []
+    for n in range(20):
+        row = {"prompt": "p", "finished": True, "step": n, "response": f"r{n % 7}", "length": n}
+        rows += [{**row, "parts": {"score": -n}, "kind": kind} for kind in ("best", "worst", "longest")]
     write_jsonl(copied / "samples.jsonl", rows)
     section = written(copied).read_text().split('id="samples"')[1].split('id="curves"')[0]
     shown = [re.findall(r"step (\d+): score", part) for part in section.split("<h3>")[1:]]
@@ -217,27 +192,13 @@ def test_of_each_kind_the_most_outstanding_are_shown_once(copied):
 
 def test_an_answer_that_did_not_change_is_shown_once_with_the_steps_that_gave_it(copied):
     said = {"parts": {"score": 1.0}, "length": 1, "finished": True}
-    rows = [
-        {
-            **said,
-            "step": n,
-            "place": 0,
-            "prompt": "p",
-            "answer": None,
-            "response": text,
-            "greedy": {**said, "response": "g"},
-        }
-        for n, text in enumerate("aabba")
-    ]
+    row = {**said, "place": 0, "prompt": "p", "answer": None, "greedy": {**said, "response": "g"}}
+    rows = [{**row, "step": n, "response": text} for n, text in enumerate("aabba")]
     write_jsonl(copied / "eval_samples.jsonl", rows)
     section = written(copied).read_text().split('id="answers"')[1].split('id="samples"')[0]
     heads = re.findall(r'class="head">(.*?):', section)
-    assert heads == [
-        "steps 0 to 4, unchanged",
-        "steps 0 to 1, unchanged",
-        "steps 2 to 3, unchanged",
-        "step 4",
-    ]
+    always, first, second = (f"steps {steps}, unchanged" for steps in ("0 to 4", "0 to 1", "2 to 3"))
+    assert heads == [always, first, second, "step 4"]
 
 
 def test_findings_come_first_with_all_they_say_and_are_marked_at_their_steps(copied):
@@ -272,15 +233,12 @@ def test_evaluations_have_markers_and_so_has_a_single_step():
     assert seen[2:] == [([1], [1.0], "o"), ([1], [2.0], "o")]
 
 
-# ----------------------------------------------------------------------------------- when it is written
-
-
 def test_it_is_written_as_the_run_goes_and_when_it_is_stopped(files, tmp_path, monkeypatch, capsys):
     states = []
 
-    def noted(run, folder, health, state, saved_step):
-        states.append((run.progress.step, state, saved_step))
-        return write_report(run, folder, health, state, saved_step)
+    def noted(run, folder, health, state):
+        states.append((run.progress.step, state, run.saved_step))
+        return write_report(run, folder, health, state)
 
     monkeypatch.setattr(run_logger, "write_report", noted)
     monkeypatch.setattr(run_logger, "SHARE", 0)
@@ -339,16 +297,11 @@ def test_half_a_character_in_the_data_does_no_harm(copied):
     assert HTML[3] in Page(written(copied, long_text="\ud83d")).text
 
 
-@pytest.fixture(scope="module")
-def long_report(run_folder, tmp_path_factory):
-    """The report of 1,020 steps, 341 evaluations and responses of up to 10,000 characters -> its path."""
-    folder = copy_of(run_folder, tmp_path_factory.mktemp("long") / "r")
-    return written(folder, times=170, long_text="word " * 2)
-
-
-def test_the_report_of_a_thousand_steps_is_small(long_report):
-    assert long_report.stat().st_size < 10e6
-    text = Page(long_report).text
+def test_the_report_of_a_thousand_steps_is_small(copied):
+    """1,020 steps, 341 evaluations, and responses of up to 10,000 characters."""
+    path = written(copied, times=170, long_text="word " * 2)
+    assert path.stat().st_size < 10e6
+    text = Page(path).text
     assert "Shown are 13 of 341 evaluations" in text
     assert "the rest is in the run folder" in text
 
@@ -358,14 +311,12 @@ def test_stage_1_has_a_report_of_curves_only(files, tmp_path):
     data = write_jsonl(tmp_path / "data.jsonl", pairs)
     sizes = {"device": "cpu", "batch_size": 4, "eval_size": 4, "max_steps": 3, "epochs": 9}
     train_sft.main(flags(model=files["model"], data_path=data, out_dir=tmp_path / "out", **sizes))
-    page = Page(next((tmp_path / "out").glob("sft_1/report.html")))
+    page = Page(tmp_path / "out" / "sft_1" / "report.html")
     assert [a["id"] for a in page.all("section")] == ["verdict", "curves", "configuration"]
     assert len(page.all("svg")) == 3
     assert "train_sft.py: step 3 of 3, ended" in page.text
     assert "No finding" not in page.text  # nothing is watched
 
-
-# ----------------------------------------------------------------------------------------- in a browser
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -429,8 +380,3 @@ def test_the_page_fits_a_phone_and_wide_things_scroll_in_their_own_box(opened, r
     assert 250 < min(widths) <= max(widths) < 400
     wider = "all => all.filter(e => e.scrollWidth > e.clientWidth).length"
     assert width > 390 or page.locator(".scroll").evaluate_all(wider) > 0
-
-
-def test_a_long_report_opens(opened, long_report):
-    page = opened(long_report)
-    assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 60_000

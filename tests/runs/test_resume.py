@@ -93,19 +93,13 @@ def steps_in(run):
 
 
 def contents(run):
-    return {
-        path: path.read_bytes()
-        for path in run.rglob("*")
-        if path.is_file() and not path.name.startswith(".lock")
-    }
+    files = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith(".lock")]
+    return {path: path.read_bytes() for path in files}
 
 
 def wait_for_steps(run, count, process):
     metrics = run / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > count, process)
-
-
-# -------------------------------------------------------------------------------------- killed and resumed
 
 
 @pytest.mark.parametrize("batch", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
@@ -165,34 +159,24 @@ def test_a_kill_in_the_middle_of_a_save_loses_nothing(whole, files, tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(files, tmp_path):
-    run = tmp_path / "r"
-    process = launch(argv_of(files, tmp_path, **ENDLESS))
-    wait_for_steps(run, 3, process)
-    process.send_signal(signal.SIGINT)
-    out, err = finish(process, code=130)
-    assert "Traceback" not in err
-    done = steps_in(run)[-1]
-    assert (run / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
-    command = out.split("to go on: ")[1].splitlines()[0]
-    assert f"{ROOT}/trainer/train_ppo.py --model" in command
-    _, *words = shlex.split(command)
-    process = launch(words[1:], script=words[0])
-    wait_for_steps(run, done + 2, process)
-    os.killpg(process.pid, signal.SIGTERM)
-    out, _ = finish(process, code=128 + signal.SIGTERM)
-    assert steps_in(run) == list(range(len(steps_in(run))))
-    assert out.split("to go on: ")[1].splitlines()[0] == command  # it has one --resume
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_the_loaders_workers_too_and_does_no_harm(number, files, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_go_on_and_so_does_sigterm(files, tmp_path):
+    """A terminal or Slurm sends them to the workers of the loader too."""
+    run, commands, done = tmp_path / "r", [], 0
     process = launch(argv_of(files, tmp_path, **ENDLESS, num_workers=2))
-    wait_for_steps(tmp_path / "r", 3, process)
-    os.killpg(process.pid, number)  # as a terminal or Slurm does
-    _, err = finish(process, code=128 + number)
-    assert err == "\nstopping after this step; a second signal stops at once\n"
-    assert names(tmp_path / "r") == [f"step_{steps_in(tmp_path / 'r')[-1]}"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        wait_for_steps(run, done + 3, process)
+        os.killpg(process.pid, number)
+        out, err = finish(process, code=128 + number)
+        assert err == "\nstopping after this step; a second signal stops at once\n"
+        done = steps_in(run)[-1]
+        assert steps_in(run) == list(range(done + 1))
+        assert (run / "checkpoints" / f"step_{done}" / "SHA256SUMS").is_file()
+        commands.append(out.split("to go on: ")[1].splitlines()[0])
+        _, script, *argv = shlex.split(commands[-1])
+        if number == signal.SIGINT:
+            process = launch(argv, script=script)
+    assert script == f"{ROOT}/trainer/train_ppo.py"
+    assert commands[0] == commands[1]  # it has one --resume
 
 
 def test_a_second_signal_ends_at_once(files, tmp_path):
@@ -204,9 +188,6 @@ def test_a_second_signal_ends_at_once(files, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 130
     process.communicate()
-
-
-# ------------------------------------------------------------------------------------- damaged checkpoints
 
 
 def flip_a_bit(path):
@@ -263,7 +244,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken_and_said(whole, half, caps
 
 def test_where_every_checkpoint_is_damaged_nothing_is_touched(half):
     run, argv = half
-    for name in ("step_2", "step_4"):
+    for name in names(run):
         os.truncate(run / "checkpoints" / name / "actor.safetensors", 0)
     before = contents(run)
     with pytest.raises(InputError, match=r"step_2 is damaged .*, and there is no other"):
@@ -329,8 +310,6 @@ def test_weights_that_are_not_finite_never_replace_good_ones(files, tmp_path, va
     assert not checkpoints.damage(tmp_path / "r" / "checkpoints" / "step_2")
 
 
-# ----------------------------------------------------------------------------------------------- full disks
-
 CRAMPED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
 
 
@@ -371,9 +350,6 @@ def test_a_full_disk(whole, files, tmp_path):
     assert "No space left on device" in error
     assert done.returncode == 0, done.stderr
     same_run(whole, tmp_path / "disk.copy", step=6)
-
-
-# ------------------------------------------------------------------------------------------ run folders
 
 
 def test_runs_that_begin_together_get_folders_of_their_own_and_keep_them(files, tmp_path):
@@ -417,13 +393,8 @@ def test_a_place_that_is_not_mounted_is_one_line(tmp_path):
 
 def test_a_folder_goes_only_where_it_holds_nothing_but_its_own(tmp_path):
     """Not with an evaluation, a tracker's folder or a file of the user, and not if it was there before."""
-    for name, file in (
-        ("empty", ""),
-        ("held", "metrics.jsonl"),
-        ("tracker", "tensorboard"),
-        ("file", "a.txt"),
-    ):
-        folder = RunFolder(tmp_path, name, "")
+    for file in ("", "metrics.jsonl", "tensorboard", "a.txt"):
+        folder = RunFolder(tmp_path, f"with {file}", "")
         (folder.path / "config.json").write_text("{}")
         (folder.path / "samples.jsonl").write_text("")
         if file:
@@ -470,11 +441,8 @@ def test_a_script_ends_without_a_word_where_its_reader_has_ended_and_another_bro
         run_script(main)
 
 
-# --------------------------------------------------------------------------------- the same run, or another
-
-
 def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, half, tmp_path):
-    """Flags by their values, over all processes; files by what they hold, whatever their path is."""
+    """Flags by their values (test_flags.py), files by what they hold, whatever their path is."""
     run, argv = half
     tokenizer = word_tokenizer(WORDS, chat=True)
     policy = save_policy_dir(tmp_path / "policy", tokenizer, layers=2, spread=2.0, seed=5)
@@ -485,19 +453,15 @@ def test_resume_refuses_what_changes_the_result_and_leaves_the_run_alone(files, 
     (offset / "config.json").write_text(json.dumps(config | {"reward_offset": 0.5}))
     ends = shutil.copytree(files["model"], tmp_path / "ends")
     (ends / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
-    before = contents(run)
+    before, other = contents(run), "does not hold what the run began with"
     for flag, value, refused in (
         ("kl_coef", "0.3", "was 0.02 and is now 0.3"),
-        ("seed", "7", "was 42 and is now 7"),
         ("batch_size", "4", "was 8 and is now 4 over all processes"),
-        ("ppo_epochs", "1", "was 2 and is now 1"),
-        ("learning_rate", "0.002", "was 0.001 and is now 0.002"),
         ("max_steps", "7", "was 6 and is now 7"),
-        ("model", policy, "does not hold what the run began with"),
-        ("model", ends, "does not hold"),
-        ("reward_model", reward, "does not hold what the run began with"),
-        ("reward_model", offset, "does not hold what the run began with"),
-        ("data_path", prompts, "does not hold what the run began with"),
+        ("lora_r", "2", "was 0 and is now 2"),
+        *(("model", path, other) for path in (policy, ends)),
+        *(("reward_model", path, other) for path in (reward, offset)),
+        ("data_path", prompts, other),
     ):
         with pytest.raises(InputError, match=rf"--{flag} ") as error:
             train_ppo.main([*argv, f"--{flag}", str(value), "--resume", "auto"])
@@ -519,17 +483,16 @@ def test_resume_accepts_what_changes_nothing_and_a_reward_function_that_was_mend
 
 
 def test_with_a_constant_rate_a_run_can_be_made_longer(files, tmp_path):
-    """Three steps, then resumed with --max_steps 4: the weights of a run of four steps. With a cosine, whose
-    rates depend on the length, it is refused (above)."""
-    argv = argv_of(files, tmp_path / "longer", lr_schedule="constant", max_steps=3)
-    train_ppo.main(argv)
-    train_ppo.main([*argv, "--max_steps", "4", "--resume", "auto"])
-    train_ppo.main([*argv, "--max_steps", "4", "--out_dir", str(tmp_path / "whole")])
+    """With a cosine, whose rates depend on the length, it is refused (above)."""
+    longer, whole = (argv_of(files, tmp_path / x, lr_schedule="constant") for x in ("longer", "whole"))
+    train_ppo.main([*longer, "--max_steps", "3"])
+    train_ppo.main([*longer, "--max_steps", "4", "--resume", "auto"])
+    train_ppo.main([*whole, "--max_steps", "4"])
     for name in ("actor", "critic"):
         left, right = (load_weights(tmp_path / kind / "r", 4, name) for kind in ("longer", "whole"))
         assert all(left[key].equal(right[key]) for key in left)
     with pytest.raises(InputError, match="step 4 of 3"):
-        train_ppo.main([*argv, "--max_steps", "3", "--resume", "auto"])
+        train_ppo.main([*longer, "--max_steps", "3", "--resume", "auto"])
 
 
 def test_what_a_checkpoint_of_before_does_not_have_stays_as_it_begins():

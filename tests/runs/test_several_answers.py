@@ -1,34 +1,18 @@
-"""Runs with several answers a prompt and without a critic: processes, resuming, answers sampled again."""
-
-import json
+"""Several answers to a prompt: those that score the same are sampled again. Runs: test_loss_options.py."""
 
 import pytest
 import torch
-from same_runs import (
-    EXACT,
-    built,
-    resumed_is_the_same,
-    run_in_two_processes,
-    same_metrics,
-    same_weights,
-    sizes,
-)
+from same_runs import EXACT, built, sizes
+from test_loss_options import FEW_SCORES, GROUPS
 from test_processes import ALONE
-from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
+from tiny import run_files
 
 from trainer import train_ppo
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
 
-# Many answers to a prompt score the same.
-FEW_SCORES = """def score(prompts, responses, answers):
-    return [float({"a", "c"} <= set(r.split())) for r in responses]
-"""
-RUN = {"advantage": "rloo", "num_generations": 4, "filter_groups": 2, "replay_batches": 1, "ppo_epochs": 2}
-RUN |= EXACT | {"max_gen_len": 6, "max_steps": 4, "eval_interval": 2, "seed": 1, "kl_in": "reward"}
-RUN |= {"update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
-ONE, TWO = sizes(32), sizes(16)
+RUN = EXACT | GROUPS | {"max_gen_len": 6, "max_steps": 4, "ppo_epochs": 2, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -37,46 +21,7 @@ def files(tmp_path_factory):
     found = run_files(folder)
     del found["reward_model"]
     (folder / "few.py").write_text(FEW_SCORES)
-    held_out = [{"prompt": f"{a} b", "answer": "a"} for a in WORDS[:5]]
-    held_out = write_jsonl(folder / "eval.jsonl", held_out)
-    return found | {"reward_fn": f"{folder / 'few.py'}:score", "eval_data_path": held_out}
-
-
-def argv_of(files, out_dir, **more):
-    return flags(**{**files, **RUN, **ONE, "out_dir": out_dir, **more})
-
-
-@pytest.fixture(scope="module")
-def whole(files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole")
-    train_ppo.main(argv_of(files, out))
-    return out / "r"
-
-
-def test_there_is_no_critic(whole):
-    names = {path.name for path in (whole / "checkpoints" / "step_4").iterdir()}
-    assert "actor.safetensors" in names
-    assert not any("critic" in name for name in names)
-    lines = read_jsonl(whole / "metrics.jsonl")
-    assert not any(name.startswith("value/") for line in lines for name in line)
-    assert "policy/loss" in lines[1]  # the actor trains from the first step on
-    assert lines[1]["rollout/sampled_again"] > 0
-    assert lines[1]["rollout/equal_groups"] < 0.8
-    assert "eval/pass@4" in lines[0]
-    facts = json.loads((whole / "config.json").read_text())["facts"]
-    assert list(facts["suited"]) == ["learning_rate"]
-    state = json.loads((whole / "checkpoints" / "step_4" / "state.json").read_text())
-    assert state["advantage_scale"]["batches"] > 0
-
-
-def test_two_processes_equal_one(files, whole, tmp_path):
-    run_in_two_processes(argv_of(files, tmp_path, **TWO))
-    same_weights(whole, tmp_path / "r", 4)
-    same_metrics(whole, tmp_path / "r", but=("perf/", "policy/"), rel=1e-4, abs=2e-5)
-
-
-def test_a_resumed_run_is_the_same(files, whole, tmp_path):
-    resumed_is_the_same(whole, argv_of(files, tmp_path), tmp_path, last=4)
+    return found | {"reward_fn": f"{folder / 'few.py'}:score"}
 
 
 def test_rows_of_equal_groups():
@@ -120,17 +65,19 @@ class Coarse:
 def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path, model):
     """All others keep their answers; what is kept of the new ones is what a fresh score of them is."""
     more = {"reward_model": run_files(tmp_path)["reward_model"], "reasoning": 1} if model else {}
-    batches, positions = {}, list(range(32))
+    batches = {}
     for times in (0, 1, 9):
-        run = built(files, **{**RUN, **ONE, **more, "filter_groups": times, "out_dir": tmp_path / "out"})
+        run = built(
+            files, **{**RUN, **sizes(32), **more, "filter_groups": times, "out_dir": tmp_path / "out"}
+        )
         if model:
             judge, weight = run.reward.models["model"]
             run.reward.models["model"] = Coarse(judge), weight
-        asked = [run.prompts[i] for i in range(8)]
-        batches[times] = train_ppo.collect(run, 0, iter([asked]), positions)
+        asked = [run.data[i] for i in range(8)]
+        batches[times] = train_ppo.collect(run, 0, iter([asked]))
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.collector.raw_scores(run.reward, batch.prompts, batch.rollout, batch.texts)
+        fresh = run.raw_scores(run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()

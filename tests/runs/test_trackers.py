@@ -41,23 +41,16 @@ def home(tmp_path_factory):
         yield
 
 
-# -------------------------------------------------------------------------------------------- reading back
-
-
 def in_tensorboard(folder):
     """-> ({metric: [(step, value), …]}, {name: [(step, text), …]})"""
     sizes = {"scalars": 0, "tensors": 0}
     events = accumulators.EventAccumulator(str(folder / "tensorboard"), size_guidance=sizes)
     events.Reload()
-    tags = events.Tags()
-    scalars = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in tags["scalars"]}
-    texts = {
-        name.removesuffix("/text_summary"): [
-            (e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(name)
-        ]
-        for name in tags["tensors"]
-    }
-    return scalars, texts
+    tags, texts = events.Tags(), {}
+    for name in tags["tensors"]:
+        said = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(name)]
+        texts[name.removesuffix("/text_summary")] = said
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in tags["scalars"]}, texts
 
 
 def in_wandb(folder):
@@ -66,13 +59,9 @@ def in_wandb(folder):
     (path,) = run.glob("*.wandb")
     scalars, texts = {}, {}
     for record in wandb_run(path):
-        if not record.HasField("history"):
-            continue
-        items = {
-            "/".join(i.nested_key) if i.nested_key else i.key: json.loads(i.value_json)
-            for i in record.history.item
-        }
-        step = items.pop("_step")
+        found = record.history.item if record.HasField("history") else ()
+        items = {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in found}
+        step = items.pop("_step", None)
         media = {name.removesuffix("/path") for name in items if name.endswith("/path")}
         for name in media:
             text = (run / "files" / items[f"{name}/path"]).read_text()
@@ -112,20 +101,18 @@ def in_swanlab(folder):
 
     run = max((folder / "swanlog").glob("run-*"))
     (path,) = run.glob("*.swanlab")
-    reader, found = DataStoreReader(), ({}, {})
+    reader, scalars, texts = DataStoreReader(), {}, {}
     reader.open(path)
-    for data in reader:
-        record = Record.FromString(data)
+    for record in map(Record.FromString, reader):
         if record.HasField("scalar"):
             scalar = record.scalar
-            found[0].setdefault(scalar.key, []).append((scalar.step, scalar.value.number))
+            scalars.setdefault(scalar.key, []).append((scalar.step, scalar.value.number))
         elif record.HasField("media"):
-            media = record.media
-            for item in media.value.items:
+            for item in record.media.value.items:
                 text = (run / "media" / "text" / item.filename).read_text()
-                found[1].setdefault(media.key, []).append((media.step, text))
+                texts.setdefault(record.media.key, []).append((record.media.step, text))
     reader.close()
-    return found
+    return scalars, texts
 
 
 READERS = {"swanlab": in_swanlab, "tensorboard": in_tensorboard, "wandb": in_wandb}
@@ -145,9 +132,6 @@ def check_all_steps(name, folder, after=-1):
         values = [value for _, value in scalars[metric]]
         assert values == pytest.approx([value for _, value in expected], rel=1e-6, abs=1e-6), metric
     return texts
-
-
-# -------------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +217,6 @@ def test_the_stages_before_have_trackers_too(files, tmp_path, script):
     script.main([*argv, "--tracker", "tensorboard"])
     texts = check_all_steps("tensorboard", tmp_path / "out" / "r")
     assert "held" in texts["summary"][0][1]
-
-
-# ------------------------------------------------------------------------------------- texts and flags
 
 
 def test_html_goes_to_all_as_text(tmp_path):

@@ -48,28 +48,18 @@ def attention(
     of heads -> ([B, T, heads, head_dim], None). packing: of the sequences if the row is packed.
     attention_mask: additive, or None for causal attention."""
     window = kwargs.get("sliding_window")
-    scaling = kwargs.get("scaling") or query.shape[3] ** -0.5
+    scaling = kwargs.get("scaling")
     if packing is not None:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = _flash_attention(q, k, v, packing, window, scaling)
         if out is None:
             out = _padded_attention(q, k, v, packing, window, scaling)
         return out[None], None
-    if attention_mask is not None and query.shape[2] == 1:
-        return _single_queries(query, key, value, attention_mask, scaling), None
     if attention_mask is None and query.shape[2] == key.shape[2]:
         return _causal_attention(query, key, value, window, scaling), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-def _single_queries(query, key, value, mask, scaling):
-    """Attention of one query a row over its keys; mask additive [B, 1, 1, S] -> [B, 1, heads, dim of values].
-
-    Query heads with the same key are computed as queries of one head, so that no key is repeated.
-    """
-    shared = query.squeeze(2).unflatten(1, (key.shape[1], -1)).to(key.dtype)  # [B, key heads, shared, dim]
-    out = F.scaled_dot_product_attention(shared, key, value, mask, scale=scaling)
-    return out.flatten(1, 2)[:, None].to(query.dtype)
+    # Single queries over a cache, whose dtype may be another; longer prompts than a sliding window
+    out, _ = sdpa_attention_forward(module, query.to(key.dtype), key, value, attention_mask, **kwargs)
+    return out.to(query.dtype), None
 
 
 def _causal_attention(query, key, value, window, scaling):
@@ -127,12 +117,19 @@ def rotated_attention(
     if kernels is None:
         return None
 
+    _, _, heads, dim = query.shape
+    most = window or packing.longest
+    sizes = (len(packing.lengths), heads, key.shape[2], dim, most, float(scaling))
+
     def forward(query, key, value):
-        out = kernels.attention(query, key, value, cos, sin, packing.starts, window, scaling)
+        out = torch.empty_like(query)
+        kernels.call("attention", *sizes, query, key, value, cos, sin, packing.starts, out)
         return out, (query, key, value)
 
     def gradient(query, key, value, grad):
-        return kernels.attention_backward(query, key, value, cos, sin, packing.starts, window, scaling, grad)
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        kernels.call("attention_backward", *sizes, query, key, value, cos, sin, packing.starts, grad, *grads)
+        return grads
 
     return differentiable(forward, gradient, query, key, value)
 

@@ -39,11 +39,18 @@ def _add_norm(x, delta, norm):
     delta_dtype = None if delta is None else delta.dtype
 
     def forward(x, delta, weight):
-        y, total, r = kernels.rms_norm(x, weight, eps, dtype, delta)
+        y = torch.empty_like(x, dtype=dtype)
+        total = None if delta is None else torch.empty_like(x)
+        r = torch.empty(x.numel() // x.shape[-1], device=x.device)
+        kernels.over_rows("rms_norm", x, delta, weight, total, y, r, float(eps))
         return (total, y), (x if delta is None else total, weight, r)
 
     def gradient(total, weight, r, grad_total, grad):
-        return kernels.rms_norm_backward(total, weight, r, grad, grad_total, delta_dtype)
+        grad_x = torch.empty_like(total)
+        grad_delta = None if delta_dtype is None else torch.empty_like(total, dtype=delta_dtype)
+        parts = torch.empty(kernels.PARTS, total.shape[-1], device=total.device)
+        kernels.over_rows("rms_norm_backward", total, weight, r, grad, grad_total, grad_x, grad_delta, parts)
+        return grad_x, grad_delta, parts.sum(0).to(weight.dtype)
 
     return differentiable(forward, gradient, x, delta, norm.weight)
 
@@ -61,11 +68,16 @@ def _rotate(x, cos, sin):
         first, second = x.chunk(2, -1)
         return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
 
+    def turned(x, direction):
+        y = torch.empty_like(x)
+        kernels.over_rows("rotate", x, cos, sin, y, x.shape[-2], direction)
+        return y
+
     def forward(x):
-        return kernels.rotate(x, cos, sin), ()
+        return turned(x, 1.0), ()
 
     def gradient(grad):
-        return (kernels.rotate(grad, cos, sin, back=True),)
+        return (turned(grad, -1.0),)
 
     return differentiable(forward, gradient, x)
 
@@ -84,9 +96,16 @@ def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
         return mlp.down_proj(F.silu(gate) * up)
 
     def forward(gate, up):
-        return kernels.silu_mul(gate, up), (gate, up)
+        y = gate.new_empty(gate.shape)
+        kernels.over_rows("silu_mul", gate, up, y, gate.stride(-2))
+        return y, (gate, up)
 
-    return mlp.down_proj(differentiable(forward, kernels.silu_mul_backward, gate, up))
+    def gradient(gate, up, grad):
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        kernels.over_rows("silu_mul_backward", gate, up, grad, *grads)
+        return grads
+
+    return mlp.down_proj(differentiable(forward, gradient, gate, up))
 
 
 def attention_forward(
@@ -102,8 +121,7 @@ def attention_forward(
     cos, sin = (x[:, :, None] for x in position_embeddings)
     window = getattr(layer, "sliding_window", None)
     if getattr(past_key_values, "fused", False) and past_key_values.positions is not None:
-        norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
-        out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, norms, window)
+        out = past_key_values.attend(layer, layer.qkv(hidden_states), cos, sin, window)
     else:
         query, key, value = _heads(layer, hidden_states)
         packing = kwargs.get("packing")

@@ -1,8 +1,9 @@
 """Faster paths: compiled kernels, and how any faster path is tried against its reference.
 
-A CPU's kernels are C functions (cpu/kernels.py), a GPU's are written in Triton (cuda/kernels.py). Both offer
-the same functions; only those of token log-probs differ in what they take (logprobs.py). A caller asks
-``kernels_for`` with its tensors, and computes with torch's operations where the answer is None.
+A CPU's kernels are C functions (cpu/kernels.py), a GPU's are written in Triton (cuda/kernels.py). A caller
+asks ``kernels_for`` with its tensors, and computes with torch's operations where the answer is None. Both
+start a kernel by its name over the rows of a tensor (``over_rows``) and have the same kernels of layers and
+the same ``decode_attention``; those of token log-probs and of sampling differ (logprobs.py, engine.py).
 
 ``difference`` tries what is fast against what is known to be right, before it is used: packed rows
 (scoring.py), fused layers (fused_layers.py), flash attention (attention.py) and a GPU's kernels

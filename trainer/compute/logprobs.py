@@ -80,13 +80,25 @@ def token_logprobs(
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         grad_bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
         table = weight.to(dtype)
-        grad_logits = gpu.token_logprobs_backward if gpu else _grad_logits
         for c in chunks:
             x = kept.pop(0) if keeps else logits_of(c, states, table, bias)
             if not keeps and not gpu:
                 x = _logprobs(x, targets[c], temperature, True)[2]
             learned = (entropy[c], grad_entropy[c]) if learn_entropy else (None, None)
-            d = grad_logits(x, targets[c], log_sum[c], grad[c], temperature, dtype, *learned)
+            if gpu:
+                d = x if dtype == x.dtype else torch.empty_like(x, dtype=dtype)
+                gpu.over_rows(
+                    "token_logprobs_backward",
+                    x,
+                    targets[c],
+                    log_sum[c],
+                    grad[c],
+                    *learned,
+                    d,
+                    1 / temperature,
+                )
+            else:
+                d = _grad_logits(x, targets[c], grad[c], temperature, dtype, *learned)
             grad_states[c] = _product(d, table)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
@@ -105,7 +117,9 @@ def _logprobs(logits, targets, temperature, keeps):
     p = torch.empty_like(logits, dtype=torch.float32) if keeps else None
     kernels = kernels_for(logits)
     if kernels is not None:
-        return *kernels.token_logprobs(logits, targets, temperature, p), p
+        logprobs, entropy = torch.empty(2, len(logits)).unbind()
+        kernels.over_rows("token_logprobs", logits, targets, logprobs, entropy, p, float(temperature))
+        return logprobs, entropy, p
     z = logits.float()
     if temperature != 1:
         z /= temperature
@@ -116,7 +130,7 @@ def _logprobs(logits, targets, temperature, keeps):
     return z.gather(1, targets[:, None]).squeeze(1) - total, total - z.mul_(p).sum(-1), p
 
 
-def _grad_logits(p, targets, _, grad, temperature, dtype, entropy, grad_entropy):
+def _grad_logits(p, targets, grad, temperature, dtype, entropy, grad_entropy):
     """-> grad (onehot - p) / temperature [n, V] in ``dtype``; p may be overwritten. entropy H [n] and its
     gradient h [n] add - h p (log p + H) / temperature; None add nothing."""
     grad = grad / temperature
@@ -124,7 +138,9 @@ def _grad_logits(p, targets, _, grad, temperature, dtype, entropy, grad_entropy)
         grad_entropy = grad_entropy / temperature
     kernels = kernels_for(p, grad, entropy, grad_entropy, result=dtype)
     if kernels is not None:
-        return kernels.token_logprobs_backward(p, targets, grad, dtype, entropy, grad_entropy)
+        result = torch.empty_like(p, dtype=dtype)
+        kernels.over_rows("token_logprobs_backward", p, targets, grad, entropy, grad_entropy, result)
+        return result
     learned = None
     if entropy is not None:
         learned = torch.special.entr(p).sub_(p * entropy[:, None]).mul_(grad_entropy[:, None])

@@ -17,7 +17,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from errors import InputError
 from progress_bar import phase
 from trainer.compute.batching import halves, micro_batches
-from trainer.compute.threads import own_groups
+from trainer.compute.threads import least_of_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
 FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -67,13 +67,12 @@ def each_micro_batch(
     work: Callable[[list[int]], object],
     name: str = "scoring",
     model: nn.Module | None = None,
-    dummy: Callable[[], object] | None = None,
 ) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
     name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
-    must call this function, and ``dummy()`` makes a pass of a single sequence (``InStep`` in sharding.py)."""
+    must call this function, and ``work([])`` makes a pass of any sequence (``InStep`` in sharding.py)."""
     in_step = getattr(model, "in_step", None)
     waiting = micro_batches(lengths, token_budget)
     if in_step:
@@ -83,7 +82,7 @@ def each_micro_batch(
         while waiting:
             rows = waiting.pop()
             if in_step:
-                in_step.run(partial(work, rows) if rows else dummy)
+                in_step.run(partial(work, rows))
             elif not attempt(work, rows)[0]:
                 if len(rows) == 1:
                     raise out_of_memory_error(lengths[rows[0]])
@@ -138,14 +137,14 @@ def free_memory(device: torch.device) -> int:
 def free_in_groups() -> float:
     """Bytes that the control groups of this process leave it, infinity if they have no limit: psutil does not
     know them. Pages of files count as free: the system takes them back where it needs memory."""
-    free = [float("inf")]
-    for group in own_groups():
-        with suppress(OSError, ValueError, KeyError):  # no limit: no such file, or "max"
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free.append(limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
-    return min(free)
+
+    def free(group):
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(facts["active_file"]) + int(facts["inactive_file"])
+
+    return least_of_groups(free)
 
 
 class HostMemory:

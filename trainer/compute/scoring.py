@@ -19,11 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from errors import InputError
 from model.critic import CriticModel
-from model.loading import is_moe, quiet
+from model.loading import as_input_error, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.fused_layers import fuse_layers
@@ -32,7 +30,7 @@ from trainer.compute.logprobs import token_logprobs
 from trainer.compute.memory import each_micro_batch
 from trainer.compute.precision import autocast, rows_to_add
 from trainer.compute.rollout_data import Rollout
-from trainer.compute.sharding import InStep
+from trainer.compute.sharding import InStep, layers_of
 
 # A model without its head. transformers calls ``base_model`` a Module, which has no config.
 Backbone = Any
@@ -55,7 +53,7 @@ def pack_sequences(backbone: Backbone) -> bool:
     layout = Layout([9, 8, 4], device=backbone.device)
 
     def states():
-        return packed_states(backbone, tokens, layout).last_hidden_state
+        return packed_states(backbone, tokens, layout)[0]
 
     def packed():
         with quiet():
@@ -71,10 +69,12 @@ def pack_sequences(backbone: Backbone) -> bool:
     return True
 
 
-def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> Any:
-    """Run a backbone on right-padded tokens [B, T] -> its output, whose ``last_hidden_state`` [N, H] has the
-    states of the N real tokens, row by row, and ``router_logits`` those of each layer's experts."""
-    extra = {"output_router_logits": True} if is_moe(backbone) else {}
+def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Run a backbone on right-padded tokens [B, T] -> (the states [N, H] of the N real tokens, row by row;
+    the load-balancing loss of a mixture of experts, times the weight in its config, a sum over sequences and
+    layers, 0 for other models)."""
+    experts = is_moe(backbone)
+    extra = {"output_router_logits": True} if experts else {}
     row = layout.row
     position = layout.position
     place: Any
@@ -94,10 +94,12 @@ def packed_states(backbone: Backbone, tokens: Tensor, layout: Layout) -> Any:
     else:
         place = row * tokens.shape[1] + position
         output = backbone(input_ids=tokens, use_cache=False, **extra)
-    output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[place]
-    if extra:
-        output.router_logits = tuple(x[place] for x in output.router_logits)
-    return output
+    states = output.last_hidden_state.flatten(0, 1)[place]
+    if not experts:
+        return states, torch.zeros((), device=states.device)
+    routers = [x[place] for x in output.router_logits]
+    balance = load_balance_loss(routers, layout, backbone.config.num_experts_per_tok)
+    return states, backbone.config.router_aux_loss_coef * balance
 
 
 def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
@@ -110,26 +112,12 @@ def prepare_training(model: Backbone, gradient_checkpointing: int) -> None:
     pack_sequences(model)
     if not gradient_checkpointing:
         return
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise InputError(
-            f"--gradient_checkpointing: {type(model).__name__} does not support it; leave the flag out"
-        )
     # transformers 5 renamed this method in one of its releases
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-
-
-def balance_loss(backbone: Backbone, output: Any, layout: Layout) -> Tensor:
-    """The load-balancing loss of a mixture of experts, times the weight in its config: a sum over sequences
-    and layers; 0 for other models. output: of ``packed_states``."""
-    if not is_moe(backbone):
-        return torch.zeros((), device=layout.length.device)
-    config = backbone.config
-    top_k = config.num_experts_per_tok
-    return config.router_aux_loss_coef * load_balance_loss(output.router_logits, layout, top_k)
+    with as_input_error("--gradient_checkpointing: leave the flag out"):
+        enable({"use_reentrant": False})
+    for layer in layers_of(model):
+        layer.training = True
 
 
 def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: int) -> Tensor:
@@ -153,19 +141,13 @@ def load_balance_loss(router_logits: Sequence[Tensor], layout: Layout, top_k: in
 
 
 class _Scorer(nn.Module):
-    """What reads the states that predict the wanted tokens. dtype: of autocast."""
+    """A model that scores tokens. dtype: of autocast."""
 
     in_step: InStep | None = None  # where the model is sharded
 
     def __init__(self, dtype):
         super().__init__()
         self.dtype = dtype
-
-    def _states(self, backbone, tokens, layout):
-        """-> (states [M, H], the balance loss, a weighted sum)"""
-        output = packed_states(backbone, tokens, layout)
-        states = output.last_hidden_state.index_select(0, layout.predicted_by)
-        return states, balance_loss(backbone, output, layout)
 
 
 class PolicyScorer(_Scorer):
@@ -194,7 +176,8 @@ class PolicyScorer(_Scorer):
             forbid_ = self.early_ends.of(layout)
         targets = tokens[layout.wanted_row, layout.wanted_position]
         with autocast(tokens.device, self.dtype):
-            states, balance = self._states(self.model.base_model, tokens, layout)
+            states, balance = packed_states(self.model.base_model, tokens, layout)
+            states = states.index_select(0, layout.predicted_by)
             head = self.model.get_output_embeddings()
             logprobs, entropy = token_logprobs(
                 head, states, targets, temperature, forbid_, self.learn_entropy
@@ -213,8 +196,9 @@ class ValueScorer(_Scorer):
         """tokens [B, T], ``Layout.of_responses`` -> values [B, R] fp32, 0 on padding, balance loss (weighted
         sum)."""
         with autocast(tokens.device, self.dtype):
-            states, balance = self._states(self.critic.backbone, tokens, layout)
-            return layout.spread(self.critic.read(states)), balance
+            states, balance = packed_states(self.critic.backbone, tokens, layout)
+            values = self.critic.read(states.index_select(0, layout.predicted_by))
+            return layout.spread(values), balance
 
 
 @torch.no_grad()
@@ -230,12 +214,13 @@ def score_all(
     width = rollout.sampler_logprobs.shape[1]
 
     def fill(index):
-        part = score(rollout.rows(index))
-        found.update(zip(index, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
+        rows = index or [0]  # of a pass of a sharded model for which no rows are left
+        part = score(rollout.rows(rows))
+        found.update(zip(rows, F.pad(part, (0, width - part.shape[-1])).unbind(-2), strict=True))
 
     lengths = rollout.layout.lengths
     budget = tokens_per_pass(rollout.tokens.device)
-    each_micro_batch(lengths, budget, fill, name, scorer, lambda: score(rollout.rows([0])))
+    each_micro_batch(lengths, budget, fill, name, scorer)
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 

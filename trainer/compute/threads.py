@@ -19,7 +19,7 @@ switch 1.00 and 0.62.
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,21 +46,26 @@ def set_up_threads() -> None:
 
 def cpu_quota() -> float:
     """The CPUs that the control groups of this process grant it; infinity if there is no limit."""
-    quotas = [float("inf")]
-    for group in own_groups():
-        with suppress(OSError, ValueError):  # no limit: no such file, or "max"
-            limit, period = map(int, (group / "cpu.max").read_text().split())
-            quotas.append(limit / period)
-    return min(quotas)
+
+    def quota(group):
+        limit, period = map(int, (group / "cpu.max").read_text().split())
+        return limit / period
+
+    return least_of_groups(quota)
 
 
-def own_groups() -> list[Path]:
-    """The folders of the control groups (version 2) that limit this process: its own and those above."""
+def least_of_groups(read: Callable[[Path], float]) -> float:
+    """The smallest number that ``read`` finds in the folders of the control groups (version 2) that limit
+    this process, its own and those above; infinity if none of them has a limit."""
     place = ""
     with suppress(OSError):
         place = OWN.read_text().rpartition("0::/")[2].strip()
+    found = [float("inf")]
     folder = CGROUPS / place
-    return [folder, *folder.parents]
+    for group in (folder, *folder.parents):
+        with suppress(OSError, ValueError, KeyError):  # no limit: no such file, or "max"
+            found.append(read(group))
+    return min(found)
 
 
 @contextmanager

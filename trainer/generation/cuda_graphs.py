@@ -39,14 +39,14 @@ class CudaGraphs:
         self.captured: dict[Hashable, Step] = {}
         self.pool: Any = None
 
-    def run(self, key: Hashable, step: Step, state: list[Tensor]) -> None:
+    def run(self, key: Hashable, step: Step, state: Tensor) -> None:
         """Run ``step()`` once. key: what its shapes and constants depend on; each key has a graph of its own.
-        state: the tensors that it changes in place; they are restored after a capture, whose warm-up runs
-        change them. If memory runs out in a capture, the error is raised. If capturing fails otherwise, a
+        state: what it continues from and changes in place; it is restored after a capture, whose warm-up runs
+        change it. If memory runs out in a capture, the error is raised. If capturing fails otherwise, a
         warning says so, and all steps run without graphs from then on.
         """
         if self.possible and key not in self.captured:
-            saved = [x.clone() for x in state]
+            saved = state.clone()
             try:
                 self.warm_up(step)
                 self.captured[key] = self.record(step)
@@ -56,8 +56,7 @@ class CudaGraphs:
                 self.possible = False
                 self.forget()
                 warnings.warn(f"no CUDA graphs, decoding is slower: {first_line(error)}", stacklevel=3)
-            for x, before in zip(state, saved, strict=True):
-                x.copy_(before)
+            state.copy_(saved)
         self.captured.get(key, step)()
 
     def warm_up(self, step: Step) -> None:

@@ -151,8 +151,8 @@ class Engine:
     """The slots, the sequences in them and the results. Tensors keep their addresses, as CUDA graphs require.
 
     sizes: (rows, most prompts of a call; width, of the cache; longest response). The first ``live`` slots
-    hold sequences; the others are empty and count as done. ``state`` [6, slots] describes the slots, [rows +
-    1, …] tensors hold the results. Slots that are done write to the last row or column, which is never read.
+    hold sequences; the others are empty and count as done. ``state`` [6, slots] describes the slots; tokens,
+    logprobs and noise have a row for each prompt, and one with a column more: what slots that are done write.
     """
 
     def __init__(
@@ -162,7 +162,6 @@ class Engine:
         self.model = model
         self.head = model.get_output_embeddings()
         self.slots = slots
-        self.sizes = sizes
         self.ends = ends
         self.cache = KVCache(model, slots, width)
         self.graphs = graphs
@@ -175,15 +174,15 @@ class Engine:
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=model.device)
 
-        # begun: how much of a stop string the text ends with, a state of ``StopStrings``
+        # begun: how much of a stop string the text ends with, a state of ``StopStrings``. done: 0 while the
+        # sequence goes on; 1 where it was cut, or the slot is empty; 2 or 3 where it has ended by itself
         self.state = zeros(6, slots)
         self.row, self.token, self.position, self.count, self.begun, self.done = self.state
         self.noise = zeros(rows + 1, limit + 1, dtype=torch.float64)
         self.tokens = zeros(rows + 1, limit + 1)
         self.logprobs = zeros(rows + 1, limit + 1, dtype=torch.float32)
-        self.response_len = zeros(rows + 1)
-        self.finished = zeros(rows + 1, dtype=torch.bool)
-        self.results = [self.tokens, self.logprobs, self.response_len, self.finished]
+        self.response_len = zeros(rows)
+        self.finished = zeros(rows, dtype=torch.bool)
 
     def start(self, prompt_ids: list[list[int]], keys: Tensor, max_gen_len: int, temperature: float) -> None:
         """Begin a call: all prompts wait, the longest first, so that similar ones are prefilled together."""
@@ -192,8 +191,6 @@ class Engine:
         self.limit = max_gen_len
         self.waiting = sorted(range(len(prompt_ids)), key=lambda i: (len(prompt_ids[i]), -i))
         self.noise[: len(keys), :max_gen_len] = send(uniform(keys, max_gen_len), self.device)
-        self.response_len.zero_()
-        self.finished.zero_()
         self.longest = 0  # at most how many tokens the sequence in a slot has
         self._clear_slots(0)
 
@@ -226,14 +223,14 @@ class Engine:
         self.cache.prefill(self.live)
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         states = self._hidden_states(tokens, positions, None)
-        rows = [rows[0] for rows in groups] + [row for rows in groups for row in rows[1:]]
-        computed = [*range(len(groups)), *(i for i, rows in enumerate(groups) for _ in rows[1:])]
-        place = send(torch.tensor(computed), self.device)
-        new = slice(self.live, self.live + len(rows))
-        if len(rows) > len(groups):
+        first = [(i, rows[0]) for i, rows in enumerate(groups)]
+        again = [(i, row) for i, rows in enumerate(groups) for row in rows[1:]]
+        place, row = send(torch.tensor([*first, *again]).T, self.device)
+        new = slice(self.live, self.live + len(row))
+        if again:
             self.cache.move(self.live + place, new, tokens.shape[1])
         lengths = lengths[place]
-        self.row[new] = send(torch.tensor(rows), self.device)
+        self.row[new] = row
         self.position[new] = lengths - 1
         self.count[new] = 0
         self.begun[new] = 0
@@ -255,7 +252,7 @@ class Engine:
             if self.graphs.asynchronous:
                 columns = _bucket(columns, least, self.cache.width)
             key = (rows, columns, self.temperature, self.limit)
-            self.graphs.run(key, partial(self._decode, rows, columns), [self.state, *self.results])
+            self.graphs.run(key, partial(self._decode, rows, columns), self.state)
 
     def _decode(self, rows, columns):
         """Decode one token in each of the first ``rows`` slots; all positions are below ``columns``."""
@@ -272,7 +269,7 @@ class Engine:
 
     def _sample_and_store(self, slots, states):
         """Sample a token for each of these n slots from its state [n, H], and store it. A response ends here:
-        at an EOS, at a stop string, or at max_gen_len tokens, which leaves ``finished`` False."""
+        at an EOS, at a stop string, or at max_gen_len tokens."""
         row, token, position, count, begun, done = self.state[:, slots]  # views
         logits = self._logits(states)
         if self.early_ends:
@@ -282,25 +279,22 @@ class Engine:
         fused = getattr(kernels_for(logits), "sample_and_store", None) if self.temperature else None
         if fused:  # a GPU's kernels
             state = row, token, count, done
-            fused(logits, self.temperature, self.noise, self.eos, self.limit, state, self.results)
+            results = self.tokens, self.logprobs
+            fused(logits, self.temperature, self.noise, self.eos, self.limit, state, results)
         else:
             column = torch.where(going_on, count, self.tokens.shape[1] - 1)
             drawn, logprob = sample_tokens(logits, self.temperature, self.noise[row, column])
             ended = (drawn[:, None] == self.eos).any(1)
             self.tokens[row, column] = drawn
             self.logprobs[row, column] = logprob
-            self.response_len[row] += going_on
-            self.finished[row] |= ended & going_on
             token.copy_(drawn)
             count += going_on
-            done |= ended | (count >= self.limit)
+            done |= (ended & going_on) * 2 | (count >= self.limit)
         if self.stop_table is not None:
             known, ids = self.stop_table.shape
             found = self.stop_table[begun, token.clamp(max=ids - 1)]
             begun.copy_(found % known)
-            ended = (found >= known) & (count >= self.least) & going_on
-            self.finished[row] |= ended
-            done |= ended
+            done |= ((found >= known) & (count >= self.least) & going_on) * 2
 
     def _logits(self, states):
         """[n, H] -> [n, V], on a GPU in fp32: rounded to bf16, logits of 16 to 32 would be 0.125 apart"""
@@ -310,11 +304,14 @@ class Engine:
 
     def compact(self) -> None:
         """Remove finished sequences, once they are an eighth; the last live ones move into their slots."""
-        done = self.done[: self.live].tolist()
-        stay = [slot for slot, ended in enumerate(done) if not ended]
+        row, _, _, count, _, done = self.state[:, : self.live]
+        gone = done.tolist()
+        stay = [slot for slot, ended in enumerate(gone) if not ended]
         if (self.live - len(stay)) * COMPACT_AT < self.live:
             return
-        holes = [slot for slot in range(len(stay)) if done[slot]]
+        self.response_len[row] = count
+        self.finished[row] = done >= 2
+        holes = [slot for slot in range(len(stay)) if gone[slot]]
         if holes:
             source, target = send(torch.tensor([stay[-len(holes) :], holes]), self.device)
             self.cache.move(source, target, self.longest)
@@ -324,9 +321,8 @@ class Engine:
 
     def rollout(self) -> Rollout:
         """-> ``Rollout``: each response directly behind its prompt in tokens [B, T]; all right-padded."""
-        rows = len(self.prompt_ids)
-        tokens, logprobs, response_len, finished = (x[:rows] for x in self.results)
-        return as_rollout(self.prompt_ids, tokens, logprobs, response_len, finished)
+        results = (self.tokens, self.logprobs, self.response_len, self.finished)
+        return as_rollout(self.prompt_ids, *(x[: len(self.prompt_ids)] for x in results))
 
 
 def _bucket(n, least, most):

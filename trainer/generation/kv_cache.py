@@ -29,14 +29,6 @@ def bytes_per_token(config: PretrainedConfig, bytes_each: int) -> int:
     return 2 * config.num_hidden_layers * heads * dim * bytes_each
 
 
-def decodes_fused(model: PreTrainedModel) -> bool:
-    """Whether a compiled function does all that every attention layer does between its matrix products."""
-    layers = [module for module in model.modules() if is_fused(module, attention_forward)]
-    kernels = kernels_of(model.device.type)
-    able = kernels is not None and model.dtype in kernels.TYPES
-    return able and len(layers) == model.config.num_hidden_layers
-
-
 def tabulate_rotary(model: PreTrainedModel, width: int) -> None:
     """Let the model look up the cosines and sines of rotary positions below ``width``, in its own dtype,
     while a GPU samples: transformers computes them at every step, in nine small kernels, and a small model
@@ -53,17 +45,20 @@ class KVCache(Cache):
     """A cache of ``slots`` sequences of at most ``width`` tokens. Call ``prefill`` or ``decode`` before each
     forward of the model.
 
-    ``keys`` and ``values``: {layer: [slots, heads, width, head_dim]}, from the first forward on. Where
-    attention is ``fused`` and there is a ``block``, keys lie as in ``_in_blocks``.
+    ``keys`` and ``values``: {layer: [slots, heads, width, head_dim]}, from the first forward on. ``fused``: a
+    kernel does all that every attention layer does between its products. Where it has a ``block``, keys lie
+    as in ``_in_blocks``.
     """
 
     def __init__(self, model: PreTrainedModel, slots: int, width: int) -> None:
         super().__init__(layers=[])  # transformers takes it for empty: positions and masks are given
         self.config = model.config
         self.slots = slots
-        self.fused = decodes_fused(model)
         kernels: Any = kernels_of(model.device.type)
         self.kernels = kernels
+        layers = [module for module in model.modules() if is_fused(module, attention_forward)]
+        able = kernels is not None and model.dtype in kernels.TYPES
+        self.fused = able and len(layers) == model.config.num_hidden_layers
         # Where torch decodes on a CPU, its products of cache slices are slower in bf16 and copy the slices.
         ours = self.config._attn_implementation == ATTENTION and model.device.type == "cpu"
         self.dtype = torch.float32 if ours and not self.fused else model.dtype
@@ -71,8 +66,7 @@ class KVCache(Cache):
         self.width = width + (-width % self.block if self.block else 0)
         if self.fused and not self.block:  # on a GPU, a step is bound by the number of its kernels
             tabulate_rotary(model, width)
-        self.numbers = torch.arange(slots, device=model.device)
-        self.columns = torch.arange(self.width, device=model.device)
+        self.numbers = torch.arange(max(slots, self.width), device=model.device)  # of slots, of columns
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -90,7 +84,7 @@ class KVCache(Cache):
         self.longest = longest
         if self.fused:
             return positions.view(-1, 1, 1, 1)
-        behind = positions[:, None] - self.columns[:longest]  # how far back a column lies, [n, longest]
+        behind = positions[:, None] - self.numbers[:longest]  # how far back a column lies, [n, longest]
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         zero = torch.zeros((), dtype=self.dtype, device=behind.device)
@@ -134,21 +128,19 @@ class KVCache(Cache):
         keys = F.pad(keys, (0, 0, 0, -keys.shape[2] % self.block))
         return keys.unflatten(2, (-1, self.block)).transpose(3, 4)
 
-    def attend(
-        self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, norms: list[Any], window: int | None
-    ) -> Tensor:
+    def attend(self, layer: Any, joint: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
         """Attention of one layer while decoding with a ``fused`` cache -> [n, heads, head_dim].
 
         joint [n, 1, …]: the new tokens' queries, keys and values, neither normed nor rotated yet. Keys and
-        values are written into the cache. norms: of queries and keys, modules or None.
+        values are written into the cache.
         """
         joint = joint.view(len(joint), -1, layer.head_dim)
-        weights = [getattr(x, "weight", None) for x in norms]
-        eps = getattr(norms[0], "variance_epsilon", 0.0)
+        norms = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_norm", "k_norm")]
+        eps = self.config.rms_norm_eps
         keys = self.keys[layer.layer_idx]
         values = self.values[layer.layer_idx]
         return self.kernels.decode_attention(
-            joint, cos, sin, weights, eps, self.positions, keys, values, window, layer.scaling
+            joint, cos, sin, norms, eps, self.positions, keys, values, window, layer.scaling
         )
 
     def move(self, source: Tensor, target: Tensor | slice, longest: int) -> None:

@@ -1,7 +1,7 @@
 """The sampler's own copy of a policy. It only samples, and its weights are laid out for speed.
 
 In PPO it gets the weights of the old actor before every rollout, and those of the actor before an evaluation
-(``Collector.sampling_from``). Training keeps fp32 weights. Sampling reads every weight once a token, so it
+(``PpoRun.sampling_from``). Training keeps fp32 weights. Sampling reads every weight once a token, so it
 gains most from a faster dtype. The old log-probs of the ratio come from the scoring forward
 (compute/scoring.py), not from this copy; ``rollout/sampler_gap`` logs how far the two differ.
 """
@@ -69,7 +69,7 @@ class SamplerCopy:
             if x.is_floating_point() and "inv_freq" not in name:
                 x.data = x.data.to(dtype)
         self.model.to(device)
-        self._lay_out(torch.device(device).type == "cpu")
+        self._lay_out(device.type == "cpu")
         storages = [place.untyped_storage() for places in self.places.values() for place in places]
         self.storages = [(storage, storage.nbytes()) for storage in storages]
         for layer in self.joined:

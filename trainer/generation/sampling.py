@@ -29,26 +29,32 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     Logits with a NaN give some token and the log-prob NaN (``Sampler.sample`` raises the error).
     """
     if logits.is_cpu and (kernels := kernels_for(logits)) is not None:  # a GPU's: ``sample_and_store``
-        return kernels.sample_tokens(logits, temperature, u)
+        token = torch.empty(len(u), dtype=torch.int64)
+        logprob = torch.empty(len(u))
+        kernels.over_rows("sample_tokens", logits, u.contiguous(), token, logprob, float(temperature))
+        return token, logprob
     if temperature not in (0, 1):
         logits = logits.float() / temperature
     probs = logits.softmax(-1, dtype=torch.float32)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
-    probs = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(u), -1, BLOCK)
-    coarse = running_sum(probs.sum(-1))  # [B, blocks]
-    target = u[:, None] * coarse[:, -1:]
-    block = torch.searchsorted(coarse, target, right=True).clamp_(max=coarse.shape[1] - 1)
-    inside = probs.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)  # [B, BLOCK]
-    fine = running_sum(inside)
-    end = coarse.gather(1, block)
-    total = fine[:, -1:]
-    # How much of the block lies below the target. Clamped, because the two levels round differently.
-    below = (target - end + total).clamp(min=0).minimum(total * (1 - 2**-33))
-    column = torch.searchsorted(fine, below, right=True).clamp_(max=BLOCK - 1)
+    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    block, inside = _first_beyond(blocks.sum(-1), u[:, None])
+    column, _ = _first_beyond(blocks[torch.arange(len(u), device=u.device), block[:, 0]], inside)
     token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
-    return token.squeeze(1), probs.flatten(1).gather(1, token).squeeze(1).log()
+    return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
+
+
+def _first_beyond(weights, u):
+    """weights [B, n], u [B, 1] in [0, 1) -> (the first place [B, 1] where their running sum exceeds u of the
+    total; how far into that place's own weight u is, [B, 1] in [0, 1))"""
+    sums = running_sum(weights)
+    target = u * sums[:, -1:]
+    place = torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)
+    # Clamped, because the weights are sums that round differently.
+    inside = 1 + (target - sums.gather(1, place)) / weights.gather(1, place)
+    return place, inside.clamp(0, 1 - 2**-33)
 
 
 def running_sum(x: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from atomic_files import write_whole, writing
 from errors import InputError
-from trainer.rewards.combine import Judge, Reward
 
 WEIGHTS = "best.pth"  # in the run folder
 EVALUATION = "best.json"
@@ -32,12 +32,12 @@ class Best:
 
     def beaten_by(self, metrics: Mapping[str, float], step: int) -> "Best | None":
         """The evaluation in the metrics of a step, if they have one that is better than all before."""
-        found = {name: x for name, x in metrics.items() if name.startswith("eval/")}
-        name = self.metric or usual_metric(found)
-        if name not in found:
+        name = self.metric or usual_metric(metrics)
+        if name not in metrics:
             return None
         least = -math.inf if self.value is None else self.value
-        return replace(self, metric=name, value=found[name], step=step) if found[name] > least else None
+        value = metrics[name]
+        return replace(self, metric=name, value=value, step=step) if value > least else None
 
     def follows(self, earlier: "Best") -> bool:
         """Whether evaluations to come can be compared with an earlier one, or there will be none."""
@@ -53,41 +53,47 @@ class Best:
         return f"there is no {file}, because {self.metric} was never above {self.value:.3f}"
 
 
-def check_metric(
-    metric: str, reward: Reward, judge: Judge, accuracy: bool, generations: int, pairs: bool
-) -> None:
-    """Raise InputError for a --best_metric, "eval/…", that no evaluation of a run with these rewards has.
-    accuracy: whether right answers are known; generations: answers a prompt; pairs: whether there are
-    held-out pairs of offline PPO."""
-    names = [*reward.names, *judge.names, "length", "finished"]
-    if reward.reasoning:
+def first_best(run: Any) -> Best:
+    """The ``Best`` of a ``PpoRun`` before its first evaluation. Raises InputError for a --best_metric that no
+    evaluation of this run has."""
+    args = run.args
+    names = [*run.reward.names, *run.judge.names, "length", "finished"]
+    if run.reward.reasoning:
         names.append("format_rate")
+    accuracy = run.held_out.has_accuracy  # whether right answers are known
     if accuracy:
         names.append("accuracy")
     names += [f"{name}_greedy" for name in names]
-    if accuracy and generations > 1:
-        names.append(f"pass@{generations}")
-    if pairs:
+    if accuracy and args.num_generations > 1:
+        names.append(f"pass@{args.num_generations}")
+    if run.held_out_pairs:
         names.append("chosen_preferred")
     names = [f"eval/{name}" for name in names]
-    if metric not in names:
+    metric = args.best_metric and f"eval/{args.best_metric.removeprefix('eval/')}"
+    if metric and metric not in names:
         raise InputError(f"--best_metric {metric}: no evaluation has it; choose one of {', '.join(names)}")
+    source = [run.held_out.fingerprint, args.eval_reward_fn, *args.eval_reward_model]
+    return Best(" ".join(source), metric)
 
 
-def read_best(folder: Path) -> Best | None:
-    """What was the best when the run of this folder stopped, None if there was none. Raises InputError for a
-    damaged file."""
+def best_so_far(folder: Path, best: Best, logger: Any) -> Best:
+    """What was the best when the run of this folder stopped; ``best`` if there was none, or if it cannot be
+    compared with evaluations to come, which the logger then says. Raises InputError for a damaged file."""
     path = folder / EVALUATION
     if not path.exists():
-        return None
+        return best
     try:
-        return Best(**json.loads(path.read_bytes()))
+        found = Best(**json.loads(path.read_bytes()))
     except (ValueError, TypeError):
         raise InputError(f"{path}: is damaged; delete it, then the best begins anew") from None
+    if best.follows(found):
+        return found
+    logger.say("note: the best so far was evaluated otherwise; it begins anew")
+    return best
 
 
 def write_best(folder: Path, best: Best) -> None:
-    """Write what ``read_best`` returns. Raises InputError where the disk is full."""
+    """Write what ``best_so_far`` reads. Raises InputError where the disk is full."""
     with writing(folder):
         write_whole(folder / EVALUATION, json.dumps(asdict(best)))
 

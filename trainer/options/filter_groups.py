@@ -6,14 +6,12 @@ Here the same prompts get new answers, with other noise: the batch keeps its siz
 takes depends on nothing that was sampled. What still scores the same after N times stays in the batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from trainer.collect import Batch, Collector, noise_of_step
+from trainer.collect import Batch, noise_of_step
 from trainer.compute.rollout_data import join_rollouts
 from trainer.rewards.combine import RawScores, Reward
 
@@ -36,33 +34,27 @@ def scores_to_compare(reward: Reward, raw: RawScores) -> Tensor:
     return scores["score"] if reward.running else scores.get("score_raw", scores["score"])
 
 
-def sample_again(
-    collector: Collector,
-    batch: Batch,
-    model: PreTrainedModel,
-    reward: Reward,
-    step: int,
-    positions: Sequence[int],
-) -> None:
-    """Sample this process' prompts whose answers all score the same again, in place.
+def sample_again(run: Any, batch: Batch, step: int) -> None:
+    """Sample this process' prompts whose answers all score the same again, in place. run: a ``PpoRun``.
 
     Processes sample different numbers of times, so they exchange nothing until all are done.
     """
-    args = collector.args
-    with collector.world.all_or_none(), collector.sampling_from(model):
+    args = run.args
+    positions = run.positions
+    with run.world.all_or_none(), run.sampling_from(run.old_actor):
         for times in range(1, args.filter_groups + 1):
-            rows = rows_of_equal_groups(scores_to_compare(reward, batch.raw), args.num_generations)
+            rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
             if not rows:
                 break
             asked = [batch.prompts[row] for row in rows]
-            keys = noise_of_step(args, step, np.asarray(positions)[rows], times)
+            keys = noise_of_step(args, step, [positions[row] for row in rows], times)
             with batch.seconds.of("rollout"):
-                new, texts = collector.respond(asked, keys, args.temperature)
+                new = run.respond(asked, keys, args.temperature)
             with batch.seconds.of("reward"):
-                batch.raw.replace(rows, collector.raw_scores(reward, asked, new, texts))
+                batch.raw.replace(rows, run.raw_scores(run.reward, new))
             order = list(range(len(batch.prompts)))
             for place, row in enumerate(rows):
                 order[row] = len(batch.prompts) + place
-                batch.texts[row] = texts[place]
-            batch.rollout = join_rollouts([batch.rollout, new]).rows(order)
+                batch.texts[row] = new.texts[place]
+            batch.rollout = join_rollouts([batch.rollout, new.rollout]).rows(order)
             batch.again += len(rows)

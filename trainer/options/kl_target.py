@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from errors import InputError
 from trainer.compute.rollout_data import Rollout
 from trainer.runs.base import Kept, Learner
 
@@ -25,8 +24,8 @@ HORIZON = 4  # batches, where --kl_horizon is not given
 class KlTarget(Kept):
     """Keeps ``coef``, the weight of the KL in reward units per nat, the same in all processes.
 
-    learner: the actor's; responses: of a batch of all processes. Raises InputError for a horizon shorter than
-    a batch: the weight could become negative.
+    learner: the actor's; responses: of a batch of all processes. A horizon shorter than a batch counts as
+    one: the weight could become negative.
     """
 
     kept = ("coef",)
@@ -36,11 +35,7 @@ class KlTarget(Kept):
         self.target: float = args.kl_target
         self.every: int = args.update_old_actor_freq
         self.learner = learner
-        self.horizon: int = args.kl_horizon or HORIZON * responses
-        if self.target and self.horizon < responses:
-            raise InputError(
-                f"--kl_horizon {self.horizon}: a batch has {responses} responses; give at least that many"
-            )
+        self.horizon: int = max(args.kl_horizon or HORIZON * responses, responses)
 
     def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A

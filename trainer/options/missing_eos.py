@@ -6,14 +6,11 @@ and the penalty is the standard deviation of their scores without it. It stays t
 """
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedModel
+from typing import Any
 
 from dataset.data_order import global_batch
-from dataset.lm_dataset import LoggedAnswers, RLAIFDataset
-from trainer.collect import Collector
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.combine import Reward, RunningStats
+from trainer.rewards.combine import RunningStats
 from trainer.runs.distributed import share_of
 
 PROBE_STEP = -2  # the step of these samples in the sampling noise: neither training nor evaluation has it
@@ -22,26 +19,30 @@ LEAST_SPREAD = 1e-4  # standard deviation of scores that are all alike
 UNKNOWN = 0.5  # the penalty then: half of a reward of 1
 
 
-def suited_penalty(
-    collector: Collector, model: PreTrainedModel, reward: Reward, data: RLAIFDataset | LoggedAnswers
-) -> tuple[float, str]:
-    """-> (the penalty, a line that says why), the same for any number of processes. Raises InputError on all
-    of them where a reward fails."""
-    args = collector.args
-    world = collector.world
+def choose_penalty(run: Any, logger: Any) -> None:
+    """``PpoRun.begin``: choose the penalty where it is not given, the same for any number of processes.
+    Raises InputError on all of them where a reward fails."""
+    args = run.args
+    world = run.world
+    reward = run.reward
+    if reward.missing_eos_penalty is not None:
+        return
     count = min(RESPONSES, args.batch_size * world.size)
-    places = global_batch(len(data), args.seed, 0, count)
+    places = global_batch(len(run.data), args.seed, 0, count)
     mine: Sequence[int] = share_of(range(count), world)
     with world.all_or_none():
-        prompts = [data[places[i]] for i in mine]
+        prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)
-    with world.all_or_none(), collector.sampling_from(model):
-        rollout, texts = collector.respond(prompts, keys, args.temperature)
+    with world.all_or_none(), run.sampling_from(run.old_actor):
+        batch = run.respond(prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = collector.raw_scores(reward, prompts, rollout, texts)
+        raw = run.raw_scores(reward, batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std
     penalty = UNKNOWN if spread < LEAST_SPREAD else float(f"{spread:.2g}")
+    reward.missing_eos_penalty = penalty
+    with world.all_or_none():  # the disk may be full
+        logger.keep_choice("missing_eos_penalty", penalty)
     why = f"the scores of {count} responses have the standard deviation {spread:.2g}"
-    return penalty, f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}"
+    logger.say(f"penalty  {penalty:g} for a response that does not end (--missing_eos_penalty): {why}")

@@ -20,7 +20,6 @@ from model.loading import eos_ids
 from trainer.collect import Batch, Seconds
 from trainer.compute.batching import pad_right
 from trainer.compute.rollout_data import Rollout, as_rollout
-from trainer.rewards.combine import RawScores
 from trainer.runs.distributed import World
 
 Logged = TypeVar("Logged", LoggedAnswers, LoggedPairs)
@@ -55,7 +54,7 @@ def held_out_pairs(
 
 def logged_rollout(answers: list[LoggedAnswer], device: torch.device) -> Rollout:
     """Logged answers (list of ``LoggedAnswer``) -> ``Rollout`` with its first five fields. No sampler gave
-    them log-probs: these are 0 until ``take_reference`` is called."""
+    them log-probs: these are 0 until ``fill_rollout`` takes the reference's."""
     tokens, lengths = pad_right([answer.response_ids for answer in answers], device)
     logprobs = torch.zeros(tokens.shape, device=device)
     prompts = [answer.prompt_ids for answer in answers]
@@ -71,10 +70,4 @@ def collect_logged(world: World, batches: Iterator[list]) -> Batch:
         rollout = logged_rollout(answers, world.device)
     scores = {"score": torch.tensor([answer.score for answer in answers])}
     texts = [answer.response for answer in answers]
-    return Batch(answers, rollout, texts, RawScores(), scores, seconds)
-
-
-def take_reference(rollout: Rollout) -> None:
-    """The reference counts as the policy that wrote the answers: the ratio is actor / reference, and all
-    importance weights are 1."""
-    rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
+    return Batch(answers, rollout, texts, scores=scores, seconds=seconds)

@@ -70,10 +70,6 @@ class Ptx:
 
         return [len(ids) for ids, _ in items], loss_of
 
-    def describe(self) -> str:
-        """A line on the demonstrations and their weight."""
-        return f"{self.data.path}: {self.data.describe()}, weight {self.coef:g} (--ptx_coef)"
-
 
 def load_ptx(
     args: Namespace,

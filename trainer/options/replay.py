@@ -17,7 +17,13 @@ from trainer.runs.distributed import World
 
 # What is kept of a rollout. All other fields are computed anew in each step.
 FIELDS = (
-    *("tokens", "prompt_len", "response_len", "finished", "sampler_logprobs", "ref_logprobs", "scores"),
+    "tokens",
+    "prompt_len",
+    "response_len",
+    "finished",
+    "sampler_logprobs",
+    "ref_logprobs",
+    "scores",
     "step_rewards",  # where there is a reward function
 )
 

@@ -87,12 +87,12 @@ class ValueScale(RunningScale):
         # Too large, or NaN: no optimizer step will be made of this batch, and no scale either.
         if not (total[1] <= LARGEST and error[1] <= LARGEST):
             return
-        variance = ppo.std_or_zero(total) ** 2
+        variance = ppo.mean_std(total)[1] ** 2
         if not self.batches:
             slope = 1.0
-            intercept = ppo.mean_std(error)[0]
-            spread = ppo.mean_std(sum_over_processes(ppo.moments(rollout.values, mask)))[1] ** 2
-            far_off = ppo.mean_std(error)[1] ** 2 > MISLED * variance or spread < SMALL * variance
+            intercept, error_std = ppo.mean_std(error)
+            _, spread = ppo.mean_std(sum_over_processes(ppo.moments(rollout.values, mask)))
+            far_off = error_std**2 > MISLED * variance or spread**2 < SMALL * variance
             if variance and far_off:  # equal returns say nothing about a slope
                 slope, intercept = ppo.regression(rollout.values, outcomes, mask, sum_over_processes)
             self.critic.map_values(slope, intercept)

@@ -32,7 +32,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +54,6 @@ from trainer.rewards.reward_server import RewardServer
 
 SCORE_LIMIT = 3.0  # scores are clipped to ±3, as in MiniMind
 SMALLEST_STD = 1e-6  # the least divisor of a normalised score: if all are equal, their std is 0
-
-
-class Processes(Protocol):
-    """What is needed of ``World`` (runs/distributed.py) here."""
-
-    def gather(self, item: Any) -> list[Any]:
-        """This object of each process."""
 
 
 @dataclass
@@ -205,21 +198,21 @@ class Reward:
             raw.blocks[name][rows] = scores[count:]
         return {name: scores[:count] for name, scores in found.items()}
 
-    def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
         """``RawScores`` -> {part: [B], "score": their sum [B]}; {} without any. With ``--normalize_reward``
         also "score_raw": the sum with raw scores times weights.
 
-        world: of training: the running statistics first take in the raw scores of all its processes, so all
-        must call this. Evaluation gives none: the statistics then stay as they are.
+        world: of training, a ``World`` (runs/distributed.py): the running statistics first take in the raw
+        scores of all its processes, so all must call this. Evaluation gives none: they stay as they are.
         """
         if not raw.parts:
             return {}
         limited = [*self.models, "server"] if self.normalize else []
         raws = {name: raw.parts[name] for name in limited if name in raw.parts}
-        if world and raws:
-            for theirs in world.gather({name: RunningStats.of(x) for name, x in raws.items()}):
-                for name, new in theirs.items():
-                    self.running[name] = self.running.get(name, RunningStats()) + new
+        if world:
+            for name, x in raws.items():
+                before = self.running.get(name, RunningStats())
+                self.running[name] = sum(world.gather(RunningStats.of(x)), before)
         parts = raw.parts | {name: self._clipped(name, x) for name, x in raws.items()}
         for name, (_, weight) in self.models.items():
             whole = self._clipped(name, raw.parts[name])
@@ -253,10 +246,10 @@ class Reward:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned. A penalty that is given stays."""
+        penalty = state.pop("missing_eos_penalty")
         if self.missing_eos_penalty is None:
-            self.missing_eos_penalty = state["missing_eos_penalty"]
-        parts = [part for part in state if part != "missing_eos_penalty"]
-        self.running = {part: RunningStats(**state[part]) for part in parts}
+            self.missing_eos_penalty = penalty
+        self.running = {part: RunningStats(**stats) for part, stats in state.items()}
 
 
 @contextmanager
@@ -282,7 +275,7 @@ class Judge(Reward):
     def raw_scores(self, request: Request) -> RawScores:
         return super().raw_scores(request)
 
-    def combine(self, raw: RawScores, world: Processes | None = None) -> dict[str, Tensor]:
+    def combine(self, raw: RawScores, world: Any = None) -> dict[str, Tensor]:
         """``RawScores`` -> {name: scores [B]}, "judge" is the sum of the others; {} without a judge."""
         if not raw.parts:
             return {}

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +26,7 @@ from dataset.lm_dataset import Prompt, RecordDataset
 from errors import InputError
 
 RewardFunction = Callable[..., object]  # the user's: what it returns is checked
-Steps = list[tuple[int | None, float]]  # (character offset, None for the end; score) of a response
+Steps = list[tuple[int, float]]  # (character offset, the length for the end; score) of a response
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
@@ -88,8 +87,8 @@ def wanted(function: RewardFunction) -> dict[str, Parameter]:
             "--reward_fn: the function is called with prompts, responses, answers, so its first three "
             f"parameters must be these, in this order; they are ({', '.join(names)[:100]})"
         )
-    more = {name: p for name, p in signature.parameters.items() if name not in given}
-    return {name: p for name, p in more.items() if p.kind != p.VAR_POSITIONAL}
+    parameters = signature.parameters.items()
+    return {name: p for name, p in parameters if name not in given and p.kind != p.VAR_POSITIONAL}
 
 
 def must_have(p: Parameter) -> bool:
@@ -113,12 +112,12 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     the records a list of B."""
     asked = wanted(function)
     records = [prompt.record for prompt in request.prompts]
-    found = dict.fromkeys(chain.from_iterable(records))
-    names = [name for name, p in asked.items() if name in found or must_have(p)]
+    names = {name for name, p in asked.items() if must_have(p)}.union(*records)
     if any(p.kind == p.VAR_KEYWORD for p in asked.values()):
-        taken = inspect.signature(function).parameters
-        names += [name for name in found if name not in taken]
-    return {name: [record.get(name) for record in records] for name in names}
+        names -= inspect.signature(function).parameters.keys() - asked.keys()
+    else:
+        names &= asked.keys()
+    return {name: [record.get(name) for record in records] for name in sorted(names)}
 
 
 def call_reward_function(
@@ -187,13 +186,14 @@ def as_scores(returned: object, responses: list[str]) -> tuple[list[float], list
     return scores, steps
 
 
-def as_step(pair: tuple, length: int) -> tuple[int | None, float]:
+def as_step(pair: tuple, length: int) -> tuple[int, float]:
     """A pair that was returned for a response of ``length`` characters, with its numbers as Python's. Raises
     TypeError, ValueError or OverflowError for what is no such pair."""
     offset, score = pair
-    if offset is not None and not 0 <= operator.index(offset) <= length:
+    offset = length if offset is None else operator.index(offset)
+    if not 0 <= offset <= length:
         raise ValueError
-    return offset if offset is None else operator.index(offset), float(score)
+    return offset, float(score)
 
 
 def _shown(value: object) -> str:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +105,7 @@ class ClassifierRewardModel(RewardModel):
         scores = torch.empty(len(ids))
 
         def score_some(rows):
-            scores[rows] = self._score([ids[row] for row in rows]).cpu()
+            scores[rows] = self._score([ids[row] for row in rows] or [[0]]).cpu()
 
         each_micro_batch(
             lengths=[len(x) for x in ids],
@@ -115,7 +114,6 @@ class ClassifierRewardModel(RewardModel):
             work=score_some,
             name="reward model",
             model=self.root,
-            dummy=lambda: self._score([[0]]),
         )
         if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
             with together():
@@ -136,15 +134,15 @@ class ClassifierRewardModel(RewardModel):
 
 def score_packed(
     classifier: PreTrainedModel, conversations: list[list[int]], dtype: torch.dtype
-) -> tuple[Tensor, Any, Layout]:
-    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision,
-    the backbone's output, the ``Layout`` of its states). dtype: of autocast."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of ids -> (scores [B] of a classifier with a linear head, in fp32 whatever the mixed precision;
+    what ``packed_states`` gives: states, balance loss). dtype: of autocast."""
     tokens, lengths = pad_right(conversations, classifier.device)
     layout = Layout(map(len, conversations), device=tokens.device)
     with autocast(tokens.device, dtype):
-        output = packed_states(classifier.base_model, tokens, layout)
-    states = output.last_hidden_state[score_places(tokens, lengths, classifier.config.pad_token_id)]
-    return classifier.get_submodule("score")(states).squeeze(-1), output, layout
+        states, balance = packed_states(classifier.base_model, tokens, layout)
+    last = states[score_places(tokens, lengths, classifier.config.pad_token_id)]
+    return classifier.get_submodule("score")(last).squeeze(-1), states, balance
 
 
 def score_places(tokens: Tensor, lengths: Tensor, pad_id: int | None) -> Tensor:
@@ -170,45 +168,42 @@ class RemoteRewardModel(RewardModel):
             raise InputError(
                 "it is no sequence classifier, and its code has no get_score(tokenizer, messages)"
             )
-        self.batched = hasattr(self.model, "get_scores") and self._agrees()
-
-    def __call__(self, conversations: Conversations) -> Tensor:
-        """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
-        return self._scores(conversations, self.batched)
+        self.batched = False
+        if not hasattr(self.model, "get_scores"):
+            return
+        expected = self(CHECKED)
+        self.batched = True
+        difference = "its get_scores and get_score differ"
+        try:
+            if torch.allclose(self(CHECKED), expected, TOLERANCE, TOLERANCE):
+                return
+        except InputError as error:
+            difference = str(error).removeprefix("--reward_model: ")
+        self.batched = False
+        tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
 
     @torch.no_grad()
-    def _scores(self, conversations, batched):
+    def __call__(self, conversations: Conversations) -> Tensor:
+        """N pairs -> scores [N], fp32 on the CPU. InputError if its code fails."""
         chats = [
             [*to_messages(asked), {"role": "assistant", "content": said}] for asked, said in conversations
         ]
         scores = torch.empty(len(chats))
-        name = "get_scores" if batched else "get_score"
+        name = "get_scores" if self.batched else "get_score"
         lengths = [1] * len(chats)
         budget = 1  # one at a time
-        if batched:
+        if self.batched:
             lengths = [len(ids) for ids in conversation_ids(self.tokenizer, conversations)]
             budget = tokens_per_pass(self.model.device)
 
         def score_some(rows):
-            some = [chats[row] for row in rows] if batched else chats[rows[0]]
+            some = [chats[row] for row in rows] if self.batched else chats[rows[0]]
             found = getattr(self.model, name)(self.tokenizer, some)
             scores[rows] = torch.as_tensor(found).float().cpu().reshape(len(rows))  # some return one as 0-d
 
         with as_input_error(f"--reward_model: its {name} failed"):
             each_micro_batch(lengths, budget, score_some, "reward model")
         return scores
-
-    def _agrees(self) -> bool:
-        """Whether get_scores does the same as get_score; says so where it does not."""
-        expected = self._scores(CHECKED, batched=False)
-        difference = "its get_scores and get_score differ"
-        try:
-            if torch.allclose(self._scores(CHECKED, batched=True), expected, TOLERANCE, TOLERANCE):
-                return True
-        except InputError as error:
-            difference = str(error).removeprefix("--reward_model: ")
-        tqdm.write(f"note: --reward_model: {difference}: scoring one at a time", file=sys.stderr)
-        return False
 
 
 def load_reward_model(

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import urllib.request
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -19,13 +20,13 @@ from urllib.error import HTTPError
 from tqdm import tqdm
 
 from errors import InputError
-from progress_bar import phase
 from trainer.rewards.reward_function import Request
 
 BATCH = 64  # responses in one request
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the second try of a request, the third …
 
 
+@dataclass
 class RewardServer:
     """Call it with a ``Request`` of B responses -> B scores. timeout: ``--reward_timeout``, the seconds
     without a byte of the reply, 0 for no limit. What may pass is asked again after 1, 2, 4 and 8 seconds.
@@ -34,18 +35,14 @@ class RewardServer:
     not have one number per response. The run then saves and ends; it can be resumed, also with another URL.
     """
 
-    def __init__(self, url: str, timeout: float):
-        self.url = url
-        self.timeout = timeout
+    url: str
+    timeout: float
 
     def __call__(self, request: Request) -> list[float]:
-        count = len(request.responses)
         scores: list[float] = []
-        with phase("reward server", count, "responses") as bar:
-            while len(scores) < count:
-                part = slice(len(scores), len(scores) + BATCH)
-                scores += self._ask(request.prompts[part], request.responses[part])
-                bar.update(len(scores) - bar.n)
+        for start in range(0, len(request.responses), BATCH):
+            part = slice(start, start + BATCH)
+            scores += self._ask(request.prompts[part], request.responses[part])
         return scores
 
     def _ask(self, prompts, responses):
@@ -76,8 +73,6 @@ class RewardServer:
                 reason = f"{error.code} {error.reason}"
                 if error.code < 500 and error.code not in (408, 429):  # timeout, too many requests: try again
                     raise InputError(f"--reward_url {self.url}: it refuses the request ({reason})") from None
-            except TimeoutError:
-                reason = f"no answer after {self.timeout:g} s"
             except (OSError, HTTPException, ValueError) as error:  # ValueError: the reply is not JSON
                 reason = str(error) or type(error).__name__
             if pause:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from dataset.data_order import local_positions
 from trainer.compute.precision import LossScale
 from trainer.compute.sharding import InStep
 from trainer.runs.displays import Display
@@ -46,8 +47,7 @@ class Kept:
         return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 @dataclass
@@ -111,11 +111,12 @@ class Run(ABC):
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
-    mini_batch_size: int  # records, in PPO responses, of a minibatch of this process
     answers: int = 1  # responses to each record
     in_step: InStep | None = None  # with --shard 1
 
+    folder: Path
     result_path: Path
+    saved_step: int = 0  # after which the weights of the newest checkpoint and of the result are
 
     @property
     @abstractmethod
@@ -126,6 +127,11 @@ class Run(ABC):
     @abstractmethod
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """{file name: what a checkpoint has the moments of}"""
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions of this process' rows in the global batch (``local_positions``)."""
+        return local_positions(self.args.batch_size, self.world.rank, self.world.size, self.answers)
 
     @abstractmethod
     def about(self) -> str:

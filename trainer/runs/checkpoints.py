@@ -29,13 +29,13 @@ from trainer.runs.optimizer_step import zero_moments
 SUMS = "SHA256SUMS"
 
 
-def save(folder: Path, run: Run, keep: int) -> None:
-    """Write ``folder/checkpoints/step_<n>/``, then delete all checkpoints but the newest ``keep``.
+def save(run: Run) -> None:
+    """Write ``checkpoints/step_<n>/``, then delete all checkpoints but the newest --keep_checkpoints.
 
     All processes call it: of sharded tensors the main one gets the whole, one at a time, and writes. Raises
     InputError if a number is not finite or the disk cannot be written; older checkpoints then stay.
     """
-    place = folder / "checkpoints" / f"step_{run.progress.step}"
+    place = run.folder / "checkpoints" / f"step_{run.progress.step}"
     temporary = place.with_name(f".{place.name}.tmp")
     world = run.world
     try:
@@ -59,7 +59,7 @@ def save(folder: Path, run: Run, keep: int) -> None:
                 _write_states(temporary, run)
                 _seal(temporary)
                 move(temporary, place)
-                for path in list_checkpoints(folder)[:-keep]:
+                for path in list_checkpoints(run.folder)[: -run.args.keep_checkpoints]:
                     shutil.rmtree(path)
     finally:
         if world.is_main:
@@ -190,8 +190,9 @@ def load(path: Path, run: Run) -> None:
             tensors = path / f"{name}.safetensors"
             holder.load_state_dict(load_file(tensors) if tensors.is_file() else state.get(name, {}))
         run.progress = Progress(**{name: state[name] for name in asdict(run.progress)})
-        if run.progress.step > run.total_steps:
-            raise InputError(f"state.json is at step {run.progress.step} of {run.total_steps}")
+        run.saved_step = run.progress.step
+        if run.saved_step > run.total_steps:
+            raise InputError(f"state.json is at step {run.saved_step} of {run.total_steps}")
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]  # a line of another JSONL file of the run folder
 Rows = dict[str, list[Row]]  # {file: what is written to it}
+StepLog = tuple[dict[str, float], Rows]  # what a step or an evaluation has found: metrics, rows to keep
 PARTS = "reward/*"  # stands for every part of the reward
 
 
@@ -84,7 +85,7 @@ def display_of(row: Row) -> Display:
 
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-UNITS = {name: f"({unit})" for name, unit in TABLE["units"].items()}
+UNITS = TABLE["units"]
 PPO = display_of(TABLE["ppo"])
 OFFLINE = replace(PPO, **TABLE["offline"])
 SFT = display_of(TABLE["sft"])

@@ -171,8 +171,9 @@ def init_world(device: str, require: int = False) -> World:
         return World(0, 1, place)
     backend = "nccl" if place.type == "cuda" else "gloo"
     store, rank, size = next(dist.rendezvous("env://"))
-    store = store_of_attempt(store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, store=store_of_attempt(store), rank=rank, world_size=size, timeout=PATIENCE
+    )
     return World(rank, size, place)
 
 
@@ -198,7 +199,7 @@ def share_of(items: Sequence[T], world: World) -> list[T]:
     which gives the same means."""
     if len(items) < world.size:
         return list(items)
-    return [items[i] for i in range(world.rank, len(items), world.size)]
+    return list(items[world.rank :: world.size])
 
 
 def batches_of(count: int, size: int, world: World) -> list[list[int]]:

@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,6 @@ class Past:
         self.seen: dict[str, Any] = {}
         self.responses = self.known("batch_size") * self.known("processes")  # of a step; 0: not known
         self.enough = min(WINDOW, math.ceil(ENOUGH / (self.responses or ENOUGH)))  # steps to see ``ENOUGH``
-        self._conclude()
 
     def add(self, record: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
@@ -89,6 +88,13 @@ class Past:
         if there are fewer."""
         values = self.values[name][:count]
         return fmean(values) if len(values) == count else math.nan
+
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """The first and the last value of a metric of evaluations; of one of steps the means of the first
+        tenth and of the last tenth of them. None without two values."""
+        values = self.values[name]
+        count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
+        return (fmean(values[:count]), fmean(values[-count:])) if len(values) > 1 else None
 
     def holds(self, conditions: Iterable[str]) -> dict[str, Any]:
         """For the first of these that holds (health.toml says how they are written): ``since``, the first
@@ -200,57 +206,41 @@ MOVE = re.compile(r" ?--(\w+) ([x/]?)(\d[\w.+-]*)")  # of a remedy
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of health.toml, which says what its fields mean."""
+    """A row of health.toml, which says what its fields mean. A finding, something that is unusual in a run
+    (level "look") or cannot be right ("wrong") since a step, is its row, with the numbers of the run in the
+    texts."""
 
     name: str
     symptom: str
-    numbers: list[str]
-    causes: list[str]
-    remedy: str
-    source: str = "judgement: docs/health.md"  # a limit that was found here
+    numbers: list[str]  # what shows it
+    causes: list[str]  # the likely ones, the likeliest first
+    remedy: str  # flags with values to try, or words
+    source: str = "judgement: docs/health.md"  # where the limit comes from: it was found here
     offline: bool = False
     look: Sequence[str] = ()
     wrong: Sequence[str] = ()
+    level: str = ""
+    step: int = 0
 
 
 RULES = [Rule(name=name, **row) for name, row in TABLE["rules"].items()]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that is unusual in a run (level "look") or cannot be right ("wrong").
-
-    step: since when; numbers: what shows it; causes: the likely ones, the likeliest first; remedy: flags with
-    values to try, or words; source: where the limit comes from.
-    """
-
-    name: str
-    level: str
-    step: int
-    symptom: str
-    numbers: str
-    causes: list[str]
-    remedy: str
-    source: str
-
-
-def finding_of(rule: Rule, level: str, since: int, start: float, past: Past) -> Finding:
-    """A row of which a condition holds since this step -> the finding. start: of the condition's metric."""
+def finding_of(rule: Rule, past: Past, seen: dict[str, Any], level: str) -> Rule:
+    """A row of which a condition holds -> the finding. seen: what ``Past.holds`` says of the condition."""
     newest = {name: values[-1] for name, values in past.values.items() if values}
-    known = {**past.facts, **past.args, **newest, **past.seen, "start": start}
+    known = {**past.facts, **past.args, **newest, **past.seen, **seen}
     numbers = []
     for text in rule.numbers:
         with suppress(KeyError, TypeError, ValueError):  # a value that is not known
             numbers.append(text.format_map(known))
-    return Finding(
-        name=rule.name,
+    return replace(
+        rule,
         level=level,
-        step=since,
+        step=seen["since"],
         symptom=rule.symptom.format_map(known),
-        numbers=", ".join(numbers),
-        causes=rule.causes,
+        numbers=numbers,
         remedy=remedy_of(rule.remedy.format_map(known), past),
-        source=rule.source,
     )
 
 
@@ -279,47 +269,37 @@ class Health:
     """The findings of a run, step by step. args: config.json as a dict, or {}."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        self._found: dict[str, Finding] = {}  # by rule: the first one, or the first one that is "wrong"
-        self._said: list[Finding] = []  # what ``add`` has returned
+        self._found: dict[str, Rule] = {}  # by rule: the first one, or the first one that is "wrong"
         self.past = Past(args)
         logged = args.get("offline_data_path")
         checked = args.get("script", SCRIPT) == SCRIPT
         self._rules = [rule for rule in RULES if checked and (rule.offline or not logged)]
-        self._look()  # at flags and data: nothing else is known yet
 
-    def add(self, record: dict[str, Any]) -> list[Finding]:
+    def add(self, record: dict[str, Any]) -> list[Rule]:
         """Take in a line of metrics.jsonl -> the findings that begin with it, or become "wrong" with it."""
         self.past.add(record)
-        self._look()
-        begun = [finding for finding in self.sorted if finding not in self._said]
-        self._said += begun
-        return begun
-
-    def _look(self) -> None:
-        """Keep what the rules find."""
+        begun = []
         for rule in self._rules:
             known = self._found.get(rule.name)
             wrong = self.past.holds(rule.wrong)
             seen = wrong or self.past.holds(rule.look)
             if seen and (not known or (known.level == LOOK and wrong)):
-                self._found[rule.name] = finding_of(
-                    rule,
-                    level=WRONG if wrong else LOOK,
-                    since=known.step if known else seen["since"],
-                    start=seen.get("start", math.nan),
-                    past=self.past,
-                )
+                if known:  # so far it was unusual
+                    seen["since"] = known.step
+                self._found[rule.name] = finding_of(rule, self.past, seen, WRONG if wrong else LOOK)
+                begun.append(rule.name)
+        return [finding for finding in self.sorted if finding.name in begun]
 
     @property
-    def sorted(self) -> list[Finding]:
+    def sorted(self) -> list[Rule]:
         """All findings: those of before the first step, which may be the cause of others, then the wrong
         ones, then by step."""
         return sorted(self._found.values(), key=lambda f: (f.step > 0, f.level != WRONG, f.step))
 
 
-def one_line(finding: Finding) -> str:
+def one_line(finding: Rule) -> str:
     """A finding as one line, for the terminal."""
     return (
-        f"{finding.level}, since step {finding.step}: {finding.symptom}. {finding.numbers}. "
+        f"{finding.level}, since step {finding.step}: {finding.symptom}. {', '.join(finding.numbers)}. "
         f"Try: {finding.remedy} (docs/health.md, {finding.name})"
     )

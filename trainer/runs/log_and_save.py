@@ -5,25 +5,22 @@ Only the main process writes. If it cannot write, all processes end with its err
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from errors import InputError
 from trainer.compute.threads import sleep_when_busy
 from trainer.runs import checkpoints
 from trainer.runs.base import Run
+from trainer.runs.displays import Rows
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
 
 Logger = RunLogger | NullLogger
 
 
-def log_step(
-    run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: dict[str, list[dict[str, Any]]]
-) -> None:
-    """Log a step's metrics and {file: rows to keep}. ``train_to_the_end`` (loop.py) calls it between two
-    steps."""
+def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:
+    """Log a step's metrics and {file: rows to keep}. The loop (loop.py) calls it between two steps."""
     gc.collect()  # see ``collected_between_steps``
     with run.world.all_or_none():
         logger.log(step, metrics, rows)
@@ -31,20 +28,17 @@ def log_step(
 
 def save(run: Run, logger: Logger) -> None:
     """Save a checkpoint, unless this step already has one, and the result: the files that users load."""
-    if not run.progress.step:  # nothing has been learned, and an earlier run's result may be there
+    step = run.progress.step
+    if not step:  # nothing has been learned, and an earlier run's result may be there
         return
-    folder = None
-    with run.world.all_or_none():
-        if isinstance(logger, RunLogger) and logger.saved_step != run.progress.step:
+    if run.saved_step != step:
+        with run.world.all_or_none():
             logger.flush()
-            folder = logger.folder.path
-    folder = run.world.from_main(folder)
-    if folder:
-        checkpoints.save(folder, run, run.args.keep_checkpoints)
+        checkpoints.save(run)
     with run.world.all_or_none(), run.gathered():
-        if isinstance(logger, RunLogger):
+        if run.world.is_main:
             run.save_result()
-            logger.saved_step = run.progress.step
+    run.saved_step = step
 
 
 @contextmanager
@@ -67,12 +61,13 @@ def collected_between_steps() -> Iterator[None]:
             gc.enable()
 
 
-def run_to_the_end(run: Run, logger: Logger, train: Callable[[Run, Logger], None]) -> None:
-    """Call ``train(run, logger)`` and write the summary. If the run stops early, by bad input or a signal,
-    say how to go on too. The log files are closed in any case."""
+@contextmanager
+def ending(run: Run, logger: Logger) -> Iterator[None]:
+    """After this block, in which a run trains, the summary is written. If it stops early, by bad input or a
+    signal, say how to go on too. The log files are closed in any case."""
     try:
         with sleep_when_busy(run.world.device.type), collected_between_steps():
-            train(run, logger)
+            yield
         logger.summary()
     except (InputError, SystemExit):
         with StopRequest():  # torchrun ends the other processes of a run when one has died

@@ -18,13 +18,13 @@ class Metrics:
     def __init__(self) -> None:
         self._totals: dict[str, tuple[Number, Number]] = {}
 
-    def add(self, name: str, total: Number, count: Number) -> None:
+    def add(self, name: str, total: Number, count: Number = 1) -> None:
         """Add to a metric: ``total``, a sum (tensor or number) over ``count`` tokens or sequences."""
         old_total, old_count = self._totals.get(name, (0.0, 0.0))
         total = total.detach().double() if isinstance(total, Tensor) else total
         self._totals[name] = (old_total + total, old_count + count)
 
-    def add_all(self, totals: Mapping[str, Number], count: Number) -> None:
+    def add_all(self, totals: Mapping[str, Number], count: Number = 1) -> None:
         """Add to several metrics, over the same ``count``."""
         for name, total in totals.items():
             self.add(name, total, count)

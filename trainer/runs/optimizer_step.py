@@ -29,7 +29,6 @@ from trainer.runs.metrics import Metrics
 MAX_BAD_STEPS = 5  # minibatches in a row with an optimizer step that was not finite, which end the run
 # Numbers that AdamWInHalf computes at a time, so that no fp32 copy of a whole moment exists
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-EPS = 1e-8  # torch's default
 
 
 # What a loss is of: the lengths of sequences in tokens, and ``loss_of(rows)`` -> (loss, ``Metrics``).
@@ -50,7 +49,6 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
     wanted = min(run.progress.token_budget, wanted)
     if run.in_step:
         wanted = run.in_step.most(wanted)
-        longest = run.in_step.most(longest)
     budget = wanted
     while (sums := attempt(backward, run, sources, budget)[1]) is None:
         forget_gradients(run)
@@ -58,29 +56,29 @@ def gradients_that_fit(run: Run, sources: list[GradientSource], pieces: int = 1)
             raise out_of_memory_error(longest)
         budget //= 2
         run.progress.token_budget = budget
-    sums.add("perf/out_of_memory", budget < wanted, 1)
+    sums.add("perf/out_of_memory", budget < wanted)
     if run.loss_scale.active:
-        sums.add("perf/loss_scale", run.loss_scale.value, 1)
+        sums.add("perf/loss_scale", run.loss_scale.value)
     return sums
 
 
 def backward(run: Run, sources: list[GradientSource], token_budget: int) -> Metrics:
     """Add the gradients of every micro-batch of at most ``token_budget`` tokens -> the losses' metrics."""
     sums = Metrics()
+
+    def learn_from(loss_of: Callable, rows: list[int]) -> None:
+        loss, metrics = loss_of(rows)
+        run.loss_scale.scaled(loss).backward()
+        sums.merge(metrics)
+
     for lengths, loss_of in sources:
-
-        def learn_from(rows: list[int], loss_of: Callable = loss_of) -> None:
-            loss, metrics = loss_of(rows)
-            run.loss_scale.scaled(loss).backward()
-            sums.merge(metrics)
-
         batches = micro_batches(lengths, token_budget)
         if run.in_step:  # all processes have equally many sequences, so no pass is without
             for rows in run.in_step.passes(batches):
-                run.in_step.run(partial(learn_from, rows))
+                run.in_step.run(partial(learn_from, loss_of, rows))
         else:
             for rows in batches:
-                learn_from(rows)
+                learn_from(loss_of, rows)
     return sums
 
 
@@ -164,11 +162,13 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer of every script: torch's AdamW, or with moments_dtype "bfloat16" ``AdamWInHalf``."""
     if moments_dtype == "bfloat16":
-        return AdamWInHalf(parameters, learning_rate, seed, betas, weight_decay)
+        optimizer = AdamWInHalf(parameters, learning_rate, betas, weight_decay=weight_decay)
+        optimizer.seed = seed
+        return optimizer
     return AdamW(parameters, learning_rate, betas, weight_decay=weight_decay, fused=True)
 
 
-class AdamWInHalf(Optimizer):
+class AdamWInHalf(AdamW):
     """torch's AdamW (decoupled weight decay) with ``exp_avg`` and ``exp_avg_sq`` in bf16; weights and
     arithmetic are fp32. Parameters are contiguous.
 
@@ -176,11 +176,7 @@ class AdamWInHalf(Optimizer):
     stand still, so it is rounded at random. The random bits depend on seed, step and parameter alone.
     """
 
-    def __init__(
-        self, parameters: ParamsT, lr: float, seed: int, betas: tuple[float, float], weight_decay: float
-    ) -> None:
-        self.seed = seed
-        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    seed: int
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
@@ -211,7 +207,7 @@ class AdamWInHalf(Optimizer):
             v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
             first.copy_(m)
             weight.mul_(1 - rate * group["weight_decay"])
-            root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(EPS)
+            root = v.sqrt().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
             weight.addcdiv_(m, root, value=-rate / (1 - beta1**step))
             second.copy_(rounded_at_random(v, bits[: len(v)]))
 

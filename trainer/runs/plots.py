@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.runs.displays import Panel
-from trainer.runs.health import Finding, Past
+from trainer.runs.health import Past, Rule
 
 HERE = Path(__file__).parent  # of the style sheets
 
@@ -43,7 +43,7 @@ def draw_png(past: Past, panels: tuple[Panel, ...], path: Path) -> None:
         figure.savefig(path)
 
 
-def draw_svgs(past: Past, panels: tuple[Panel, ...], findings: list[Finding]) -> dict[str, str]:
+def draw_svgs(past: Past, panels: tuple[Panel, ...], findings: list[Rule]) -> dict[str, str]:
     """The plots of report.html -> {title: SVG} of those panels that this run has numbers for. A dashed
     line is the step at which a finding begins."""
     svgs = {}

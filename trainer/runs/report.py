@@ -7,9 +7,7 @@ written again and again as the run goes. docs/metrics.md says how the verdict te
 
 import math
 import time
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
@@ -34,11 +32,10 @@ def filled(template: str, **content: object) -> str:
     return TEMPLATES.get_template(template).render(content)
 
 
-def write_report(run: Run, folder: Path, health: Health, state: str, saved_step: int) -> str:
+def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     """Write summary.md, report.html and curves.png -> the text of the first.
 
-    state: "running", "ended" or "stopped"; saved_step: which step the saved weights have. Raises InputError
-    if the disk cannot be written.
+    state: "running", "ended" or "stopped". Raises InputError if the disk cannot be written.
     """
     from trainer.runs.plots import draw_png, draw_svgs  # here, because matplotlib takes long to load
 
@@ -47,14 +44,11 @@ def write_report(run: Run, folder: Path, health: Health, state: str, saved_step:
     panels = run.display.panels
     shown = {"run": run, "state": state, "words": in_words(run, past, state), "findings": findings}
     shown["table"] = table(run.display, past)
-    text = filled("summary.md.jinja2", **shown, saved_step=saved_step)
-    with writing(folder):
-        write_whole(folder / "summary.md", text)
+    text = filled("summary.md.jinja2", **shown)
     page = filled(
         "report.html.jinja2",
         **shown,
         folder=folder,
-        config=past.args,
         written=time.strftime("%Y-%m-%d %H:%M %Z"),
         past=past,
         svgs=draw_svgs(past, panels, findings),
@@ -62,6 +56,7 @@ def write_report(run: Run, folder: Path, health: Health, state: str, saved_step:
         samples=read_rows(folder / "samples.jsonl"),
     )
     with writing(folder):
+        write_whole(folder / "summary.md", text)
         write_whole(folder / "report.html", page.encode(errors="replace"))  # JSON may hold half a character
         draw_png(past, panels[:DRAWN], folder / "curves.png")
     return text
@@ -77,23 +72,22 @@ def in_words(run: Run, past: Past, state: str) -> list[str]:
     short = "score_raw" if past.values["reward/score_raw"] else display.best
     steps = past.values[f"{display.group}/{short}"]
     name = f"eval/{short}"
-    if change := ends(past, name):
+    if change := past.ends(name):
         where = f"on {past.known('held_out')} held-out {display.tested}"
         least = past.least_change(name, *change)
     else:
         where = f"in training (first and last tenth of {len(steps)} steps)"
-        change = ends(past, f"{display.group}/{short}")
+        change = past.ends(f"{display.group}/{short}")
         least = CLEAR * spread_of_steps(steps) * math.sqrt(2 / max(1, len(steps) // 10))
     text = filled(
         "verdict.jinja2",
         run=run,
         state=state,
-        held_out=past.known("held_out"),
+        past=past,
         short=short,
         change=change,
         least=least,
         where=where,
-        ends=partial(ends, past),
     )
     return list(filter(None, text.splitlines()))
 
@@ -104,15 +98,7 @@ def table(display: Display, past: Past) -> list[list[str]]:
     evaluated = sorted(name for name in past.values if name.startswith("eval/"))
     for pattern in (*evaluated, *display.followed):
         for name in metric_names(pattern, past.values):
-            if change := ends(past, name):
+            if change := past.ends(name):
                 unit = UNITS.get(name.split("/")[1].removesuffix("_greedy"), "")
                 rows.append([f"{name} {unit}".strip(), f"{change[0]:.4g}", f"{change[1]:.4g}"])
     return rows
-
-
-def ends(past: Past, name: str) -> tuple[float, float] | None:
-    """The first and the last value of a metric of evaluations; of one of steps the means of the first tenth
-    and of the last tenth of them. None without two values."""
-    values = past.values[name]
-    count = 1 if name.startswith("eval/") else max(1, len(values) // 10)
-    return (fmean(values[:count]), fmean(values[-count:])) if len(values) > 1 else None

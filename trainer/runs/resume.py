@@ -48,6 +48,7 @@ def start_or_resume(run: Run, about: str, argv: list[str]) -> RunLogger | NullLo
         if world.is_main:
             folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
             write_config(run, folder, argv)
+    run.folder = world.from_main(folder.path if folder else Path())
     checkpoint = world.from_main(folder and folder.checkpoint)
     run.prepare()
     logger: RunLogger | NullLogger = NullLogger()
@@ -119,13 +120,11 @@ class RunFolder:
 
     def remove_if_unused(self) -> bool:
         """Remove the folder of a run that has learned nothing -> whether it is gone, and its number free
-        again. It stays if it was there before this run, or holds an evaluation or a file of a tracker or the
-        user."""
-        logs = list(self.path.glob("*.jsonl"))
-        others = {path.name for path in self.path.iterdir()} - {path.name for path in logs}
-        logged = "".join(path.read_text(encoding="utf-8") for path in logs)
-        own = {"config.json", ".lock", ".lock.held"}
-        if not self._found and others <= own and logged in ("", '{"step": 0}\n'):
+        again. It stays if it was there before this run, or holds more than the line of a step 0 that was not
+        evaluated, such as a file of a tracker or the user."""
+        own = ("config.json", ".lock", ".lock.held")
+        others = [path for path in self.path.iterdir() if path.name not in own]
+        if not self._found and sum(path.stat().st_size for path in others) <= len('{"step": 0}\n'):
             shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
@@ -144,7 +143,7 @@ def choose(out_dir: Path, run_name: str, resume: str, kind: str) -> tuple[Path, 
         path = out_dir / (run_name or f"{kind}_{number}")
     elif path in checkpoints.list_checkpoints(path.parent.parent):
         return path.parent.parent, [path]
-    elif not ((path / "config.json").exists() or checkpoints.list_checkpoints(path)):
+    elif not (path / "config.json").exists():
         raise InputError(
             f"--resume {resume}: no checkpoint there; name a run folder or its checkpoints/step_<n>"
         )

@@ -42,7 +42,7 @@ class NullLogger:
     def log(self, *given: object) -> None:
         """Do nothing."""
 
-    say = introduce = keep_choice = summary = stopped = finish = log
+    say = introduce = keep_choice = flush = summary = stopped = finish = log
 
 
 class RunLogger:
@@ -57,7 +57,6 @@ class RunLogger:
         self.run = run
         self.folder = folder
         self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
-        self.saved_step = first_step
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
             with writing(path):
@@ -179,7 +178,7 @@ class RunLogger:
         start = time.perf_counter()
         text = ""
         try:
-            text = write_report(self.run, self.folder.path, self.health, state, self.saved_step)
+            text = write_report(self.run, self.folder.path, self.health, state)
         except InputError:
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +24,45 @@ from errors import InputError, first_line
 Values = Mapping[str, float | str]  # metrics and texts
 
 
+Started = tuple[Any, Callable[[str], Any]]  # a run as the package has it; a text -> the package's form of it
+
+
 @dataclass
-class Tracker:
-    """One of them. Written for those that take numbers and texts alike."""
+class TensorBoard:
+    """TensorBoard's event files, written as the runs of the others are. It needs no TensorFlow."""
 
-    run: Any  # as the package has it
-    text: Callable[[str], Any]  # a text -> the package's form of it
+    writer: Any
 
-    def log(self, step: int, values: Values) -> None:
+    def log(self, values: Values, step: int) -> None:
         """Take the values of one step."""
-        self.run.log({name: self.text(x) if isinstance(x, str) else x for name, x in values.items()}, step)
+        for name, x in values.items():
+            add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
+            add(name, x, step)
+        self.writer.flush()  # else it would be two minutes behind
 
     def finish(self) -> None:
         """End it, also when a run stops early."""
-        self.run.finish()
+        self.writer.close()
 
 
-class TensorBoard(Tracker):
-    """TensorBoard's event files. It needs no TensorFlow."""
-
-    def log(self, step: int, values: Values) -> None:
-        for name, x in values.items():
-            if isinstance(x, str):
-                self.run.add_text(name, self.text(x), step)
-            else:
-                self.run.add_scalar(name, x, step)
-        self.run.flush()  # else it would be two minutes behind
-
-    def finish(self) -> None:
-        self.run.close()
-
-
-def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Tracker:
+def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
     """SwanLab, in ``swanlog/`` of the run folder; online too if the user is logged in. known: what it and
     Weights & Biases call a run, its flags among it; step: after which the run goes on."""
     import swanlab  # here, because importing it takes a second or more; the same below
 
     mode = "online" if swanlab.Settings().api_key else "offline"
-    return Tracker(swanlab.init(**known, log_dir=str(folder / "swanlog"), mode=mode), swanlab.Text)
+    return swanlab.init(**known, log_dir=str(folder / "swanlog"), mode=mode), swanlab.Text
 
 
-def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Tracker:
+def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started:
     """TensorBoard, in ``tensorboard/`` of the run folder. It hides what is there of steps done again."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step and step + 1)
-    return TensorBoard(writer, lambda text: textwrap.indent(text, "    "))  # as it is, in Markdown
+    return TensorBoard(writer), partial(textwrap.indent, prefix="    ")  # as it is, in Markdown
 
 
-def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Tracker:
+def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
     """Weights & Biases, in ``wandb/`` of the run folder; online too if the user is logged in and WANDB_MODE
     does not say otherwise."""
     import wandb
@@ -79,7 +70,7 @@ def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Tracker:
     known["mode"] = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     settings = wandb.Settings(console="off")  # the output is the run's own
     run = wandb.init(**known, dir=str(folder), settings=settings)
-    return Tracker(run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>"))
+    return run, lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
 
 TRACKERS = {"swanlab": start_swanlab, "tensorboard": start_tensorboard, "wandb": start_wandb}
@@ -95,7 +86,7 @@ class Trackers:
         self, args: Namespace, folder: Path, run_id: str, step: int, say: Callable[[str], None]
     ) -> None:
         self._say = say
-        self._live: dict[str, Tracker] = {}
+        self._live: dict[str, Started] = {}
         for name in wanted(args):
             known = {
                 "project": args.wandb_project,
@@ -113,9 +104,9 @@ class Trackers:
 
     def log(self, step: int, values: Values) -> None:
         """Give all of them the values of a step. One that fails is left out from then on."""
-        for name, tracker in list(self._live.items()):
+        for name, (run, form) in list(self._live.items()):
             try:
-                tracker.log(step, values)
+                run.log({key: form(x) if isinstance(x, str) else x for key, x in values.items()}, step)
             except Exception as error:  # full disk, no network, a process of its own that has ended
                 del self._live[name]
                 self._say(
@@ -125,9 +116,9 @@ class Trackers:
 
     def finish(self) -> None:
         """End all of them."""
-        for tracker in self._live.values():
+        for run, _ in self._live.values():
             with suppress(Exception):  # as above
-                tracker.finish()
+                run.finish()
 
 
 def add_flags(add: Callable[..., None]) -> None:

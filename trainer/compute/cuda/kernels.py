@@ -14,12 +14,12 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from trainer.compute.cpu.kernels import Layers
 from trainer.compute.cuda import triton_kernels
 from trainer.compute.precision import fast_dtype
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # numbers that one program of a pointwise kernel computes; of a kernel with rows, at least
+PARTS = 512  # of how many partial sums a sum over all rows is made
 LANES = 2048  # numbers of a row that a program reads at a time where a row is a vocabulary
 
 
@@ -32,15 +32,17 @@ def check(device: str = "cuda") -> None:
     half = x.to(dtype)
     each = x[:, 0].contiguous()
     ids = torch.zeros(2, dtype=torch.int64, device=device)
-    rms_norm_backward(x, x[1], rms_norm(x, x[1], 1e-6, dtype, half)[2], half, x, dtype)
-    rotate(half.view(2, 1, 1, 32), half, half)
-    silu_mul_backward(half, half, silu_mul(half, half))
+    parts = torch.empty(PARTS, 32, device=device)
+    over_rows("rms_norm", x, half, x[1], x.clone(), half.clone(), each.clone(), 1e-6)
+    over_rows("rms_norm_backward", x, x[1], each, half, x, x.clone(), half.clone(), parts)
+    over_rows("rotate", half, half, half, half.clone(), 1, 1.0)
+    over_rows("silu_mul", half, half, half.clone(), 32)
+    over_rows("silu_mul_backward", half, half, half, half.clone(), half.clone())
     token_logprobs(x, ids, 1.0, each.clone(), each.clone(), each.clone())
-    token_logprobs_backward(x.clone(), ids, each, each, 1.0, dtype, each, each)
+    over_rows("token_logprobs_backward", x, ids, each, each, each, each, half.clone(), 1.0)
     noise = torch.zeros(2, 1, dtype=torch.float64, device=device)
     state = ids + torch.arange(2, device=device), ids.clone(), ids.clone(), ids.clone()
-    results = noise.long(), noise.float(), ids.clone(), ids.bool()
-    sample_and_store(x, 1.0, noise, ids[:1], 1, state, results)
+    sample_and_store(x, 1.0, noise, ids[:1], 1, state, (noise.long(), noise.float()))
     keys = torch.linspace(-3, 3, 2 * 20 * 32, device=device).cos().to(dtype).view(2, 1, 20, 32)
     values = keys.flip(2)
     joint = torch.stack([half, half.cos(), half.sin()], 1)  # of two tokens the query, the key and the value
@@ -66,32 +68,18 @@ def _warps(numbers: int) -> int:
     return min(16, max(1, numbers // 256))
 
 
-# ------------------------------------------------------------------------------------------------ layers
-
-
-def _over_rows(name, x, *arguments):
+def over_rows(name: str, x: Tensor, *arguments: Any) -> None:
     """Start a kernel over the rows of x [..., width]. Norms need whole rows in a block."""
     width = x.shape[-1]
     rows = x.numel() // width
     whole = triton.next_power_of_2(width)
     block = whole if "norm" in name else min(whole, BLOCK)
     tall = max(1, BLOCK // block)
-    tiles = _layers.parts if name == "rms_norm_backward" else triton.cdiv(rows, tall)
+    tiles = PARTS if name == "rms_norm_backward" else triton.cdiv(rows, tall)
     launch(
         getattr(triton_kernels, name), (tiles, triton.cdiv(width, block)), x, *arguments, rows, width,
         ROWS=tall, BLOCK=block, num_warps=_warps(tall * block),
     )  # fmt: skip
-
-
-_layers = Layers(_over_rows, parts=512)
-rms_norm = _layers.rms_norm
-rms_norm_backward = _layers.rms_norm_backward
-rotate = _layers.rotate
-silu_mul = _layers.silu_mul
-silu_mul_backward = _layers.silu_mul_backward
-
-
-# --------------------------------------------------------------------------------------------- attention
 
 
 def lanes() -> None:
@@ -144,9 +132,6 @@ def _multiplies_in_tensor_cores(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# ------------------------------------------------------------------------------------------------ logits
-
-
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, total: Tensor
 ) -> None:
@@ -161,29 +146,6 @@ def token_logprobs(
     )  # fmt: skip
 
 
-def token_logprobs_backward(
-    logits: Tensor,
-    targets: Tensor,
-    total: Tensor,
-    grad: Tensor,
-    temperature: float,
-    dtype: torch.dtype,
-    entropy: Tensor | None = None,
-    grad_entropy: Tensor | None = None,
-) -> Tensor:
-    """-> grad (onehot(targets) - p) / temperature [n, V] in ``dtype``: the gradient of the logits, which may
-    be overwritten. p: their probabilities; total [n]: as written by ``token_logprobs``; grad [n]: that of the
-    log-probs. With ``entropy`` [n] and ``grad_entropy`` [n]: less grad_entropy p (log p + entropy) /
-    temperature."""
-    n, size = logits.shape
-    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    launch(
-        triton_kernels.token_logprobs_backward, (n, triton.cdiv(size, BLOCK)),
-        logits, targets, total, grad, entropy, grad_entropy, out, size, 1 / temperature, BLOCK=BLOCK,
-    )  # fmt: skip
-    return out
-
-
 def sample_and_store(
     logits: Tensor,
     temperature: float,
@@ -194,7 +156,7 @@ def sample_and_store(
     results: Sequence[Tensor],
 ) -> None:
     """``Engine._sample_and_store`` from logits [n, V] on. state: the engine's row, token, count and done of
-    these n slots; results: its tokens, logprobs, response_len, finished; ends, limit: its eos and limit."""
+    these n slots; results: its tokens and logprobs; ends, limit: its eos and limit."""
     n, size = logits.shape
     block = max(16, min(4096, triton.next_power_of_2(size)))
     launch(

@@ -155,15 +155,16 @@ def decode_attention(
     head = tl.arange(0, ROWS)
     there = (head < SHARED)[:, None]
     d = tl.arange(0, D)
-    keys += (row * groups + group) * width * dim
-    values += (row * groups + group) * width * dim
+    mine = (row * groups + group) * width * dim
+    keys += mine
+    values += mine
     kind = keys.dtype.element_ty
     heads = groups * SHARED
     query += row * (heads + 2 * groups) * dim
     cos += row * dim
     sin += row * dim
-    mine = query + (group * SHARED + head)[:, None] * dim
-    q = _rotated(mine, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
+    asking = query + (group * SHARED + head)[:, None] * dim
+    q = _rotated(asking, there, q_norm, cos, sin, dim, eps, 1, D).to(kind)
     own = query + (heads + group + tl.zeros([1, 1], tl.int32)) * dim
     own_k = _rotated(own, True, k_norm, cos, sin, dim, eps, 1, D).to(kind)
     own_v = _read(query + (heads + groups + group) * dim + d, d < dim).to(kind)
@@ -229,26 +230,27 @@ def token_logprobs(logits, targets, logprobs, entropy, log_sum, size, scale, BLO
     tl.store(log_sum + row, highest + log_total)
 
 
-@triton.jit
+@over_rows
 def token_logprobs_backward(
-    logits, targets, log_sum, grad, entropy, grad_entropy, out, size, scale, BLOCK: tl.constexpr
+    logits, targets, log_sum, grad, entropy, grad_entropy, out, scale, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = grad scale (onehot(target) - p) [rows, size], p = e^(z - log_sum): the gradient of the logits.
+    """out = grad scale (onehot(target) - p) [rows, width], p = e^(z - log_sum): the gradient of the logits,
+    which it may overwrite.
 
     grad [rows] is that of the log-prob, log_sum [rows] is log sum e^z. Less grad_entropy scale p (log p +
-    entropy), where entropy [rows] and its gradient are not None. Grid: (rows, blocks)
+    entropy), where entropy [rows] and its gradient are not None.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = row * size + column
-    log_p = _read(logits + place, column < size) * scale - tl.load(log_sum + row)
+    row, column, place, inside = _tile(tl.program_id(0) * ROWS, rows, width, ROWS, BLOCK)
+    there = row < rows
+    log_p = _read(logits + place, inside) * scale - _read(log_sum + row, there)
     p = tl.exp(log_p)
-    own = (column == tl.load(targets + row)).to(tl.float32)
-    slope = tl.load(grad + row) * scale * (own - p)
+    own = (column == tl.load(targets + row, there, 0)).to(tl.float32)
+    slope = _read(grad + row, there) * scale * (own - p)
     if entropy is not None:  # where p is 0 its logarithm may be -inf
-        pull = p * (tl.where(p == 0, 0, log_p) + tl.load(entropy + row))
-        slope -= tl.load(grad_entropy + row) * scale * pull
-    tl.store(out + place, slope, column < size)
+        pull = p * (tl.where(p == 0, 0, log_p) + _read(entropy + row, there))
+        slope -= _read(grad_entropy + row, there) * scale * pull
+    tl.store(out + place, slope, inside)
 
 
 @triton.jit
@@ -264,12 +266,12 @@ def _first_beyond(weights, target, places, none):
 @triton.jit
 def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
-    tokens, logprobs, response_len, finished, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    tokens, logprobs, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """``Engine._sample_and_store`` of n slots, not greedy. Slots that are done stay as they are. Grid: (n,)
 
-    row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width], response_len
-    and finished [rows] have a row for each prompt; a response ends at one of ends [ends_count], and at limit.
+    row, token, count and done [n] describe the slots; noise, tokens and logprobs [rows, width] have a row for
+    each prompt; a response ends at one of ends [ends_count], and at limit.
     """
     # A row of logits is read once. Of each block of the vocabulary two numbers stay in registers: its largest
     # logit, and the sum of its probabilities relative to that one. They tell in which block the token lies,
@@ -311,8 +313,6 @@ def sample_and_store(
             ended |= drawn == tl.load(ends + i)
         tl.store(tokens + place, drawn)
         tl.store(logprobs + place, logprob)
-        tl.store(response_len + own, before + 1)
-        tl.store(finished + own, ended)
         tl.store(token + slot, drawn)
         tl.store(count + slot, before + 1)
-        tl.store(done + slot, ended | (before + 1 >= limit))
+        tl.store(done + slot, ended.to(tl.int64) * 2 | (before + 1 >= limit))
