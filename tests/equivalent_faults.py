@@ -73,7 +73,7 @@ HAND_WRITTEN = {
         ),
     ],
     "trainer/rewards/rules.py": [
-        ("len(response.strip())", "len(response)", "tests/rewards/test_rewards.py"),
+        ("len(response.strip())", "len(response)", "tests/rewards/test_rules.py"),
     ],
     "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
     "trainer/inputs.py": [
