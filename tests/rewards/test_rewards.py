@@ -15,12 +15,17 @@ from tiny import (
     save_reward_dir,
     word_tokenizer,
 )
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaForCausalLM,
+)
 
 from errors import InputError
 from trainer import train_ppo
 from trainer.rewards.combine import RawScores, Reward
-from trainer.rewards.reward_models import load_reward_model, parse_spec
+from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
 from trainer.run import critic_start
 from trainer.runs.displays import PARTS, metric_names
 
@@ -149,12 +154,30 @@ def test_the_critic_starts_from_no_model_with_fewer_embeddings_than_the_policy(c
         critic_start("reward", {"model": (reward, 1.0)}, policy, reward.tokenizer)
 
 
-def test_a_classifier_without_pad_token_scores_batches_too(tmp_path):
-    model = load_reward_model(save_reward_dir(tmp_path, word_tokenizer(WORDS), pad_token_id=None), CPU)
+@pytest.mark.parametrize("kind", ["packed", "padded", "no pad token", "encoder"])
+def test_a_classifier_scores_a_conversation_as_if_it_were_alone(tmp_path, monkeypatch, kind):
+    """In an encoder all tokens see each other, so padding must be masked. A decoder that looks for its last
+    token by the pad token, and has none, gets one conversation at a time."""
+    tokenizer = word_tokenizer(WORDS, chat=True)
+    if kind != "packed":
+        monkeypatch.setattr("trainer.rewards.reward_models.pack_sequences", lambda backbone: False)
+    save_reward_dir(tmp_path, tokenizer, pad_token_id=None if kind == "no pad token" else 1)
+    if kind == "encoder":
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        more = {"num_labels": 1, "initializer_range": 0.5, "pad_token_id": 1, "architectures": None}
+        config = BertConfig(vocab_size=len(tokenizer), **sizes, **more)
+        BertForSequenceClassification(config).save_pretrained(tmp_path)
+    model = load_reward_model(str(tmp_path), CPU)
+    assert model.packs == (kind == "packed")
     conversations = [("one", "two </s>"), ("one two three", "four"), ("five", "one two three four five")]
-    alone = [model([pair]).item() for pair in conversations]
-    assert model(conversations).tolist() == pytest.approx(alone, abs=1e-5)
-    assert max(alone) - min(alone) > 1e-3
+    found = model(conversations).tolist()
+    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    for pair, score in zip(conversations, found, strict=True):
+        (ids,) = conversation_ids(model.tokenizer, [pair])
+        with torch.no_grad():
+            assert score == pytest.approx(peer(torch.tensor([ids])).logits.item(), abs=1e-5)
+    assert max(found) - min(found) > 1e-3
 
 
 def test_remote_code_needs_permission_and_then_scores(remote):
