@@ -9,7 +9,9 @@ import pictures
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first product of any test
+else:
     os.environ["TRITON_INTERPRET"] = "1"  # GPU kernels run in Triton's interpreter, on CPU tensors
 torch.set_num_threads(1)
 

@@ -275,3 +275,24 @@ def test_check_finds_attention_that_is_wrong(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "decode_attention", lambda *args: 1.1 * right(*args))
     with pytest.raises(RuntimeError, match="attention gives wrong numbers"):
         kernels.check(DEVICE)
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory", "CUBLAS_STATUS_NOT_INITIALIZED when calling cublas"])
+def test_memory_that_runs_out_in_a_trial_says_nothing_about_what_was_tried(text, monkeypatch):
+    def full():
+        raise RuntimeError(text)
+
+    def old():
+        raise RuntimeError("PTX was compiled with an unsupported toolchain")
+
+    monkeypatch.setattr(kernels, "check", full)
+    with pytest.raises(RuntimeError, match=text):
+        compute_kernels._cuda.__wrapped__()
+    with pytest.raises(RuntimeError, match=text):
+        compute_kernels.difference(lambda: torch.ones(1), full, torch.device("cpu"))
+    monkeypatch.setattr(kernels, "check", old)
+    with pytest.warns(
+        UserWarning, match="unsupported toolchain; Triton needs a C compiler"
+    ):
+        assert compute_kernels._cuda.__wrapped__() is None
+    assert "toolchain" in compute_kernels.difference(lambda: torch.ones(1), old, torch.device("cpu"))

@@ -253,11 +253,13 @@ def test_auto_takes_fp16_on_gpus_that_are_fast_in_it_and_have_no_bf16(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision(), matmul.allow_fp16_reduced_precision_reduction
+    sums = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = torch.get_float32_matmul_precision(), {name: getattr(matmul, name) for name in sums}
     try:
         assert set_precision("auto", gpu) == expected
-        assert not matmul.allow_fp16_reduced_precision_reduction  # sums of products stay in fp32
+        assert not any(getattr(matmul, name) for name in sums)  # sums of products stay in fp32
         assert fast_dtype("float32", gpu) == torch.float32
     finally:
         torch.set_float32_matmul_precision(before[0])
-        matmul.allow_fp16_reduced_precision_reduction = before[1]
+        for name, value in before[1].items():
+            setattr(matmul, name, value)

@@ -78,6 +78,8 @@ def waits():
 def run_files(folder, name=None, **more):
     """Flags of a short run with a policy of the family ``name`` (None: tiny.py's Llama), eight words and a
     reward model, every file in ``folder``."""
+    if "lora_r" in more:
+        pytest.importorskip("peft")
     folder.mkdir(exist_ok=True)
     tokenizer = word_tokenizer(WORDS, chat=True)
     prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(40)]

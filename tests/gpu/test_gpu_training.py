@@ -55,6 +55,7 @@ def scored(model, device, dtype=torch.float32, checkpointing=0, lora_r=0):
     for backbone in (model.base_model, critic.backbone):
         prepare_training(backbone, checkpointing)
         if lora_r:
+            pytest.importorskip("peft")
             add_adapters(backbone, lora_r, seed=3)
             for name, p in backbone.named_parameters():
                 if "lora_B" in name:  # it starts at zero, and so would the gradient of the other one

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from errors import first_line
 from trainer.compute.cpu import kernels as cpu
+from trainer.compute.memory import is_out_of_memory
 from trainer.compute.precision import exact_products
 
 
@@ -37,11 +38,12 @@ def _cuda():
         from trainer.compute.cuda import kernels as cuda
 
         cuda.check()
-    except torch.OutOfMemoryError:  # says nothing about the kernels
-        raise
     except Exception as error:  # no Triton, a GPU too old for it, no compiler: whatever it raises
+        if is_out_of_memory(error):  # says nothing about the kernels
+            raise
         reason = first_line(error)[:120]
-        warnings.warn(f"no Triton kernels, plain torch is slower: {reason}", stacklevel=3)
+        needs = "Triton needs a C compiler and Python's headers (python3-dev)"
+        warnings.warn(f"no Triton kernels, plain torch is slower: {reason}; {needs}", stacklevel=3)
         return None
     return cuda
 
@@ -99,7 +101,7 @@ def difference(
 
     Compared are the results of the two, and their gradients with respect to ``inputs``, with exact products.
     tolerance: of differences, relative to the number itself and to the largest one: of the results, or of all
-    gradients. Only a torch.OutOfMemoryError is raised: it says nothing about a path.
+    gradients. Raised is only that memory ran out: it says nothing about a path.
     """
 
     def results(path):
@@ -115,8 +117,8 @@ def difference(
         with hooks, exact_products(device), torch.set_grad_enabled(bool(inputs)):
             pairs = zip(results(reference), results(faster), strict=True)
             same = all(torch.allclose(x, y, tolerance, tolerance * y.abs().max().item()) for y, x in pairs)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # Triton and the code of models raise whatever they like
+        if is_out_of_memory(error):
+            raise
         return first_line(error)[:120]
     return "" if same else "its results differ"

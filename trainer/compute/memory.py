@@ -31,11 +31,16 @@ from trainer.compute.batching import halves, micro_batches
 from trainer.compute.threads import least_of_groups
 
 # How torch, CUDA, Triton ("out of memory") and cuBLAS say that memory ran out
-FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+FULL = (
+    "can't allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # there is no room for what cuBLAS itself needs
+)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a RuntimeError says that memory ran out, of the device or of the machine."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of the device or of the machine."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in FULL)
 
 

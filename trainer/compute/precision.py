@@ -54,7 +54,8 @@ def onednn_takes_bf16() -> bool:
 
 def set_precision(name: str, device: torch.device, deterministic: int = 0) -> torch.dtype:
     """-> ``fast_dtype``. On a GPU, what autocast leaves in fp32 runs in TF32, unless ``--dtype float32``; and
-    products in fp16 are summed in fp32 all the way, because partial sums might exceed fp16's range.
+    products in 16 bits are summed in fp32 all the way: partial sums might exceed fp16's range, and in bf16,
+    torch's default, they would round decoding's long sums over few rows more than training's.
 
     deterministic: --deterministic; 1 gives the same bits in every run on the same machine (``repeatable``).
     """
@@ -65,6 +66,7 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
         if name != "float32":
             torch.set_float32_matmul_precision("high")
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return fast_dtype(name, device)
 
 

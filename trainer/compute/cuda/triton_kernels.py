@@ -263,7 +263,9 @@ def _first_beyond(weights, target, places, none):
     return tl.where(place < none, place, tl.max(tl.where(weights > 0, places, 0), 0))
 
 
-@triton.jit
+# The states of slots are parts of one tensor, whose alignment depends on the number of slots: without this
+# Triton would compile the kernel once more in the middle of a rollout.
+@triton.jit(do_not_specialize_on_alignment=["row", "token", "count", "done"])
 def sample_and_store(
     logits, size, scale, noise, row, token, count, done, ends, ends_count, limit,
     tokens, logprobs, width, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
