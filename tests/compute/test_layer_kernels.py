@@ -291,8 +291,6 @@ def test_memory_that_runs_out_in_a_trial_says_nothing_about_what_was_tried(text,
     with pytest.raises(RuntimeError, match=text):
         compute_kernels.difference(lambda: torch.ones(1), full, torch.device("cpu"))
     monkeypatch.setattr(kernels, "check", old)
-    with pytest.warns(
-        UserWarning, match="unsupported toolchain; Triton needs a C compiler"
-    ):
+    with pytest.warns(UserWarning, match="unsupported toolchain; Triton needs a C compiler"):
         assert compute_kernels._cuda.__wrapped__() is None
     assert "toolchain" in compute_kernels.difference(lambda: torch.ones(1), old, torch.device("cpu"))
