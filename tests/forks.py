@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def become(request, descriptors, unwanted):
     """Set session, folder, environment and files (output, errors, and input if there is one) as ``Popen``
     would -> the command line."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
