@@ -31,10 +31,10 @@ from trainer.generation.engine import Sampler
 from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.inputs import load_inputs
-from trainer.options.value_scale import AdvantageScale
 from trainer.rewards.combine import Request, load_reward
 from trainer.rewards.rules import is_correct
 from trainer.runs.distributed import World
+from trainer.value_scale import AdvantageScale
 
 FIXED = {"dtype": "float32", "device": "cpu", "epochs": 10**6, "save_interval": 10**6, "log_interval": 1000}
 RATES = ("learning_rate", "critic_learning_rate")

@@ -76,9 +76,8 @@ def minibatch_order(step: int, older: int, count: int, epochs: int, seed: int) -
     """
     total = count * epochs
 
-    def share(
-        born: int, now: int
-    ) -> int:  # how many of a batch's minibatches a step takes; over all batches ``total``
+    def share(born: int, now: int) -> int:
+        """How many of a batch's minibatches a step takes; over all batches ``total``."""
         age = now - born
         batches = min(now, older) + 1
         return -(-(age + 1) * total // batches) + (-age * total // batches)

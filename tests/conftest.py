@@ -41,7 +41,7 @@ def no_pictures_unless_asked(request):
 @pytest.fixture(scope="module", autouse=True)
 def objects_of_earlier_tests(request):
     """A run looks for garbage several times, and at its end takes all objects out of what is frozen
-    (trainer/runs/log_and_save.py). What pytest and earlier tests have made and still hold, far more than the
+    (trainer/loop.py). What pytest and earlier tests have made and still hold, far more than the
     run itself, stays frozen here, so that no run looks through it. A file that tests this says so:
     ``UNFREEZES = True``."""
     gc.collect()

@@ -75,7 +75,7 @@ HAND_WRITTEN = {
     "trainer/rewards/rules.py": [
         ("len(response.strip())", "len(response)", "tests/rewards/test_rules.py"),
     ],
-    "trainer/options/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
+    "trainer/value_scale.py": [(', "last")', ")", "tests/test_value_scale.py")],
     "trainer/inputs.py": [
         ("warmup_steps >= steps", "warmup_steps > steps", "tests/test_inputs.py"),
         ("args.dual_clip <= 1", "args.dual_clip < 1", "tests/test_inputs.py"),

@@ -44,7 +44,7 @@ TESTS = {  # the quickest first
     "trainer/options/offline.py": ["tests/test_offline.py"],
     "trainer/options/ptx.py": ["tests/test_ptx.py"],
     "trainer/options/replay.py": ["tests/test_replay.py"],
-    "trainer/options/value_scale.py": ["tests/test_value_scale.py"],
+    "trainer/value_scale.py": ["tests/test_value_scale.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],
     "trainer/compute/scoring.py": ["tests/compute/test_scoring.py"],
 }

@@ -37,7 +37,8 @@ def evaluate_with(monkeypatch):
     def evaluate_with(answer, prompts, reasoning, answers=1, world=ALONE):
         monkeypatch.setattr(evaluation, "answer", answer)
         args = SimpleNamespace(temperature=0.7, reasoning=reasoning, num_generations=answers)
-        run = SimpleNamespace(args=args, world=world, actor=None, sampling_from=nullcontext)
+        monkeypatch.setattr(evaluation, "sampling_from", lambda run, model: nullcontext())
+        run = SimpleNamespace(args=args, world=world, actor=None)
         return evaluate(run, prompts)
 
     return evaluate_with

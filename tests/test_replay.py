@@ -47,9 +47,6 @@ def test_joined_rollouts_have_all_rows_in_order():
 
 def test_the_last_batches_are_kept_and_stand_before_the_new_one():
     replay, batches = Replay(2, list(range(8)), ALONE), [rollout_of(seed) for seed in range(4)]
-    without = Replay(0, list(range(8)), ALONE)
-    without.keep(batches[0])
-    assert without.join(batches[1]) is batches[1]
     assert replay.join(batches[0]) is batches[0]
     for batch in batches[:3]:
         replay.keep(batch)

@@ -10,7 +10,7 @@ from tiny import tiny_llama
 from model.critic import CriticModel
 from trainer import train_ppo
 from trainer.compute.rollout_data import length_mask
-from trainer.options.value_scale import AdvantageScale, ValueScale
+from trainer.value_scale import AdvantageScale, ValueScale
 
 assert files  # the fixture
 STEPS = 8

@@ -1,4 +1,4 @@
-"""One batch of PPO, before anything is learned from it: what ``collect`` of train_ppo.py fills."""
+"""Prompts -> responses -> raw scores: one batch of PPO, before anything is learned from it."""
 
 import time
 from argparse import Namespace
@@ -7,17 +7,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dataset.lm_dataset import Prompt
 from trainer.compute.batching import send
+from trainer.compute.memory import free_unused_memory
 from trainer.compute.rollout_data import Rollout
 from trainer.generation.sampling import noise_keys
-from trainer.rewards.combine import RawScores
+from trainer.generation.stops import response_texts
+from trainer.rewards.combine import RawScores, Reward, modules_of
+from trainer.rewards.reward_function import Request
+
+if TYPE_CHECKING:  # its options need this file
+    from trainer.run import PpoRun
 
 
 class Seconds(dict[str, float]):
@@ -50,6 +57,51 @@ def noise_of_step(args: Namespace, step: int, positions: Sequence[int], times: i
     places = np.asarray(positions)
     answers = args.num_generations
     return noise_keys(args.seed, step, places // answers, places % answers + times * answers)
+
+
+# ------------------------------------------------------------------ prompts -> responses -> raw scores
+
+
+@contextmanager
+def sampling_from(run: "PpoRun", model: PreTrainedModel) -> Iterator[None]:
+    """In this block ``respond`` samples from this model's weights."""
+    if run.in_step:
+        free_unused_memory()  # the gaps that the last update has left
+    if run.sampler:
+        run.sampler.load(model)
+    try:
+        yield
+    finally:
+        if run.in_step and run.sampler:
+            run.sampler.release()
+            run.sampler.copy.unload()
+
+
+def respond(run: "PpoRun", prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
+    """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
+    from."""
+    assert run.sampler
+    rollout = run.sampler.sample(
+        [prompt.prompt_ids for prompt in prompts],
+        keys,
+        eos_ids=run.endings.eos,
+        max_gen_len=run.args.max_gen_len,
+        temperature=temperature,
+        min_gen_len=run.args.min_gen_len,
+        stops=run.endings.stops,
+    )
+    if run.plan.release_cache:  # memory is short in the phases after sampling
+        run.sampler.release()
+    return Batch(prompts, rollout, response_texts(rollout, run.tokenizer, run.endings.stops))
+
+
+def raw_scores(run: "PpoRun", reward: Reward, batch: Batch) -> RawScores:
+    """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is normalised,
+    clipped and weighed."""
+    with run.host.on_device(*modules_of(reward)):
+        finished = batch.rollout.finished.tolist()
+        lengths = batch.rollout.layout.response_len
+        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response

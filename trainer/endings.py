@@ -1,4 +1,8 @@
-"""Where the responses of a run end: EOS ids, ``--stop``, ``--stop_token_ids``, ``--min_gen_len``."""
+"""Where the responses of a run end: EOS ids, ``--stop``, ``--stop_token_ids``, ``--min_gen_len``.
+
+While decoding, ``Engine._sample_and_store`` (generation/engine.py) asks of each token whether it ends its
+row.
+"""
 
 from argparse import Namespace
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""PPO's evaluation on held-out prompts, and which responses of a run are kept.
+"""PPO's evaluation on held-out prompts.
 
 The prompts are those of ``--eval_data_path``; without it there is no evaluation. They are answered sampled
 and greedy, with the same sampling noise every time: before training (step 0), after every ``--eval_interval``
@@ -14,14 +14,15 @@ import torch
 from dataset.answers import comparable
 from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
 from progress_bar import phase
-from trainer.collect import Batch
+from trainer.collect import Batch, raw_scores, respond, sampling_from
 from trainer.compute.scoring import score_policy
 from trainer.generation.sampling import noise_keys
 from trainer.options.offline import logged_rollout
 from trainer.rewards.rules import is_correct
-from trainer.runs.displays import Row, Rows, StepLog
+from trainer.runs.displays import Row, StepLog
 from trainer.runs.distributed import batches_of
 from trainer.runs.metrics import Metrics
+from trainer.step_metrics import answer_rows
 
 if TYPE_CHECKING:  # run.py needs BATCH, by way of inputs.py
     from trainer.run import PpoRun
@@ -59,7 +60,7 @@ def evaluate(run: "PpoRun", held_out: RLAIFDataset) -> StepLog:
     mine: dict[int, Row] = {}
     batches = batches_of(len(held_out), max(1, BATCH // args.num_generations), run.world)
     total = (args.num_generations + 1) * sum(map(len, batches))
-    with run.sampling_from(run.actor), phase("evaluation", total, "responses") as bar:
+    with sampling_from(run, run.actor), phase("evaluation", total, "responses") as bar:
         for places in batches:
             with run.world.all_or_none():
                 prompts = [held_out[i] for i in places or [0]]  # no more at a time: records can be large
@@ -106,10 +107,10 @@ def answer(run: "PpoRun", prompts: list[Prompt], temperature: float, count: int)
     samples = torch.arange(len(prompts)) % count
     keys = noise_keys(run.args.seed, EVAL_STEP, [p.index for p in prompts], samples)
     with run.world.all_or_none():  # sharded models need all processes: one that has failed ends all
-        batch = run.respond(prompts, keys, temperature)
+        batch = respond(run, prompts, keys, temperature)
     for reward in (run.reward, run.judge):
         with run.world.all_or_none():
-            batch.scores |= reward.combine(run.raw_scores(reward, batch))
+            batch.scores |= reward.combine(raw_scores(run, reward, batch))
     return batch
 
 
@@ -130,33 +131,3 @@ def evaluate_pairs(run: "PpoRun", pairs: LoggedPairs) -> dict[str, float]:
                 preferred = 0.5 + 0.5 * torch.sign(moved[::2] - moved[1::2])
                 metrics.add("eval/chosen_preferred", preferred.sum(), len(found))
     return metrics.means(run.world)
-
-
-# ------------------------------------------------------------------------------------------ what is kept
-
-
-def rows_of_step(run: "PpoRun", batch: Batch) -> Rows:
-    """What is kept of a step's responses, of all processes, which must all call it: the first one and those
-    that stand out."""
-    rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]
-    by_score = sorted(rows, key=lambda row: row["parts"]["score"])
-    longest = max(rows, key=lambda row: row["length"])
-    kept = {"first": rows[0], "best": by_score[-1], "worst": by_score[0], "longest": longest}
-    return {"samples.jsonl": [{**row, "kind": kind} for kind, row in kept.items()]}
-
-
-def answer_rows(batch: Batch) -> list[Row]:
-    """A row of each response: prompt, text, the parts of its score, its length in tokens, did it end."""
-    numbers = {name: x.tolist() for name, x in batch.scores.items()}
-    lengths = batch.rollout.response_len.tolist()
-    finished = batch.rollout.finished.tolist()
-    return [
-        {
-            "prompt": prompt.prompt,
-            "response": batch.texts[i],
-            "parts": {name: round(x[i], 4) for name, x in numbers.items()},
-            "length": lengths[i],
-            "finished": finished[i],
-        }
-        for i, prompt in enumerate(batch.prompts)
-    ]

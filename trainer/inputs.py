@@ -188,9 +188,8 @@ def choose_reasoning(
                 if not args.shard:  # else it need not fit on a GPU
                     actor.to(world.device)  # type: ignore[arg-type]  # transformers' wrapper of ``to``
                 ids = [prompt.prompt_ids for prompt in first[:SAMPLED]]
-                keys = noise_keys(
-                    0, FIRST_ANSWERS, range(len(ids))
-                )  # of no --seed: rewards must not depend on it
+                seed = 0  # not --seed: rewards must not depend on it
+                keys = noise_keys(seed, FIRST_ANSWERS, range(len(ids)))
                 rollout = sample(actor, ids, keys, eos_ids(tokenizer, actor), args.max_gen_len, 1.0)
                 answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
         answers = world.from_main(answers)

@@ -1,20 +1,11 @@
 """What a PPO run keeps: models and learners, options and their states, and the files that it writes.
 
-It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains it. The models:
-
-    actor         --model; it trains, and starts as it was loaded
-    reference     a frozen copy of the actor as it starts: no optimizer has it, so it stays that
-    old actor     the behaviour policy: its samples are learned from. With --update_old_actor_freq 1 it is the
-                  actor, else a frozen copy, which ``learn`` (train_ppo.py) makes equal to it now and then
-    critic        only with --advantage gae; it starts from a reward model or from the actor (--critic_init)
-    rewards       frozen models, those of the judge too (rewards/reward_models.py)
-
-With --lora_r only adapters train, and all of them share the frozen weights, until --shard 1 cuts them: then
-each process keeps a part of every model. No model has dropout: the training forward is the scoring forward.
+It is made of what ``load_inputs`` (inputs.py) has loaded; train_ppo.py trains it. Which models there are and
+what they start from: models.py.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,28 +13,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atomic_files import writing
-from dataset.lm_dataset import LoggedPairs, Prompt, RLAIFDataset
+from dataset.lm_dataset import LoggedPairs, RLAIFDataset
 from errors import InputError
 from model.critic import CriticModel
-from model.loading import embeddings, is_moe
-from model.lora import add_adapters, frozen_copy, trained
+from model.loading import is_moe
+from model.lora import trained
 from model.saving import save_policy, state_dict_in
 from model.weights import sharded_and_whole
 from trainer.about_run import describe_run, fingerprints, start_facts
-from trainer.collect import Batch
 from trainer.compute.memory import HostMemory, free_unused_memory, keep_freed_memory
 from trainer.compute.precision import LossScale, keep_exact, round_frozen, set_precision
-from trainer.compute.scoring import PolicyScorer, ValueScorer, prepare_training
+from trainer.compute.scoring import PolicyScorer, ValueScorer
 from trainer.compute.sharding import InStep, shard
 from trainer.endings import keep_endings, load_endings
 from trainer.flags import Flags
 from trainer.generation.engine import Sampler
-from trainer.generation.stops import response_texts
 from trainer.inputs import choose_rates, count_steps, load_inputs, sampling_sizes
 from trainer.memory_plan import Case, Sizes, check_memory
+from trainer.models import build_models, critic_start
 from trainer.options.best import WEIGHTS, Best, best_so_far, first_best, write_best
 from trainer.options.ema import Ema
 from trainer.options.kl_target import KlTarget
@@ -51,14 +40,12 @@ from trainer.options.missing_eos import choose_penalty
 from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
-from trainer.options.value_scale import AdvantageScale, ValueScale
-from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of, scoring_models
-from trainer.rewards.reward_function import Request
-from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
+from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
 from trainer.runs.optimizer_step import make_optimizer
+from trainer.value_scale import AdvantageScale, ValueScale
 
 AVERAGE = "ema.pth"  # in the run folder, of --ema_beta
 
@@ -144,29 +131,13 @@ class PpoRun(Run):
             )
             if self.in_step:  # each process soon has a part of each model, and a whole one of none
                 self.sampler.copy.unload()
-        self._build_models(start, weight)
+        self.ref, self.old_actor, critic = build_models(
+            args, self.actor, start, weight, sharded=self.in_step is not None
+        )
+        self.critic: CriticModel = critic  # type: ignore[assignment]  # None without --advantage gae
         keep_endings(self.endings, self.actor)
         self._build_learners()
         self._build_options()
-
-    def _build_models(self, start: PreTrainedModel | None, weight: float) -> None:
-        """Critic, reference and old actor; the actor gets its adapters. start, weight: of ``critic_start``;
-        start None: no critic. Until ``prepare`` shards them, copies share memory."""
-        args = self.args
-        actor = self.actor
-        lora = args.lora_r > 0
-        sharded = self.in_step is not None
-        self.critic: CriticModel = None  # type: ignore[assignment]
-        if start:
-            self.critic = CriticModel.from_model(start, lora, weight, sharded and start is actor).eval()
-            prepare_training(self.critic.backbone, args.gradient_checkpointing)
-        prepare_training(actor.base_model, args.gradient_checkpointing)  # before it is copied
-        self.ref = frozen_copy(actor, sharded)  # before there are adapters, so it has none
-        if lora:
-            add_adapters(actor.base_model, args.lora_r, args.seed)
-            if start:
-                add_adapters(self.critic.backbone, args.lora_r, args.seed + 1)
-        self.old_actor = actor if args.update_old_actor_freq == 1 else frozen_copy(actor, sharded)
 
     def _build_learners(self) -> None:
         """How models are scored, and how they learn."""
@@ -276,47 +247,6 @@ class PpoRun(Run):
         for learner in self.learners.values():
             learner.optimizer = self._optimizer(learner.model, learner.peak)
 
-    # ------------------------------------------------------------------ prompts -> scored responses
-
-    @contextmanager
-    def sampling_from(self, model: PreTrainedModel) -> Iterator[None]:
-        """In this block ``respond`` samples from this model's weights."""
-        if self.in_step:
-            free_unused_memory()  # the gaps that the last update has left
-        if self.sampler:
-            self.sampler.load(model)
-        try:
-            yield
-        finally:
-            if self.in_step and self.sampler:
-                self.sampler.release()
-                self.sampler.copy.unload()
-
-    def respond(self, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
-        """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
-        from."""
-        assert self.sampler
-        rollout = self.sampler.sample(
-            [prompt.prompt_ids for prompt in prompts],
-            keys,
-            eos_ids=self.endings.eos,
-            max_gen_len=self.args.max_gen_len,
-            temperature=temperature,
-            min_gen_len=self.args.min_gen_len,
-            stops=self.endings.stops,
-        )
-        if self.plan.release_cache:  # memory is short in the phases after sampling
-            self.sampler.release()
-        return Batch(prompts, rollout, response_texts(rollout, self.tokenizer, self.endings.stops))
-
-    def raw_scores(self, reward: Reward, batch: Batch) -> RawScores:
-        """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is
-        normalised, clipped and weighed."""
-        with self.host.on_device(*modules_of(reward)):
-            finished = batch.rollout.finished.tolist()
-            lengths = batch.rollout.layout.response_len
-            return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
-
     # --------------------------------------------------------------------------------- what is saved
 
     def save_result(self) -> None:
@@ -378,37 +308,6 @@ class PpoRun(Run):
         words += f"average  {self.folder / AVERAGE} (--ema_beta)\n" if self.ema.batches else ""
         talk = self.command("chat.py", "--model", self.result_path)
         return f"model    {self.result_path}\n{words}talk     {talk}"
-
-
-# ----------------------------------------------------------------------------------- which models there are
-
-
-def critic_start(
-    critic_init: str,
-    models: Mapping[str, tuple[RewardModel, float]],
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[PreTrainedModel, float]:
-    """-> (the model that the critic starts from, the weight that its scores have in the reward).
-
-    --critic_init "auto" or "reward": of the classifiers that can read what the policy writes the one with the
-    largest weight, whatever its sign, and the first of equals; without one, "auto" means the actor, as
-    "actor" does, and "reward" raises InputError. models: {name: (reward model, weight)}.
-    """
-    rows = embeddings(policy)  # often more than the tokenizer has ids: the policy can sample each of them
-    readers = [
-        (model.model, weight)
-        for model, weight in models.values()
-        if isinstance(model, ClassifierRewardModel)
-        and model.tokenizer.get_vocab() == tokenizer.get_vocab()
-        and embeddings(model.model) >= rows
-    ]
-    if critic_init == "reward" and not readers:
-        raise InputError(
-            "--critic_init reward: needs a --reward_model that is a sequence classifier with the policy's "
-            f"own tokenizer and at least its {rows} embeddings; leave the flag out"
-        )
-    return max(readers, key=lambda x: abs(x[1])) if readers and critic_init != "actor" else (policy, 1.0)
 
 
 def shares_reward_models(args: Namespace) -> bool:

@@ -6,6 +6,7 @@ trained with these numbers.
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from trainer import ppo
 from trainer.collect import Batch
 from trainer.compute.rollout_data import Rollout
 from trainer.options.filter_groups import rows_of_equal_groups
-from trainer.run import PpoRun
+from trainer.runs.displays import Row, Rows
 from trainer.runs.distributed import World
 from trainer.runs.metrics import Metrics, Number
 
+if TYPE_CHECKING:  # run.py needs evaluation.py, by way of inputs.py
+    from trainer.run import PpoRun
 
-def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
+
+def note_rollout(run: "PpoRun", new: Rollout, metrics: Metrics) -> None:
     """Add what the ``newest_rows`` of a filled rollout show to ``metrics``: KL to the reference, how far the
     sampler's log-probs are from the scorer's, and, with a critic, the values beside the outcomes."""
     mask = new.mask
@@ -47,7 +51,7 @@ def note_rollout(run: PpoRun, new: Rollout, metrics: Metrics) -> None:
         metrics.add("kl/coef", run.kl.coef)
 
 
-def step_metrics(run: PpoRun, batch: Batch, metrics: Metrics) -> dict[str, float]:
+def step_metrics(run: "PpoRun", batch: Batch, metrics: Metrics) -> dict[str, float]:
     """All that a step logs -> {name: mean over all processes}.
 
     metrics: what scoring and updating have measured.
@@ -100,3 +104,33 @@ def batch_metrics(responses: list[list[int]], scores: Tensor, world: World) -> d
         "reward/score_std": score.square().mean().sqrt().item(),
         "rollout/score_length_corr": (score @ length).item() / size if size else 0.0,
     }
+
+
+# ------------------------------------------------------------------------------------------ what is kept
+
+
+def rows_of_step(run: "PpoRun", batch: Batch) -> Rows:
+    """What is kept of a step's responses, of all processes, which must all call it: the first one and those
+    that stand out."""
+    rows = [row for theirs in run.world.gather(answer_rows(batch)) for row in theirs]
+    by_score = sorted(rows, key=lambda row: row["parts"]["score"])
+    longest = max(rows, key=lambda row: row["length"])
+    kept = {"first": rows[0], "best": by_score[-1], "worst": by_score[0], "longest": longest}
+    return {"samples.jsonl": [{**row, "kind": kind} for kind, row in kept.items()]}
+
+
+def answer_rows(batch: Batch) -> list[Row]:
+    """A row of each response: prompt, text, the parts of its score, its length in tokens, did it end."""
+    numbers = {name: x.tolist() for name, x in batch.scores.items()}
+    lengths = batch.rollout.response_len.tolist()
+    finished = batch.rollout.finished.tolist()
+    return [
+        {
+            "prompt": prompt.prompt,
+            "response": batch.texts[i],
+            "parts": {name: round(x[i], 4) for name, x in numbers.items()},
+            "length": lengths[i],
+            "finished": finished[i],
+        }
+        for i, prompt in enumerate(batch.prompts)
+    ]

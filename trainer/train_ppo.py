@@ -16,10 +16,9 @@
                   with 1, the default, it is the actor itself
         log, evaluate, save, stop
 
-What each model starts from (reference, old actor, critic): run.py. The critic starts from the reward model
-if that reads the policy's tokens, else from the actor.
-
-Why each thing is as it is: docs/ppo.md. What is left out on purpose: README.md, "What is not supported".
+What each model starts from, and why the reference never changes: models.py. The flags come first; the
+algorithm begins at ``collect``. Why each thing is as it is: docs/ppo.md. What is left out on purpose:
+README.md, "What is not supported".
 
     python trainer/train_ppo.py                                     the bundled demo, on a GPU or a CPU
     torchrun --nproc_per_node 2 trainer/train_ppo.py                on two GPUs or processes
@@ -65,14 +64,14 @@ def flag_parser() -> FlagParser:
     p = FlagParser(description=__doc__.split("\n\n")[0], common=COMMON)
     add = p.add
     switch = partial(add, choices=[0, 1])
-    sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
-    critic = partial(add, not_with=NO_CRITIC)
+    add_sampled = partial(add, not_with=LOGGED)  # of answers that the policy samples
+    add_critic = partial(add, not_with=NO_CRITIC)
     title = "policy (without --model and --hidden_size: the bundled demo)"
     add_model_flags(p, title, "N: out/full_sft_N.pth")
     switch("--use_moe", 0, "1: load the _moe checkpoint", may_change=True)
     add("--lora_r", 0, "rank of LoRA adapters; 0: every weight trains")
     p.group("data")
-    sampled("--data_path", path, "prompts: a file, or a hub name")
+    add_sampled("--data_path", path, "prompts: a file, or a hub name")
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
     add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
@@ -87,11 +86,11 @@ def flag_parser() -> FlagParser:
     )
     p.group("reward: the sum of what is given")
     switch("--reasoning", int, "1: reward <think> and <answer>; default: if used")
-    sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
-    sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path)
+    add_sampled("--thinking_reward", 0.0, "times MiniMind's points for a thought; 1 is usual")
+    add_sampled("--reward_model", [], "PATH, or PATH=WEIGHT …", nargs="*", type=path)
     add("--reward_dtype", "auto", "of its weights; auto: as the checkpoint's", choices=DTYPES)
-    sampled("--reward_fn", path, "a function of yours: path.py:function")
-    sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
+    add_sampled("--reward_fn", path, "a function of yours: path.py:function")
+    add_sampled("--reward_url", "", "a server that scores; docs/rewards.md", may_change=True)
     add("--reward_timeout", 600.0, "seconds for --reward_fn, _url", may_change=True)
     add("--eval_reward_model", [], "only evaluates", nargs="*", type=path)
     add("--eval_reward_fn", path, "only evaluates: path.py:function")
@@ -100,34 +99,34 @@ def flag_parser() -> FlagParser:
         float,
         "what a response without an EOS loses; default: the spread of the scores",
     )
-    sampled("--overlong_buffer", 0, "tokens before --max_gen_len in which each costs more")
-    sampled(
+    add_sampled("--overlong_buffer", 0, "tokens before --max_gen_len in which each costs more")
+    add_sampled(
         "--overlong_penalty",
         1.0,
         "what a response of --max_gen_len tokens loses",
         needs="overlong_buffer",
         off=(0, 1.0),
     )
-    sampled("--repetition_penalty", 0.0, "largest penalty for repeated trigrams")
-    sampled("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted")
+    add_sampled("--repetition_penalty", 0.0, "largest penalty for repeated trigrams")
+    add_sampled("--length_reward", 0.0, "added for 20 to 800 characters, else subtracted")
     switch("--normalize_reward", 0, "1: by running mean and standard deviation", not_with=LOGGED)
     p.group("rollout")
-    sampled("--num_generations", 1, "responses to each prompt", at_least=1, off=1)
+    add_sampled("--num_generations", 1, "responses to each prompt", at_least=1, off=1)
     add("--batch_size", int, "responses per step and process [128]", at_least=1)
     add("--max_gen_len", 64, "longest response in tokens", at_least=1)
-    sampled("--min_gen_len", 0, "shortest response, its EOS counted")
+    add_sampled("--min_gen_len", 0, "shortest response, its EOS counted")
     add("--stop", [], "a response ends there; rewards see what is before", nargs="*")
     add("--stop_token_ids", [], "ids that end a response as the EOS does", nargs="*", type=int)
     add("--temperature", 1.0, "of sampling and of every log-prob", at_least=0.01, at_most=100)
     p.group("PPO")
     add("--epochs", 1, "passes over the prompts", at_least=1)
-    sampled("--replay_batches", 0, "older batches to learn from again")
+    add_sampled("--replay_batches", 0, "older batches to learn from again")
     add("--max_steps", 0, "stop after so many batches; 0: by --epochs")
     add("--ppo_epochs", 1, "passes over each batch", at_least=1)
     add("--mini_batch_size", int, "sequences per update and process [32]", at_least=1)
     add("--accumulation_steps", 1, "saves memory", at_least=1, may_change=True)
     add("--learning_rate", float, "actor's peak; default: by its size", above=0, at_most=1)
-    critic("--critic_learning_rate", float, "critic's peak; default: by its size", above=0, at_most=1)
+    add_critic("--critic_learning_rate", float, "critic's peak; default: by its size", above=0, at_most=1)
     add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
     add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
     add("--lr_warmup_steps", 0, "batches in which the rates rise")
@@ -143,14 +142,14 @@ def flag_parser() -> FlagParser:
         off="gae",
         needs={"rloo": "num_generations", "group": "num_generations"},
     )
-    sampled(
+    add_sampled(
         "--filter_groups",
         0,
         "up to N times: sample again where a prompt's answers score alike",
         needs="num_generations",
     )
-    critic("--vf_coef", 0.5, "weight of the value loss", off=(0, 0.5))
-    critic("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", off=(0, 0.5))
+    add_critic("--vf_coef", 0.5, "weight of the value loss", off=(0, 0.5))
+    add_critic("--cliprange_value", 0.5, "clip of a value, in stds of returns; 0: none", off=(0, 0.5))
     add("--kl_coef", 0.02, "weight of the KL to the reference: reward per nat")
     add(
         "--kl_in",
@@ -160,13 +159,13 @@ def flag_parser() -> FlagParser:
         off="loss",
         not_with=LOGGED | {"advantage=group": "it has the KL in the loss"},
     )
-    sampled(
+    add_sampled(
         "--kl_target",
         0.0,
         "nats a response: moves --kl_coef to keep it; not --target_kl; 0: off",
         needs="kl_coef",
     )
-    sampled(
+    add_sampled(
         "--kl_horizon",
         int,
         "responses; longer: it moves slower [4 batches]",
@@ -176,12 +175,14 @@ def flag_parser() -> FlagParser:
     )
     add("--target_kl", 0.0, "a batch's updates end at this KL to the old actor; not --kl_target")
     add("--entropy_coef", 0.0, "bonus on the policy's entropy: reward per nat")
-    sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
+    add_sampled("--entropy_top", 1.0, "share of tokens that learn; 1: all", above=0, at_most=1, off=1.0)
     add("--gamma", 1.0, "discount", at_most=1, off=1.0, not_with=WHOLE)
-    critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
-    critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
-    critic("--critic_init", "auto", "start of the critic", choices=["auto", "actor", "reward"], off="auto")
-    critic("--critic_warmup_steps", int, "first batches, in which only the critic trains [2]")
+    add_critic("--lam", float, "lambda of GAE; default: by --max_gen_len", at_most=1, off=1.0)
+    add_critic("--critic_lam", 1.0, "lambda of the critic's returns", at_most=1, off=1.0)
+    add_critic(
+        "--critic_init", "auto", "start of the critic", choices=["auto", "actor", "reward"], off="auto"
+    )
+    add_critic("--critic_warmup_steps", int, "first batches, in which only the critic trains [2]")
     add(
         "--ema_beta",
         0.0,
@@ -190,7 +191,7 @@ def flag_parser() -> FlagParser:
         not_with={"shard": "the average is kept of whole weights"},
     )
     add("--ptx_coef", float, "weight of --ptx_data_path's loss [0.1]", above=0, needs="ptx_data_path")
-    sampled(
+    add_sampled(
         "--update_old_actor_freq",
         1,
         "batches between two copies to the old actor",
@@ -218,7 +219,7 @@ def flag_parser() -> FlagParser:
 
 if __name__ == "__main__":  # before the imports below, which take seconds: help and wrong flags
     set_up_threads()  # OpenMP reads the environment when torch is imported
-    run_script(flag_parser().parse_args)
+    run_script(flag_parser().parse_args)  # ``main`` parses them again
 
 from collections.abc import Iterator, Sequence
 
@@ -228,11 +229,19 @@ from torch import Tensor
 from dataset.data_order import minibatch_order, minibatch_rows, next_batch
 from progress_bar import phase
 from trainer import ppo
-from trainer.collect import Batch, Seconds, noise_of_step, step_rewards
+from trainer.collect import (
+    Batch,
+    Seconds,
+    noise_of_step,
+    raw_scores,
+    respond,
+    sampling_from,
+    step_rewards,
+)
 from trainer.compute.batching import send
 from trainer.compute.rollout_data import Rollout
 from trainer.compute.scoring import score_policy, score_values
-from trainer.evaluation import evaluate_actor, rows_of_step
+from trainer.evaluation import evaluate_actor
 from trainer.flags import Flags
 from trainer.inputs import complete_flags
 from trainer.loop import build_and_train
@@ -242,8 +251,14 @@ from trainer.options.replay import newest_rows
 from trainer.run import PpoRun
 from trainer.runs.displays import StepLog
 from trainer.runs.metrics import Metrics
-from trainer.runs.optimizer_step import Step, gradients_that_fit, note_steps, step_if_finite
-from trainer.step_metrics import note_rollout, step_metrics
+from trainer.runs.optimizer_step import (
+    GradientSource,
+    Step,
+    gradients_that_fit,
+    note_steps,
+    step_if_finite,
+)
+from trainer.step_metrics import note_rollout, rows_of_step, step_metrics
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -267,11 +282,11 @@ def collect(run: PpoRun, step: int, batches: Iterator[list]) -> Batch:
     with seconds.of("rollout"), run.world.all_or_none():
         prompts = [prompt for prompt in next_batch(batches) for _ in range(args.num_generations)]
         noise = noise_of_step(args, step, run.positions)  # keys [B]: each response has its own
-    with seconds.of("rollout"), run.world.all_or_none(), run.sampling_from(run.old_actor):
-        batch = run.respond(prompts, noise, args.temperature)
+    with seconds.of("rollout"), run.world.all_or_none(), sampling_from(run, run.old_actor):
+        batch = respond(run, prompts, noise, args.temperature)
     batch.seconds = seconds
     with seconds.of("reward"), run.world.all_or_none():
-        batch.raw = run.raw_scores(run.reward, batch)
+        batch.raw = raw_scores(run, run.reward, batch)
     if args.filter_groups:
         sample_again(run, batch, step)
     # {part: [B]}; their sum is "score". Once a batch: --normalize_reward's statistics take it in.
@@ -292,7 +307,7 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     new.step_rewards = step_rewards(batch, run.tokenizer)
     with run.host.on_device(run.old_actor, run.ref):
         new.ref_logprobs, _ = score_policy(new, run.scorers["reference"], args.temperature)
-        rollout = run.replay.join(new)  # without --replay_batches it is ``new`` itself
+        rollout = run.replay.join(new) if args.replay_batches else new
         if args.offline_data_path:
             # Nobody knows who wrote the answers; the reference counts as it: the ratio is actor / reference.
             rollout.old_logprobs = rollout.sampler_logprobs = rollout.ref_logprobs
@@ -306,11 +321,12 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     )
     if args.entropy_top < 1:
         rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
-    # --kl_target; before ``estimate``, which uses the weight of the KL.
-    run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
+    if args.kl_target:  # before ``estimate``, which uses the weight of the KL
+        run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
     note_rollout(run, newest_rows(rollout, args.batch_size), metrics)
-    run.replay.keep(new)
+    if args.replay_batches:
+        run.replay.keep(new)
     return rollout
 
 
@@ -327,10 +343,10 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
     )
     rollout.rewards = rewards
     rollout.outcomes = ppo.monte_carlo_returns(rewards, mask, args.gamma)
-    if run.critic:  # before GAE: rescales the critic's head and ``rollout.values``
-        run.value_scale.update(rollout, world.sum)
     if args.advantage == "gae":
+        run.value_scale.update(rollout, world.sum)  # changes the critic's head, and ``rollout.values``
         advantages, _ = ppo.gae(rewards, rollout.values, mask, args.gamma, args.lam)
+        # The critic's returns have a lambda of their own.
         _, rollout.returns = ppo.gae(rewards, rollout.values, mask, args.gamma, args.critic_lam)
     elif args.advantage == "reinforce":
         advantages = rollout.outcomes
@@ -338,15 +354,9 @@ def estimate(run: PpoRun, rollout: Rollout) -> None:
         advantages = ppo.leave_one_out(rewards, mask, args.num_generations)
     else:
         advantages = ppo.group_normalized(rewards, mask, args.num_generations)
-    if args.advantage in ("rloo", "group"):  # a comparison of answers has its own zero
-        rollout.advantage_std = ppo.root_mean_square(advantages, mask, world.sum)
-    else:
-        advantages, rollout.advantage_std = ppo.centred(advantages, mask, world.sum)
-    if args.advantage != "group":  # whose advantages are already divided by their own std
-        total = world.sum(ppo.moments(rollout.scores, torch.ones_like(rollout.finished)))  # of all responses
-        informative = ppo.mean_std(total)[1] > 0  # False where all scores are equal
-        rollout.advantage_unit = run.advantage_scale.unit(rollout.advantage_std, informative)
-    rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
+    # Less their mean, divided by their standard deviation, or by that of earlier batches where all scores
+    # are equal.
+    run.advantage_scale.whiten(rollout, advantages, args.advantage, world.sum)
 
 
 def critic_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Metrics]:
@@ -390,38 +400,39 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     return loss / token_count + balance / run.minibatch_size, metrics
 
 
-def gradients(run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int) -> Metrics:
-    """Backward of one model's loss, micro-batch by micro-batch; the actor's with the demonstrations of
-    optimizer step ``number``, if there are any. optimizer_step.py calls the loss for each micro-batch.
+def train(
+    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
+) -> Step | None:
+    """Optimizer step ``number`` of the run, of the model "critic" or "actor": backward, sum over processes,
+    clip, step. None, without a step, where ``--target_kl`` stops the actor.
 
     token_count: the minibatch's response tokens over all processes. Every loss is a sum divided by it, so the
     sum of all processes' gradients is the gradient of the whole minibatch.
     """
-    loss_of = critic_loss if name == "critic" else actor_loss
-    sources = [(minibatch.layout.lengths, lambda rows: loss_of(run, minibatch.rows(rows), token_count))]
-    if run.ptx and name == "actor":
-        sources.append(run.ptx.source(number, run.scorers["actor"]))
-    return gradients_that_fit(run, sources, run.args.accumulation_steps)
-
-
-def train(
-    run: PpoRun, name: str, minibatch: Rollout, token_count: float, number: int, metrics: Metrics
-) -> Step | None:
-    """Optimizer step ``number`` of one model. None, without a step, where ``--target_kl`` stops the actor."""
     args = run.args
     learner = run.learners[name]
-    sums = gradients(run, name, minibatch, token_count, number)
+
+    def loss_of(rows: list[int]) -> tuple[Tensor, Metrics]:  # of a micro-batch
+        micro_batch = minibatch.rows(rows)
+        if name == "critic":
+            return critic_loss(run, micro_batch, token_count)
+        return actor_loss(run, micro_batch, token_count)
+
+    sources: list[GradientSource] = [(minibatch.layout.lengths, loss_of)]
+    if run.ptx and name == "actor":
+        sources.append(run.ptx.source(number, run.scorers["actor"]))
+    sums = gradients_that_fit(run, sources, args.accumulation_steps)
     metrics.merge(sums)
     metrics.keep_first("policy/ratio", "policy/first_ratio")  # of the first minibatch: it must be 1
     watched = ["policy/loss", "policy/approx_kl"] if name == "actor" else ["value/loss"]
-    means = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
+    loss, *approx_kl = (run.world.sum(sums.totals(watched, run.world.device)) / token_count).tolist()
     if name == "actor":
-        stopped = 0 < args.target_kl < means[1]
+        stopped = 0 < args.target_kl < approx_kl[0]
         metrics.add("policy/early_stop", stopped)
         if stopped:
             learner.optimizer.zero_grad()  # no step: momentum must not move the weights either
             return None
-    step = step_if_finite(run, learner, means[0], number)
+    step = step_if_finite(run, learner, loss, number)
     metrics.add("policy/skipped_steps", not step.finite)
     group = "policy" if name == "actor" else "value"
     if step.finite:
@@ -431,9 +442,10 @@ def train(
 
 
 def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
-    """PPO epochs over a rollout (``minibatch_order``). In each minibatch the critic steps first, then the
-    actor, so only one model's gradients are in memory. Above ``--target_kl`` the actor stops for the rest of
-    the batch; the critic, if there is one, goes on: the KL does not concern it."""
+    """PPO epochs over a rollout. It is cut into minibatches once; each epoch takes them in another order
+    (``minibatch_order``; with --replay_batches, replayed batches and the new one take turns). In each
+    minibatch the critic steps first, then the actor: only one model's gradients are in memory. Above
+    --target_kl the actor stops for the rest of the batch; the critic goes on: the KL does not concern it."""
     args = run.args
     rows_of_minibatch = minibatch_rows(args.batch_size, args.mini_batch_size, args.num_generations)
     starts = range(0, len(rollout.tokens), args.batch_size)  # of the replayed batches and the new one
@@ -444,35 +456,49 @@ def update(run: PpoRun, rollout: Rollout, step: int, metrics: Metrics) -> None:
     order = minibatch_order(
         step, older=args.replay_batches, count=len(rows_of_minibatch), epochs=args.ppo_epochs, seed=args.seed
     )
-    first_step = step * run.updates_per_batch  # optimizer steps before this batch
-    # Critic and actor, in this order; in the first --critic_warmup_steps batches the critic alone.
-    names = [name for name, learner in run.learners.items() if step >= learner.first_batch]
+    first_number = step * run.updates_per_batch  # optimizer steps before this batch
+    training = ["critic"] if run.critic else []
+    if step >= args.critic_warmup_steps:
+        training.append("actor")
     with phase("updates", len(order), "minibatches") as bar:
-        for number, k in enumerate(order, first_step):  # number: optimizer step in the run; k: minibatch
-            steps = [train(run, name, minibatches[k], token_counts[k], number, metrics) for name in names]
-            if None in steps:
-                names.remove("actor")
-            if not names:
+        for number, k in enumerate(order, first_number):  # number: optimizer step in the run; k: minibatch
+            taken = []
+            for name in list(training):
+                done = train(run, name, minibatches[k], token_counts[k], number, metrics)
+                if done is None:  # --target_kl
+                    training.remove(name)
+                else:
+                    taken.append(done)
+            if not training:
                 break
-            note_steps(run, filter(None, steps))
+            note_steps(run, taken)
             bar.update()
 
 
 def learn(run: PpoRun, step: int, batch: Batch) -> StepLog:
     """Update critic and actor with a batch -> (metrics, {file: rows to keep})."""
+    args = run.args
     metrics = Metrics()
     with batch.seconds.of("score"):
         rollout = fill_rollout(run, step, batch, metrics)
     with batch.seconds.of("update"):
         update(run, rollout, step, metrics)
-        run.ema.follow(step)
-        if run.old_actor is not run.actor and (step + 1) % run.args.update_old_actor_freq == 0:
+        if args.ema_beta:
+            run.ema.follow(step)
+        if run.old_actor is not run.actor and (step + 1) % args.update_old_actor_freq == 0:
             run.old_actor.load_state_dict(run.actor.state_dict())
     return step_metrics(run, batch, metrics), rows_of_step(run, batch)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    build_and_train(PpoRun, parse_args(argv), argv, collect, learn, evaluate_actor)
+    build_and_train(
+        build=PpoRun,
+        given=parse_args(argv),
+        argv=argv,
+        collect=collect,
+        learn=learn,
+        evaluate=evaluate_actor,
+    )
 
 
 if __name__ == "__main__":

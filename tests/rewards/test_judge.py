@@ -15,7 +15,7 @@ from tiny import (
 )
 
 from errors import InputError
-from trainer import train_ppo
+from trainer import evaluation, train_ppo
 from trainer.evaluation import evaluate_actor
 from trainer.rewards.combine import Judge
 from trainer.rewards.reward_models import load_reward_model
@@ -65,18 +65,18 @@ def test_training_is_bit_for_bit_the_same_with_a_judge(files, judged, tmp_path, 
         assert all(left[key].equal(right[key]) for key in left)
 
 
-def test_its_scores_are_sums_of_raw_ones(files, judged):
+def test_its_scores_are_sums_of_raw_ones(files, judged, monkeypatch):
     """As computed by hand of the same responses: neither clipped to ±3 nor normalised, times the weight."""
     run = evaluated_run(files, judged)
     found, _ = evaluate_actor(run)
     model = load_reward_model(judged["eval_reward_model"].removesuffix("=-2"), run.world.device)
-    sampled, own = [], run.respond
+    sampled, own = [], evaluation.respond
 
     def noted(*given):
-        sampled.append((given[0], own(*given)))
+        sampled.append((given[1], own(*given)))
         return sampled[-1][1]
 
-    run.respond = noted
+    monkeypatch.setattr(evaluation, "respond", noted)
     assert evaluate_actor(run)[0] == found  # the same responses every time
     for kind, (prompts, batch) in zip(("", "_greedy"), sampled, strict=True):
         texts = batch.texts

@@ -15,8 +15,8 @@ from model.loading import load_policy, load_tokenizer
 from model.weights import HalfEmbedding, HalfLinear, ScoreHead
 from trainer.compute.precision import round_frozen
 from trainer.inputs import DEMO
+from trainer.models import critic_start
 from trainer.rewards.reward_models import load_reward_model
-from trainer.run import critic_start
 from trainer.runs.resume import weights_hash
 
 CPU = torch.device("cpu")

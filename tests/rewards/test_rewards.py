@@ -24,9 +24,9 @@ from transformers import (
 
 from errors import InputError
 from trainer import train_ppo
+from trainer.models import critic_start
 from trainer.rewards.combine import RawScores, Reward
 from trainer.rewards.reward_models import conversation_ids, load_reward_model, parse_spec
-from trainer.run import critic_start
 from trainer.runs.displays import PARTS, metric_names
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import read_jsonl, run_files, train
 
+from trainer.loop import collected_between_steps, log_step
 from trainer.runs.distributed import World
-from trainer.runs.log_and_save import collected_between_steps, log_step
 from trainer.runs.run_logger import NullLogger
 
 UNFREEZES = True  # see conftest.py

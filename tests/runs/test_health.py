@@ -10,8 +10,8 @@ from tiny import ROOT, flags, health_of, read_jsonl, run_files, save_reward_dir,
 
 from trainer import train_ppo
 from trainer.about_run import turns_of
+from trainer.loop import collected_between_steps
 from trainer.runs.health import RULES, TABLE, WINDOW, Health, Past, one_line, spread_of_steps
-from trainer.runs.log_and_save import collected_between_steps
 
 PICTURES = True  # see pictures.py
 

@@ -13,13 +13,13 @@ from tiny import flags, health_of, read_jsonl, save_policy_dir, save_reward_dir,
 
 from errors import InputError
 from trainer import train_ppo, train_sft
-from trainer.evaluation import rows_of_step
 from trainer.runs import displays, report, run_logger
 from trainer.runs.distributed import World
 from trainer.runs.health import Rule
 from trainer.runs.plots import draw_panel, draw_svgs
 from trainer.runs.report import write_report
 from trainer.runs.resume import RunFolder
+from trainer.step_metrics import rows_of_step
 
 PICTURES = True  # see pictures.py
 

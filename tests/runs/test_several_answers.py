@@ -8,6 +8,7 @@ from test_processes import ALONE
 from tiny import run_files
 
 from trainer import train_ppo
+from trainer.collect import raw_scores
 from trainer.generation.stops import response_texts
 from trainer.options.filter_groups import rows_of_equal_groups, scores_to_compare
 from trainer.rewards.combine import RawScores, Reward
@@ -77,7 +78,7 @@ def test_prompts_whose_answers_score_the_same_are_sampled_again(files, tmp_path,
         batches[times] = train_ppo.collect(run, 0, iter([asked]))
         batch = batches[times]
         assert response_texts(batch.rollout, run.tokenizer) == batch.texts
-        fresh = run.raw_scores(run.reward, batch)
+        fresh = raw_scores(run, run.reward, batch)
         assert fresh.parts.keys() == batch.raw.parts.keys()
         assert all(fresh.parts[name].equal(batch.raw.parts[name]) for name in fresh.parts)
         assert fresh.blocks.keys() == batch.raw.blocks.keys()

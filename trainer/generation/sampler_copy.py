@@ -1,8 +1,8 @@
 """The sampler's own copy of a policy. It only samples, and its weights are laid out for speed.
 
 In PPO it gets the weights of the old actor before every rollout, and those of the actor before an evaluation
-(``PpoRun.sampling_from``). Training keeps fp32 weights. Sampling reads every weight once a token, so it
-gains most from a faster dtype. The old log-probs of the ratio come from the scoring forward
+(``sampling_from`` in collect.py). Training keeps fp32 weights. Sampling reads every weight once a token, so
+it gains most from a faster dtype. The old log-probs of the ratio come from the scoring forward
 (compute/scoring.py), not from this copy; ``rollout/sampler_gap`` logs how far the two differ.
 """
 

@@ -15,7 +15,7 @@ from trainer.runs.base import Learner
 
 
 class Ema:
-    """The average of what a ``Learner`` trains. beta: 0 for none.
+    """The average of what a ``Learner`` trains. beta: 0 for none, and ``follow`` is not called.
 
     ``batches``: how many count so far; ``weights``: {name: their average, fp32 on the CPU}.
     """
@@ -30,7 +30,7 @@ class Ema:
 
     def follow(self, step: int) -> None:
         """Take in the weights after a step, if the actor trained in it."""
-        if not self.beta or step < self.learner.first_batch:
+        if step < self.learner.first_batch:
             return
         self.batches += 1
         share = (1 - self.beta) / (1 - self.beta**self.batches)

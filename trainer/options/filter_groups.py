@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.collect import Batch, noise_of_step
+from trainer.collect import Batch, noise_of_step, raw_scores, respond, sampling_from
 from trainer.compute.rollout_data import join_rollouts
 from trainer.rewards.combine import RawScores, Reward
 
@@ -41,7 +41,7 @@ def sample_again(run: Any, batch: Batch, step: int) -> None:
     """
     args = run.args
     positions = run.positions
-    with run.world.all_or_none(), run.sampling_from(run.old_actor):
+    with run.world.all_or_none(), sampling_from(run, run.old_actor):
         for times in range(1, args.filter_groups + 1):
             rows = rows_of_equal_groups(scores_to_compare(run.reward, batch.raw), args.num_generations)
             if not rows:
@@ -49,9 +49,9 @@ def sample_again(run: Any, batch: Batch, step: int) -> None:
             asked = [batch.prompts[row] for row in rows]
             keys = noise_of_step(args, step, [positions[row] for row in rows], times)
             with batch.seconds.of("rollout"):
-                new = run.respond(asked, keys, args.temperature)
+                new = respond(run, asked, keys, args.temperature)
             with batch.seconds.of("reward"):
-                batch.raw.replace(rows, run.raw_scores(run.reward, new))
+                batch.raw.replace(rows, raw_scores(run, run.reward, new))
             order = list(range(len(batch.prompts)))
             for place, row in enumerate(rows):
                 order[row] = len(batch.prompts) + place

@@ -40,7 +40,7 @@ class KlTarget(Kept):
     def follow(self, step: int, newest: Rollout, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Take in a new batch with its log-probs under old actor and reference, before it is learned from. A
         KL that is not finite changes nothing."""
-        if not self.target or step <= self.learner.first_batch or step % self.every:
+        if step <= self.learner.first_batch or step % self.every:
             return
         k1 = torch.where(newest.mask, newest.old_logprobs - newest.ref_logprobs, 0.0).double().sum()
         count = torch.full_like(k1, len(newest.tokens))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dataset.data_order import global_batch
+from trainer.collect import raw_scores, respond, sampling_from
 from trainer.generation.sampling import noise_keys
 from trainer.rewards.combine import RunningStats
 from trainer.runs.distributed import share_of
@@ -33,10 +34,10 @@ def choose_penalty(run: Any, logger: Any) -> None:
     with world.all_or_none():
         prompts = [run.data[places[i]] for i in mine]
     keys = noise_keys(args.seed, PROBE_STEP, mine)
-    with world.all_or_none(), run.sampling_from(run.old_actor):
-        batch = run.respond(prompts, keys, args.temperature)
+    with world.all_or_none(), sampling_from(run, run.old_actor):
+        batch = respond(run, prompts, keys, args.temperature)
     with world.all_or_none():
-        raw = run.raw_scores(reward, batch)
+        raw = raw_scores(run, reward, batch)
     scores = reward.combine(raw, world)["score"]
     reward.running = {}  # the statistics of --normalize_reward begin with the first batch
     spread = sum(world.gather(RunningStats.of(scores)), RunningStats()).std

@@ -57,8 +57,6 @@ class Replay:
 
     def keep(self, rollout: Rollout) -> None:
         """Keep a new batch, of which each process gives its rows; forget the oldest beyond ``size``."""
-        if not self.size:
-            return
         filled = rollout.filled()
         mine = {name: filled[name].cpu() for name in FIELDS if name in filled}
         parts = self.world.gather((self.positions, mine))

@@ -123,9 +123,8 @@ class Reward:
     server: RewardServer | None = None
     reasoning: bool = True
     normalize: bool = False
-    missing_eos_penalty: float | None = (
-        0.0  # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
-    )
+    # None until ``PpoRun.begin`` has chosen it (options/missing_eos.py): no response pays it
+    missing_eos_penalty: float | None = 0.0
     repetition_penalty: float = 0.0
     length_reward: float = 0.0
     timeout: float = 0.0  # seconds that the function may take, 0 for no limit

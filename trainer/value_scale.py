@@ -60,6 +60,31 @@ class AdvantageScale(RunningScale):
     large as a lesson, and the KL's weight with it: there it is the size that batches had before.
     """
 
+    def whiten(
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        estimator: str,
+        sum_over_processes: Callable[[Tensor], Tensor],
+    ) -> None:
+        """``rollout.advantages`` [B, R]: less their mean, divided by the unit of the batch, 0 on padding.
+
+        estimator: --advantage. "rloo" and "group" compare answers, so they have a zero of their own; those of
+        "group" are divided by a standard deviation of their own.
+        """
+        mask = rollout.mask
+        if estimator in ("rloo", "group"):
+            rollout.advantage_std = ppo.root_mean_square(advantages, mask, sum_over_processes)
+        else:
+            advantages, rollout.advantage_std = ppo.centred(advantages, mask, sum_over_processes)
+        rollout.advantage_unit = 1.0
+        if estimator != "group":
+            every_row = torch.ones_like(rollout.finished)
+            scores = sum_over_processes(ppo.moments(rollout.scores, every_row))
+            informative = ppo.mean_std(scores)[1] > 0  # False where all scores are equal
+            rollout.advantage_unit = self.unit(rollout.advantage_std, informative)
+        rollout.advantages = torch.where(mask, advantages / rollout.advantage_unit, 0.0)
+
     def unit(self, size: float, informative: bool) -> float:
         """size: of the batch's advantages, before they are divided; informative: not all scores are equal."""
         if not (informative and 0 < size <= LARGEST):
