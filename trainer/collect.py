@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.generation.stops import response_texts
 from trainer.rewards.combine import RawScores, Reward, modules_of
 from trainer.rewards.reward_function import Request
-
-if TYPE_CHECKING:  # its options need this file
-    from trainer.run import PpoRun
 
 
 class Seconds(dict[str, float]):
@@ -63,8 +60,8 @@ def noise_of_step(args: Namespace, step: int, positions: Sequence[int], times: i
 
 
 @contextmanager
-def sampling_from(run: "PpoRun", model: PreTrainedModel) -> Iterator[None]:
-    """In this block ``respond`` samples from this model's weights."""
+def sampling_from(run: Any, model: PreTrainedModel) -> Iterator[None]:
+    """In this block ``respond`` samples from this model's weights. run, here and below: a ``PpoRun``."""
     if run.in_step:
         free_unused_memory()  # the gaps that the last update has left
     if run.sampler:
@@ -77,7 +74,7 @@ def sampling_from(run: "PpoRun", model: PreTrainedModel) -> Iterator[None]:
             run.sampler.copy.unload()
 
 
-def respond(run: "PpoRun", prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
+def respond(run: Any, prompts: list[Prompt], keys: Tensor, temperature: float) -> Batch:
     """Prompts -> their responses, not scored. Only inside ``sampling_from``, whose weights it samples
     from."""
     assert run.sampler
@@ -95,7 +92,7 @@ def respond(run: "PpoRun", prompts: list[Prompt], keys: Tensor, temperature: flo
     return Batch(prompts, rollout, response_texts(rollout, run.tokenizer, run.endings.stops))
 
 
-def raw_scores(run: "PpoRun", reward: Reward, batch: Batch) -> RawScores:
+def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
     """What each part of a reward (``Reward`` or ``Judge``) says of the responses, before it is normalised,
     clipped and weighed."""
     with run.host.on_device(*modules_of(reward)):
