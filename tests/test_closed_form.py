@@ -75,10 +75,12 @@ ESTIMATORS = {
     "gae, four answers": {**GAE, "num_generations": 4},
     "rloo": {"advantage": "rloo", "num_generations": 4},
     "reinforce": {"advantage": "reinforce"},
+    "cispo": {**GAE, "policy_loss": "cispo"},
+    "gspo": {**GAE, "policy_loss": "gspo"},
 }
 
 
-MORE = [("reinforce", "loss"), ("rloo", "reward"), ("rloo", "loss")]
+MORE = [("cispo", "loss"), ("gspo", "loss"), ("reinforce", "loss"), ("rloo", "reward"), ("rloo", "loss")]
 MORE += [("gae", "reward"), ("gae, four answers", "loss")]
 
 

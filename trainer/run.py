@@ -53,7 +53,7 @@ from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.options.value_scale import AdvantageScale, ValueScale
 from trainer.rewards.combine import RawScores, Reward, load_judge, load_reward, modules_of, scoring_models
-from trainer.rewards.reward_function import Request
+from trainer.rewards.reward_function import Request, names_of_run
 from trainer.rewards.reward_models import ClassifierRewardModel, RewardModel
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
@@ -99,6 +99,7 @@ class PpoRun(Run):
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
+        self.names_of_run = names_of_run(self.data, self.held_out)
         self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()
@@ -315,7 +316,9 @@ class PpoRun(Run):
         with self.host.on_device(*modules_of(reward)):
             finished = batch.rollout.finished.tolist()
             lengths = batch.rollout.layout.response_len
-            return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
+            of_run = {"step": self.progress.step, "total_steps": self.total_steps}
+            of_run = {name: of_run[name] for name in self.names_of_run}
+            return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
 
     # --------------------------------------------------------------------------------- what is saved
 

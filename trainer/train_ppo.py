@@ -57,6 +57,7 @@ LOGGED = {"offline_data_path": "nothing is sampled: prompts, answers and scores 
 NO_CRITIC = {"advantage": "it has no critic"}
 COMPARING = ("advantage=rloo", "advantage=group")
 NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
+NO_GSPO = {"policy_loss=gspo": "the ratio to the reference soon leaves so narrow a clip for good"}
 WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
@@ -75,7 +76,7 @@ def flag_parser() -> FlagParser:
     sampled("--data_path", path, "prompts: a file, or a hub name")
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
-    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
+    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS | NO_GSPO)
     add_data_flags(p, "prompts")
     add(
         "--thinking_ratio",
@@ -131,9 +132,16 @@ def flag_parser() -> FlagParser:
     add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
     add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
     add("--lr_warmup_steps", 0, "batches in which the rates rise")
-    add("--clip_epsilon", 0.2, "clip of the ratio, below and above 1", above=0, at_most=0.999)
-    add("--clip_epsilon_high", float, "the clip above 1 [--clip_epsilon]", above=0)
-    add("--dual_clip", 0.0, "a bad token counts at most X times; 0: no limit")
+    add("--policy_loss", "clip", "PPO's, CISPO's, GSPO's", choices=["clip", "cispo", "gspo"], off="clip")
+    add("--clip_epsilon", float, "clip below and above 1; default: by --policy_loss", above=0, at_most=1)
+    add("--clip_epsilon_high", float, "the clip above 1; default: by --policy_loss", above=0)
+    add(
+        "--dual_clip",
+        0.0,
+        "a bad token counts at most X times; 0: no limit",
+        not_with={"policy_loss=cispo": "its clip limits every token"},
+    )
+    sampled("--mask_truncated", 0, "1: the policy does not learn from cut answers", choices=[0, 1])
     add("--importance_cap", 2.0, "largest training / sampling probability; 0: off")
     add(
         "--advantage",
@@ -306,6 +314,8 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     )
     if args.entropy_top < 1:
         rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
+    if args.mask_truncated:
+        rollout.counted = ppo.without_truncated(rollout)
     # --kl_target; before ``estimate``, which uses the weight of the KL.
     run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
@@ -381,6 +391,7 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
         # Advantages were divided by this unit. So is the KL: --kl_coef stays in reward units.
         kl_weight=run.kl.coef / mb.advantage_unit,
         decay=args.gamma * args.lam,
+        kind=args.policy_loss,
     )
     entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
