@@ -303,7 +303,7 @@ def test_gspo_with_one_advantage_a_response_has_the_gradient_of_the_papers_seque
 
 @pytest.mark.parametrize("kind", ["clip", "cispo", "gspo"])
 def test_every_loss_begins_as_the_policy_gradient_and_has_the_same_kl(kind):
-    """Before the first update the gradient is -A. The KL has the ratios of the tokens, which nothing clips."""
+    """Before the first update the gradient is -A. The KL has the tokens' own ratios, which nothing clips."""
     advantages = torch.tensor([[0.3, -0.7, 1.0]])
     logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
     mb = rows(advantages, old_logprobs=logprobs.detach(), counted=torch.tensor([[True, True, False]]))
