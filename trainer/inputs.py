@@ -67,7 +67,7 @@ BATCH_SIZE = 128
 MINI_BATCH_SIZE = 32
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1
-# The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "Other clips".
+# The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
 CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best

@@ -217,7 +217,7 @@ def without_truncated(rollout: Rollout) -> Tensor:
     return counted & rollout.finished[:, None]
 
 
-def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0) -> Tensor:
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7) of each token, at most
     dual * |A| where A is negative (0: no limit). All [B, R]."""
     per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)

@@ -316,8 +316,8 @@ class PpoRun(Run):
         with self.host.on_device(*modules_of(reward)):
             finished = batch.rollout.finished.tolist()
             lengths = batch.rollout.layout.response_len
-            of_run = {"step": self.progress.step, "total_steps": self.total_steps}
-            of_run = {name: of_run[name] for name in self.names_of_run}
+            known = {"step": self.progress.step, "total_steps": self.total_steps}
+            of_run = {name: known[name] for name in self.names_of_run}
             return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
 
     # --------------------------------------------------------------------------------- what is saved

@@ -132,7 +132,7 @@ def flag_parser() -> FlagParser:
     add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
     add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
     add("--lr_warmup_steps", 0, "batches in which the rates rise")
-    add("--policy_loss", "clip", "PPO's, CISPO's, GSPO's", choices=["clip", "cispo", "gspo"], off="clip")
+    add("--policy_loss", "clip", "PPO's, or CISPO's or GSPO's", choices=["clip", "cispo", "gspo"], off="clip")
     add("--clip_epsilon", float, "clip below and above 1; default: by --policy_loss", above=0, at_most=1)
     add("--clip_epsilon_high", float, "the clip above 1; default: by --policy_loss", above=0)
     add(

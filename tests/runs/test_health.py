@@ -490,6 +490,12 @@ def test_numbers_are_those_of_the_run():
     assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 
+def test_a_narrow_clip_holds_many_tokens_in_a_healthy_run():
+    held = [{"policy/clip_fraction": 0.9}] * 3
+    assert "steps_too_large" not in findings(held, policy_loss="gspo", clip_epsilon=3e-4)
+    assert "steps_too_large" in findings(held, policy_loss="gspo", clip_epsilon=0.021)
+
+
 def test_what_is_usual_is_what_the_flags_take():
     known = train_ppo.flag_parser().flags
     every = [TABLE["usual"], *TABLE["usual_with"].values()]
