@@ -67,7 +67,8 @@ def ours(scorer, optimizer, rollout):
     for index in micro_batches(rollout.layout.lengths, budget):
         mb = rollout.rows(index)
         logprobs, _, _ = scorer(*mb.sequences, 1.0)
-        loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2, kl_weight=0.02)
+        loss, _ = ppo.policy_loss(logprobs, mb, 0.2, 0.2)
+        loss = loss + 0.02 * ppo.kl_loss(logprobs, mb)
         (loss / tokens).backward()
     torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
     optimizer.step()

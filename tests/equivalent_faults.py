@@ -15,8 +15,8 @@ EQUIVALENT: dict[str, dict[str, list[str]]] = {
         EXACTLY: [
             "return torch.where(differences.abs() <= ROUNDING * size, 0.0, differences)",
             "return mean, 0.0 if std < ROUNDING * abs(mean) else std",
-            "outside = (ratio <= 1 - low) | (ratio > 1 + high)",
-            "outside = (ratio < 1 - low) | (ratio >= 1 + high)",
+            "outside = (limited <= 1 - low) | (limited > 1 + high)",
+            "outside = (limited < 1 - low) | (limited >= 1 + high)",
             "clipped = (change.abs() >= limit).float() * (clipped_error > error)",
             "clipped = (change.abs() > limit).float() * (clipped_error >= error)",
         ],

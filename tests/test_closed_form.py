@@ -75,10 +75,12 @@ ESTIMATORS = {
     "gae, four answers": {**GAE, "num_generations": 4},
     "rloo": {"advantage": "rloo", "num_generations": 4},
     "reinforce": {"advantage": "reinforce"},
+    "cispo": {**GAE, "policy_loss": "cispo"},
+    "gspo": {**GAE, "policy_loss": "gspo", "clip_epsilon": 0.1, "clip_epsilon_high": 0.1},
 }
 
 
-MORE = [("reinforce", "loss"), ("rloo", "reward"), ("rloo", "loss")]
+MORE = [("cispo", "loss"), ("gspo", "loss"), ("reinforce", "loss"), ("rloo", "reward"), ("rloo", "loss")]
 MORE += [("gae", "reward"), ("gae, four answers", "loss")]
 
 
@@ -149,6 +151,7 @@ SEQUENCES = {  # estimator: samples of a step and of a minibatch, flags
     "gae": (1024, 256, {"learning_rate": 6e-4, "critic_learning_rate": 2e-3, "critic_warmup_steps": 1}),
     "rloo": (512, 128, {**ESTIMATORS["rloo"], "learning_rate": 8e-4}),
     "reinforce": (512, 128, {**ESTIMATORS["reinforce"], "learning_rate": 8e-4}),
+    "gspo": (512, 128, {**ESTIMATORS["gspo"], "learning_rate": 8e-4}),
     # An eighth of the samples close nearly as much
     "replay": (256, 64, {**GAE, "steps": 30, "ppo_epochs": 8, "replay_batches": 8, "learning_rate": 1e-3}),
 }

@@ -196,6 +196,8 @@ def test_the_reward_functions_of_the_page_score_as_it_says(tmp_path):
         (tmp_path / "mine.py").write_text(code)
         found[name] = runpy.run_path(str(tmp_path / "mine.py"))[name]
     assert found["score"](["q"] * 3, ["it is 5", "6", "5"], ["5", "5", None]) == [1.0, 0.0, 0.0]
+    late = found["right_and_short"](["q"] * 2, ["5" + " " * 199, "6" * 800], ["5"] * 2, 3, total_steps=4)
+    assert late == [1 - 0.375 / 2, -0.375]
     assert found["right_lines"](["q"], ["2 + 3 = 5\nso\n1 + 1 = 3"], [None]) == [[(9, 1.0), (21, -1.0)]]
 
 

@@ -83,6 +83,7 @@ def test_names_of_other_trainers_are_answered():
         (train_ppo, "data.train_batch_size=64", "not a flag here: --batch_size counts answers of a process"),
         (train_ppo, "actor_rollout_ref.rollout.top_k=-1", "not a flag here: samples come from the whole"),
         (train_ppo, "--actor.eps_clip", "it is called --clip_epsilon here"),
+        (train_ppo, "actor.policy_loss.loss_mode=gspo", "it is called --policy_loss here (value: clip, cis"),
         (train_ppo, "--rollout.temperature", "it is called --temperature here"),
         (train_ppo, "--actor.elephant", "no such flag; "),
         (train_ppo, "algorithm.elephant=1", "not expected here; "),
@@ -173,7 +174,8 @@ def test_a_flag_that_is_of_no_use_alone_names_what_it_needs(name, value, needed)
 
 OFFLINE = """data_path thinking_ratio thinking_reward reward_model reward_fn reward_url overlong_buffer
     overlong_penalty repetition_penalty length_reward normalize_reward num_generations min_gen_len
-    replay_batches filter_groups kl_in kl_target kl_horizon entropy_top update_old_actor_freq"""
+    replay_batches filter_groups kl_in kl_target kl_horizon entropy_top update_old_actor_freq
+    mask_truncated"""
 WITHOUT_CRITIC = """critic_learning_rate vf_coef cliprange_value lam critic_lam critic_init
     critic_warmup_steps gamma kl_in offline_data_path"""
 
@@ -187,6 +189,7 @@ def test_flags_that_were_refused_still_are():
         "offline_data_path": set(OFFLINE.split()),
         "advantage": set(WITHOUT_CRITIC.split()),
         "shard": {"ema_beta", "offload_frozen"},
+        "policy_loss": {"dual_clip", "offline_data_path"},
         "chat_template_kwargs": {"thinking_ratio"},
     }
     assert len(NEEDED) == 7

@@ -244,6 +244,102 @@ def test_policy_loss_by_hand(ratio, advantages, limits, loss, grad, outside):
     assert metrics["policy/approx_kl"].item() == pytest.approx(k3, abs=1e-6)
 
 
+def moved(*ratios):
+    """A row of tokens of such ratios, padding where there is none -> (log-probs to learn, mask)."""
+    width = max(map(len, ratios))
+    rows = torch.tensor([[*row, *[99.0] * (width - len(row))] for row in ratios])
+    return rows.log().requires_grad_(), length_mask(torch.tensor([len(row) for row in ratios]), width)
+
+
+def test_cispo_by_hand_no_token_loses_its_gradient():
+    """Weights 5 (of 6), 0.5, 1.5 and, with a lower clip too, 0.8 (of 0.5) and 1.2 (of 1.5); the gradient is
+    -weight * A. The loss has log pi, which here is the log of the ratio."""
+    for ratio, limits, weights, outside in (
+        ([6.0, 0.5, 1.5], (1.0, 4.0), [5.0, 0.5, 1.5], 1),
+        ([0.5, 1.1, 1.5], CLIP, [0.8, 1.1, 1.2], 2),
+    ):
+        logprobs, mask = moved(ratio, [3.0])
+        advantages = torch.tensor([[1.0, 2.0, -1.0], [0.0, 7.0, 7.0]])
+        loss, metrics = ppo.policy_loss(logprobs, rows(advantages, mask), *limits, kind="cispo")
+        loss.backward()
+        wanted = [-w * a for w, a in zip(weights, (1, 2, -1), strict=True)]
+        assert logprobs.grad.tolist() == [pytest.approx(wanted), [0, 0, 0]]
+        assert loss.item() == pytest.approx(sum(g * math.log(r) for g, r in zip(wanted, ratio, strict=True)))
+        assert metrics["policy/clip_fraction"] == outside + (limits == CLIP)
+        assert metrics["policy/ratio"].item() == pytest.approx(sum(ratio) + 3)
+
+
+def test_gspo_by_hand_every_token_has_the_ratio_of_its_response():
+    """Ratios 1.5 and 0.5: sqrt(0.75) for both. 4 and 0.36: 1.2, outside of 0.1: the clip stops the token with
+    A = 2, and not that with A = -1. 0.5 alone: outside of 0.2 below."""
+    root = 0.75**0.5
+    logprobs, mask = moved([1.5, 0.5], [4.0, 0.36], [0.5])
+    advantages = torch.tensor([[2.0, -1.0], [2.0, -1.0], [3.0, 7.0]])
+    mb = rows(advantages, mask)
+    loss, metrics = ppo.policy_loss(logprobs, mb, 0.2, 0.1, kind="gspo")
+    loss.backward()
+    wanted = [[-2 * root, root], [0, 1.2], [-1.5, 0]]
+    assert logprobs.grad.tolist() == [pytest.approx(row, abs=1e-6) for row in wanted]
+    assert loss.item() == pytest.approx(-root - 2 * 1.1 + 1.2 - 1.5)
+    assert metrics["policy/clip_fraction"] == 3
+    assert metrics["policy/ratio"].item() == pytest.approx(1.5 + 0.5 + 4 + 0.36 + 0.5)  # of tokens
+    assert ppo.policy_loss(logprobs, mb, 0.2, 0.1, 1.1, kind="gspo")[0].item() == pytest.approx(
+        -root - 2 * 1.1 + 1.1 - 1.5
+    )  # dual clip
+
+
+def test_gspo_with_one_advantage_a_response_has_the_gradient_of_the_papers_sequence_loss():
+    torch.manual_seed(0)
+    logprobs = (0.3 * torch.randn(3, 3)).requires_grad_()
+    advantages, mask = torch.tensor([[1.0], [-2.0], [0.5]]), length_mask(torch.tensor([3, 2, 1]), 3)
+    mine, _ = ppo.policy_loss(logprobs, rows(advantages.expand(3, 3), mask), *CLIP, kind="gspo")
+    count = mask.sum(1, keepdim=True)
+    s = ((logprobs * mask).sum(1, keepdim=True) / count).exp()
+    theirs = -(count * torch.min(s * advantages, s.clamp(0.8, 1.2) * advantages)).sum()
+    assert mine.item() == pytest.approx(theirs.item())
+    (one,), (other,) = (torch.autograd.grad(loss, logprobs, retain_graph=True) for loss in (mine, theirs))
+    assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo", "gspo"])
+def test_every_loss_begins_as_the_policy_gradient_and_has_the_same_kl(kind):
+    """Before the first update the gradient is -A. The KL has the tokens' own ratios, which nothing clips."""
+    advantages = torch.tensor([[0.3, -0.7, 1.0]])
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    mb = rows(advantages, old_logprobs=logprobs.detach(), counted=torch.tensor([[True, True, False]]))
+    loss, metrics = ppo.policy_loss(logprobs, mb, 3e-4, 4e-4, kind=kind)
+    loss.backward()
+    assert logprobs.grad.tolist() == [pytest.approx([-0.3, 0.7, 0.0])]
+    assert (metrics["policy/clip_fraction"], metrics["policy/approx_kl"]) == (0, 0)
+    logprobs, _ = moved([1.5, 0.5])
+    mb = rows(torch.zeros(1, 2), ref_logprobs=torch.tensor([[-1.0, 0.0]]))
+    (ppo.policy_loss(logprobs, mb, 3e-4, 4e-4, kind=kind)[0] + 0.5 * ppo.kl_loss(logprobs, mb)).backward()
+    wanted = [0.5 * 1.5 * (math.log(1.5) + 1), 0.5 * 0.5 * math.log(0.5)]
+    assert logprobs.grad.tolist() == [pytest.approx(wanted)]
+
+
+def test_cut_answers_stay_out_of_the_policy_loss_and_in_the_number_of_tokens():
+    """The second of three answers was cut. All cut: a loss and gradients of 0."""
+    finished = torch.tensor([True, False, True])
+    mask = length_mask(torch.tensor([2, 3, 1]), 3)
+    mb = rows(torch.ones(3, 3), mask, finished=finished)
+    assert ppo.without_truncated(mb).tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
+    mb.counted = torch.tensor([[False, True, False], [True, True, True], [True, False, False]])
+    mb.counted = ppo.without_truncated(mb)  # of --entropy_top's
+    assert mb.counted.tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 0]]
+    logprobs = torch.zeros(3, 3, requires_grad=True)
+    loss, metrics = ppo.policy_loss(logprobs, mb, *CLIP)
+    loss.backward()
+    assert (loss.item(), metrics["policy/ratio"].item()) == (-2, 6)  # the metrics are of all tokens
+    assert logprobs.grad.tolist() == [[0, -1, 0], [0, 0, 0], [-1, 0, 0]]
+    mb.finished = torch.zeros(3, dtype=torch.bool)
+    mb.counted = ppo.without_truncated(mb)
+    logprobs.grad = None
+    loss, _ = ppo.policy_loss(logprobs, mb, *CLIP)
+    loss.backward()
+    assert loss.item() == 0 and not logprobs.grad.any()
+
+
 def test_importance_weights_by_hand():
     """pi_old / pi_sampler = 1.5, 0.5 and 8, cut at 2; 1 on padding and where the cap is 0."""
     old, mask = torch.tensor([[1.5, 0.5, 8.0, 7.0]]).log(), torch.tensor([[True, True, True, False]])
@@ -280,7 +376,7 @@ def test_importance_weights_multiply_every_tokens_loss_and_kl():
     logprobs, ref = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True), torch.tensor([[-1.5, -1.0, -1.0]])
     mb = rows(old_logprobs=logprobs.detach(), ref_logprobs=ref, advantages=torch.tensor([[0.3, -0.7, 1.0]]))
     mb.importance_weights = torch.tensor([[2.0, 0.5, 1.0]])
-    ppo.policy_loss(logprobs, mb, *CLIP, kl_weight=0.1)[0].backward()
+    (ppo.policy_loss(logprobs, mb, *CLIP)[0] + 0.1 * ppo.kl_loss(logprobs, mb)).backward()
     # ratio 1: -weight * A of the policy loss, weight * 0.1 * (log p - log ref) of the KL
     expected = [2 * (-0.3 + 0.1 * 0.5), 0.5 * (0.7 - 0.1 * 1.0), -1.0 + 0.1 * 0.5]
     assert logprobs.grad.tolist() == [pytest.approx(expected)]
@@ -296,9 +392,7 @@ def test_the_gradient_of_the_kl_loss_is_that_of_the_present_policy_after_updates
     (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref.log())).sum(), logits, retain_graph=True)
     # p = old * ratio: what each token is drawn with (old) stands in the place of the importance weight
     mb = rows(**fields, importance_weights=old)
-    (found,) = torch.autograd.grad(
-        ppo.policy_loss(logprobs, mb, *CLIP, kl_weight=1.0)[0], logits, retain_graph=True
-    )
+    (found,) = torch.autograd.grad(ppo.kl_loss(logprobs, mb), logits, retain_graph=True)
     (unweighted,) = torch.autograd.grad((old * 0.5 * (logprobs - ref.log()).square()).sum(), logits)
     assert torch.allclose(found, true, atol=1e-6)
     assert not torch.allclose(unweighted, true, atol=1e-2)
@@ -320,7 +414,7 @@ def test_the_kl_in_the_reward_follows_the_actor():
     old = torch.tensor([[-1.0, -2.0, 9.0]])
     logprobs = (old + torch.tensor([[0.1, 0.2, 5.0]])).requires_grad_()
     mb = rows(torch.zeros(1, 3), torch.tensor([[True, True, False]]), old)
-    ppo.policy_loss(logprobs, mb, 1.0, 1.0, kl_in="reward", kl_weight=0.5, decay=0.5)[0].backward()
+    ppo.policy_loss(logprobs, mb, 1.0, 1.0, kl_in_reward=0.5, decay=0.5)[0].backward()
     expected = [0.1 * math.exp(0.1), 0.1 * math.exp(0.2), 0.0]  # -advantage * ratio
     assert logprobs.grad.tolist() == [pytest.approx(expected)]
 

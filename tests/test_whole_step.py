@@ -69,6 +69,11 @@ CASES = {
     "group, early stop": NO_CRITIC
     | options("advantage group num_generations 2 kl_in loss gamma 1 target_kl 0.05 grad_clip 1.8"),
     "REINFORCE": NO_CRITIC | options("advantage reinforce kl_in reward"),
+    "CISPO, cut answers out": options(
+        "kl_in reward policy_loss cispo clip_epsilon 0.1 clip_epsilon_high 0.2 mask_truncated 1 "
+        "entropy_top 0.8"
+    ),
+    "GSPO": options("kl_in loss policy_loss gspo clip_epsilon 0.05 clip_epsilon_high 0.1 replay_batches 1"),
     "options off": options("kl_in loss importance_cap 0 cliprange_value 0 lr_warmup_steps 1"),
 }
 
@@ -270,6 +275,9 @@ class Plain:
         self.old_logprobs, entropy, _ = self.policy(self.old_actor, list(range(rows)))
         least = sorted(entropy.tolist())[-round(args.entropy_top * len(entropy))]
         self.counted = (entropy >= least).float()
+        if args.mask_truncated:
+            ended = [end for batch in self.batches for end in batch.finished.tolist()]
+            self.counted *= torch.tensor(ended)[self.row]
         self.ref_logprobs = self.policy(self.ref, list(range(rows)))[0]
         sampled = self.sampled_logprobs
         if args.offline_data_path:  # whose the answers are is not known: the reference's
@@ -403,7 +411,14 @@ class Plain:
                 later = sum((args.gamma * args.lam) ** (u - t) * moved[u] for u in after)
                 advantages[t] -= self.kl_coef / self.unit * later
         low, high = 1 - args.clip_epsilon, 1 + (args.clip_epsilon_high or args.clip_epsilon)
-        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        limited = ratio
+        if args.policy_loss == "gspo":
+            row, log_ratio = self.row[mine], torch.log(ratio)
+            mean = torch.stack([log_ratio[row == i].mean() for i in row]).detach()
+            limited = torch.exp(mean) * ratio / ratio.detach()
+        losses = -torch.minimum(limited * advantages, limited.clamp(low, high) * advantages)
+        if args.policy_loss == "cispo":
+            losses = -ratio.detach().clamp(low, high) * advantages * logprobs
         if args.dual_clip:
             bad = advantages < 0
             limit = -args.dual_clip * advantages[bad]
@@ -424,7 +439,7 @@ class Plain:
         self.note("policy/loss", losses)
         self.note("policy/approx_kl", approx_kl)
         self.note("policy/ratio", ratio)
-        self.note("policy/clip_fraction", ((ratio < low) | (ratio > high)).float())
+        self.note("policy/clip_fraction", ((limited < low) | (limited > high)).float())
         self.note("policy/entropy", entropy)
         self.note("policy/balance_loss", balance)
         return loss, approx_kl.mean().item()

@@ -98,7 +98,9 @@ def raw_scores(run: Any, reward: Reward, batch: Batch) -> RawScores:
     with run.host.on_device(*modules_of(reward)):
         finished = batch.rollout.finished.tolist()
         lengths = batch.rollout.layout.response_len
-        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths))
+        known = {"step": run.progress.step, "total_steps": run.total_steps}
+        of_run = {name: known[name] for name in run.names_of_run}
+        return reward.raw_scores(Request(batch.prompts, batch.texts, finished, lengths, of_run))
 
 
 # ---------------------------------------------------------------------------- rewards of steps in a response

@@ -67,6 +67,8 @@ BATCH_SIZE = 128
 MINI_BATCH_SIZE = 32
 CRITIC_WARMUP_STEPS = 2  # of a long run; at most a quarter of a short one
 PTX_COEF = 0.1
+# The clips of each --policy_loss below and above 1; None: as below. docs/ppo.md, "CISPO and GSPO".
+CLIPS = {"clip": (0.2, None), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 SHORT = 64  # tokens of an answer
 LAM_OF_SHORT = 0.95  # the lambda that suited such answers best
 
@@ -82,8 +84,13 @@ def complete_flags(args: Flags) -> Flags:
     for name in ("min_gen_len", "overlong_buffer"):
         if (value := getattr(args, name)) > args.max_gen_len:
             raise InputError(f"--{name} {value}: must be at most --max_gen_len {args.max_gen_len}")
-    if args.offline_data_path:
+    if args.offline_data_path or (args.mask_truncated and args.missing_eos_penalty is None):
         args.missing_eos_penalty = 0.0
+    low, high = CLIPS[args.policy_loss]
+    if args.clip_epsilon is None:
+        args.clip_epsilon = low
+    if args.clip_epsilon_high is None:
+        args.clip_epsilon_high = high
     if args.ptx_data_path and args.ptx_coef is None:
         args.ptx_coef = PTX_COEF
     if args.advantage != "gae":

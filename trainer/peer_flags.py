@@ -56,6 +56,8 @@ max_completion_length               max_gen_len
 epsilon                             clip_epsilon
 epsilon_high                        clip_epsilon_high
 delta                               dual_clip
+importance_sampling_level           policy_loss             gspo is the one of sequences
+mask_truncated_completions          mask_truncated          1
 num_iterations                      ppo_epochs
 reward_funcs                        reward_fn               path.py:function
 reward_model_name_or_path           reward_model
@@ -152,6 +154,7 @@ clip_ratio                          clip_epsilon
 clip_ratio_low                      clip_epsilon
 clip_ratio_high                     clip_epsilon_high
 clip_ratio_c                        dual_clip
+loss_mode                           policy_loss             clip, cispo or gspo
 kl_loss_coef                        kl_coef
 use_kl_in_reward                    kl_in                   reward
 kl_ctrl.target_kl                   kl_target  # --target_kl is another thing here
@@ -218,9 +221,9 @@ reference reference_samples: leave it out, scores are centred on the answers to 
 grad_sum_dtype: leave it out, gradients are summed in float32
 strict_health: leave it out; a run that is broken says "health: wrong" in its output
 # others
-loss_type loss_agg_mode: a loss is always the mean over all tokens of a minibatch
+loss_type: a loss is always the mean over all tokens; --policy_loss has those of CISPO and GSPO
+loss_agg_mode: a loss is always the mean over all tokens of a minibatch
 scale_rewards: --advantage group divides by the deviation of a prompt's scores, rloo does not
-mask_truncated_completions: cut answers are learned from; --missing_eos_penalty is what they lose
 eval_strategy: --eval_interval says after how many steps; 0 evaluates first and last only
 debug_mode: not needed, samples.jsonl in the run folder has responses and their scores
 ckpt_path: checkpoints are written in the run folder below --out_dir

@@ -210,36 +210,64 @@ def choose_tokens(share: float, entropy: Tensor, mask: Tensor, gather: Callable)
     return (entropy >= least) & mask
 
 
+def without_truncated(rollout: Rollout) -> Tensor:
+    """``--mask_truncated``: of the tokens that count in the policy loss those of responses that were not cut
+    at --max_gen_len, bool [B, R] (TRL's mask_truncated_completions; DAPO, arXiv:2503.14476, section 3.4)."""
+    counted = rollout.mask if rollout.counted is None else rollout.counted
+    return counted & rollout.finished[:, None]
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv:1707.06347, eq. 7) of each token, at most
+    dual * |A| where A is negative (0: no limit). All [B, R]."""
+    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual:
+        per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
+    return per_token
+
+
+def cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """-clip(r, 1 - low, 1 + high) A log pi of each token, the clipped ratio without a gradient (CISPO,
+    MiniMax 2025, arXiv:2506.13585, eqs. 4 and 5): the clip takes no token's gradient away. All [B, R]."""
+    return -ratio.clamp(1 - low, 1 + high).detach() * advantages * logprobs
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """exp(mean of a response's log ratios) for each of its tokens, [B, R] (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071). The gradient of each is that of its own token's log-prob (their section 4.3), so tokens
+    may differ in their advantages. log_ratio is 0 on padding."""
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return (mean.detach() + (log_ratio - log_ratio.detach())).exp()
+
+
 def policy_loss(
     logprobs: Tensor,
     mb: Rollout,
     low: float,
     high: float,
     dual: float = 0.0,
-    kl_in: str = "loss",
-    kl_weight: float = 0.0,
+    kind: str = "clip",
+    kl_in_reward: float = 0.0,
     decay: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347, eq. 7) of each token, at most dual * |A|
-    where A is negative (0: no limit), times its importance weight; + kl_weight * KL to the reference -> (sum
-    over tokens, metrics as sums). logprobs [B, R] of the actor; kl_weight: in units of the loss a nat; decay:
-    gamma * lambda, what a later token's reward counts in an advantage."""
+    """The loss of each token (kind: "clip", "cispo" or "gspo") times its importance weight -> (sum over
+    tokens, metrics as sums). logprobs [B, R] of the actor. kl_in_reward: the KL's weight with --kl_in reward,
+    in units of the loss; decay: gamma * lambda, what a later token's reward counts in an advantage."""
     log_ratio = torch.where(mb.mask, logprobs - mb.old_logprobs, 0.0)
     ratio = log_ratio.exp()
     advantages = mb.advantages
-    if kl_in == "reward":  # the advantages have the KL of before the updates; here what was moved since
-        advantages = advantages - kl_weight * discounted_sums(log_ratio.detach(), decay)
-    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual:
-        per_token = torch.where(advantages < 0, torch.min(per_token, -dual * advantages), per_token)
+    if kl_in_reward:  # the advantages have the KL of before the updates; here what was moved since
+        advantages = advantages - kl_in_reward * discounted_sums(log_ratio.detach(), decay)
+    limited = sequence_ratio(log_ratio, mb.mask) if kind == "gspo" else ratio  # what the clip is of
+    if kind == "cispo":
+        per_token = cispo_loss(logprobs, limited, advantages, low, high)
+    else:
+        per_token = clipped_loss(limited, advantages, low, high, dual)
     weights = mb.importance_weights
     counted = weights if mb.counted is None else weights * mb.counted
-    loss = total = masked_sum(counted * per_token, mb.mask)
-    if kl_in == "loss" and kl_weight:  # k2 times the ratio: the gradient of today's KL (arXiv:2510.01555)
-        k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
-        total = loss + kl_weight * masked_sum(weights * ratio.detach() * k2, mb.mask)
+    loss = masked_sum(counted * per_token, mb.mask)
     with torch.no_grad():
-        outside = (ratio < 1 - low) | (ratio > 1 + high)
+        outside = (limited < 1 - low) | (limited > 1 + high)
         metrics = {
             "policy/loss": loss,
             # k3 of the old policy against the new one: what --target_kl stops on
@@ -247,7 +275,15 @@ def policy_loss(
             "policy/clip_fraction": masked_sum(outside.float(), mb.mask),
             "policy/ratio": masked_sum(ratio, mb.mask),
         }
-    return total, metrics
+    return loss, metrics
+
+
+def kl_loss(logprobs: Tensor, mb: Rollout) -> Tensor:
+    """k2 to the reference times the ratio, which has no gradient, and the importance weight -> the sum over
+    tokens. Its gradient is that of today's KL(actor || reference) (arXiv:2510.01555). logprobs [B, R]."""
+    ratio = torch.where(mb.mask, logprobs.detach() - mb.old_logprobs, 0.0).exp()
+    k2 = kl_estimators(logprobs, mb.ref_logprobs)[1]
+    return masked_sum(mb.importance_weights * ratio * k2, mb.mask)
 
 
 def discounted_sums(x: Tensor, decay: float) -> Tensor:

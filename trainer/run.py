@@ -41,6 +41,7 @@ from trainer.options.offline import held_out_pairs
 from trainer.options.ptx import load_ptx
 from trainer.options.replay import Replay
 from trainer.rewards.combine import Reward, load_judge, load_reward, modules_of, scoring_models
+from trainer.rewards.reward_function import names_of_run
 from trainer.runs import displays
 from trainer.runs.base import Learner, Progress, Run
 from trainer.runs.distributed import World
@@ -86,6 +87,7 @@ class PpoRun(Run):
         if not args.offline_data_path:
             self.reward = load_reward(args, place, self.dtype, self.data, self.held_out)
         self.judges = modules_of(self.reward, self.judge)  # all their models, frozen
+        self.names_of_run = names_of_run(self.data, self.held_out)
         self.actor.requires_grad_(not args.lora_r)
         if not self.in_step:  # which gathers and frees layer after layer; an actor need not fit on a GPU
             keep_freed_memory()

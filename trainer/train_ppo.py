@@ -56,6 +56,7 @@ LOGGED = {"offline_data_path": "nothing is sampled: prompts, answers and scores 
 NO_CRITIC = {"advantage": "it has no critic"}
 COMPARING = ("advantage=rloo", "advantage=group")
 NO_GROUPS = dict.fromkeys(COMPARING, "logged answers are not in groups; use gae or reinforce")
+NO_GSPO = {"policy_loss=gspo": "the ratio to the reference soon leaves so narrow a clip for good"}
 WHOLE = dict.fromkeys(COMPARING, "it takes the whole response as one step")
 
 
@@ -74,7 +75,7 @@ def flag_parser() -> FlagParser:
     add_sampled("--data_path", path, "prompts: a file, or a hub name")
     add("--eval_data_path", path, "held-out prompts")
     add("--ptx_data_path", path, "demonstrations to mix in")
-    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS)
+    add("--offline_data_path", path, "logged answers: no sampling", not_with=NO_GROUPS | NO_GSPO)
     add_data_flags(p, "prompts")
     add(
         "--thinking_ratio",
@@ -130,9 +131,16 @@ def flag_parser() -> FlagParser:
     add("--grad_clip", 1.0, "largest gradient norm, of each model on its own", above=0)
     add("--lr_schedule", "cosine", "of the learning rates", choices=["cosine", "constant"])
     add("--lr_warmup_steps", 0, "batches in which the rates rise")
-    add("--clip_epsilon", 0.2, "clip of the ratio, below and above 1", above=0, at_most=0.999)
-    add("--clip_epsilon_high", float, "the clip above 1 [--clip_epsilon]", above=0)
-    add("--dual_clip", 0.0, "a bad token counts at most X times; 0: no limit")
+    add("--policy_loss", "clip", "PPO's, or CISPO's or GSPO's", choices=["clip", "cispo", "gspo"], off="clip")
+    add("--clip_epsilon", float, "clip below and above 1; default: by --policy_loss", above=0, at_most=1)
+    add("--clip_epsilon_high", float, "the clip above 1; default: by --policy_loss", above=0)
+    add(
+        "--dual_clip",
+        0.0,
+        "a bad token counts at most X times; 0: no limit",
+        not_with={"policy_loss=cispo": "its clip limits every token"},
+    )
+    add_sampled("--mask_truncated", 0, "1: the policy does not learn from cut answers", choices=[0, 1])
     add("--importance_cap", 2.0, "largest training / sampling probability; 0: off")
     add(
         "--advantage",
@@ -321,6 +329,8 @@ def fill_rollout(run: PpoRun, step: int, batch: Batch, metrics: Metrics) -> Roll
     )
     if args.entropy_top < 1:
         rollout.counted = ppo.choose_tokens(args.entropy_top, entropy, rollout.mask, run.world.gather)
+    if args.mask_truncated:
+        rollout.counted = ppo.without_truncated(rollout)
     if args.kl_target:  # before ``estimate``, which uses the weight of the KL
         run.kl.follow(step, newest_rows(rollout, args.batch_size), run.world.sum)
     estimate(run, rollout)
@@ -381,17 +391,20 @@ def actor_loss(run: PpoRun, mb: Rollout, token_count: float) -> tuple[Tensor, Me
     args = run.args
     metrics = Metrics()
     logprobs, entropy, balance = run.scorers["actor"](mb.tokens, mb.layout, args.temperature)
+    # Advantages were divided by this unit. So are KL and entropy: --kl_coef stays in reward units.
+    kl_weight = run.kl.coef / mb.advantage_unit
     loss, info = ppo.policy_loss(
         logprobs,
         mb,
         low=args.clip_epsilon,
         high=args.clip_epsilon_high or args.clip_epsilon,
         dual=args.dual_clip,
-        kl_in=args.kl_in,
-        # Advantages were divided by this unit. So is the KL: --kl_coef stays in reward units.
-        kl_weight=run.kl.coef / mb.advantage_unit,
+        kind=args.policy_loss,
+        kl_in_reward=kl_weight if args.kl_in == "reward" else 0.0,
         decay=args.gamma * args.lam,
     )
+    if args.kl_in == "loss" and kl_weight:
+        loss = loss + kl_weight * ppo.kl_loss(logprobs, mb)
     entropy = ppo.masked_sum(entropy, mb.mask)
     if args.entropy_coef:
         loss = loss - args.entropy_coef / mb.advantage_unit * entropy

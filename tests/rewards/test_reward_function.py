@@ -2,20 +2,25 @@
 
 import functools
 import json
+import os
+import shutil
 import signal
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from tiny import request_of, run_files, train, write_jsonl
+from tiny import flags, read_jsonl, request_of, run_files, train, write_jsonl
 
 from errors import InputError
+from trainer import train_ppo
 from trainer.rewards.combine import Reward
 from trainer.rewards.reward_function import (
+    arguments,
     call_reward_function,
     check_columns,
     load_reward_function,
+    names_of_run,
     time_limit,
 )
 
@@ -72,6 +77,23 @@ def test_a_function_gets_what_it_asks_for_by_name(function, given):
     batch, more = seen(function)
     assert batch == (["p", "q"], ["r", "s"], [None, "a"])
     assert more == given
+
+
+def test_a_function_gets_the_step_of_the_run_where_no_record_has_such_a_field():
+    data = [SimpleNamespace(columns={"prompt": None}), None, SimpleNamespace(columns={"step": None})]
+    assert names_of_run(*data[:2]) == ["step", "total_steps"]
+    assert names_of_run(*data) == ["total_steps"]
+    request = request_of(["p", "q"], ["r", "s"], records=RECORDS)
+    request.of_run = {"step": 3, "total_steps": 12}
+    for function, given in (
+        (lambda p, r, a, step, total_steps=0: 0, {"step": 3, "total_steps": 12}),
+        (lambda p, r, a, level, step=0: 0, {"level": [3, 4], "step": 3}),
+        (lambda p, r, a: 0, {}),
+    ):
+        assert arguments(function, request) == given
+    assert not {"step", "total_steps"} & arguments(lambda p, r, a, **columns: 0, request).keys()
+    request.of_run = {"total_steps": 12}
+    assert arguments(lambda p, r, a, step, total_steps: 0, request) == {"step": [None] * 2, "total_steps": 12}
 
 
 def test_a_function_may_change_what_it_gets():
@@ -215,6 +237,43 @@ def test_a_run_gives_each_response_its_own_record(workers, tmp_path):
         assert answer == answers[level % 10]
         assert hint == record.get("hint")
     assert sorted(line[2] for line in lines[12:18]) == list(range(6))
+
+
+STEPPED = """
+import json, os
+def score(prompts, responses, answers, step, total_steps):
+    with open(f"{__file__}.{os.environ['STEPS']}", "a") as file:
+        file.write(json.dumps([step, total_steps]) + "\\n")
+    return [step / total_steps * len(response) for response in responses]
+"""
+
+
+def test_rewards_and_judges_get_the_number_of_batches_learned_from_also_when_resumed(tmp_path, monkeypatch):
+    """An evaluation asks twice, for sampled and greedy answers: once the reward, once the judge."""
+    files = run_files(tmp_path)
+    for name in ("reward_fn", "eval_reward_fn"):
+        (tmp_path / f"{name}.py").write_text(STEPPED)
+        files[name] = f"{tmp_path / name}.py:score"
+    files |= {"eval_data_path": files["data_path"], "out_dir": tmp_path / "out", "run_name": "r"}
+    sizes = {"batch_size": 6, "mini_batch_size": 3, "max_gen_len": 4, "max_steps": 3, "eval_interval": 2}
+    more = {"critic_warmup_steps": 0, "reasoning": 0, "save_interval": 1, "device": "cpu", "dtype": "float32"}
+    argv = flags(**files, **sizes, **more)
+
+    def asked(name):
+        calls = read_jsonl(f"{tmp_path / name}.py.{os.environ['STEPS']}")
+        return [step for step, total in calls if total == 3]
+
+    monkeypatch.setenv("STEPS", "whole")
+    train_ppo.main(argv)
+    assert asked("reward_fn") == [0, 0, 0, 1, 2, 2, 2, 3, 3]  # evaluations at 0, 2 and 3
+    assert asked("eval_reward_fn") == [0, 0, 2, 2, 3, 3]
+    steps = [line["reward/function"] for line in read_jsonl(tmp_path / "out/r/metrics.jsonl")[1:]]
+    assert steps[0] == 0 < min(steps[1:])
+    shutil.rmtree(tmp_path / "out/r/checkpoints/step_3")
+    monkeypatch.setenv("STEPS", "resumed")
+    train_ppo.main([*argv, "--resume", "auto"])
+    assert asked("reward_fn") == [2, 3, 3]
+    assert asked("eval_reward_fn") == [3, 3]
 
 
 @pytest.mark.parametrize("file", ["data_path", "eval_data_path"])

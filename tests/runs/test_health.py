@@ -332,6 +332,9 @@ START = """
     critic_learning_rate      1e-7           unusual_flags            look  --critic_learning_rate 0.0005
     cliprange_value           0.001          unusual_flags            look  --cliprange_value 0.5
     cliprange_value           0.0            -
+    policy_loss               "cispo"        -
+    policy_loss               "gspo"         unusual_flags            look  --clip_epsilon 0.0003
+    clip_epsilon              0.0003         unusual_flags            look  --clip_epsilon 0.2
     prompts                   190            few_prompts              look  more data
     prompts                   200            -
     batch_size                15             small_batch              look  --batch_size
@@ -487,9 +490,16 @@ def test_numbers_are_those_of_the_run():
     assert found["few_end"].numbers == ["rollout/finished 0.000 in the first steps", "--max_gen_len 64"]
 
 
+def test_a_narrow_clip_holds_many_tokens_in_a_healthy_run():
+    held = [{"policy/clip_fraction": 0.9}] * 3
+    assert "steps_too_large" not in findings(held, policy_loss="gspo", clip_epsilon=3e-4)
+    assert "steps_too_large" in findings(held, policy_loss="gspo", clip_epsilon=0.021)
+
+
 def test_what_is_usual_is_what_the_flags_take():
     known = train_ppo.flag_parser().flags
-    for name, (least, most, usual) in TABLE["usual"].items():
+    every = [TABLE["usual"], *TABLE["usual_with"].values()]
+    for name, (least, most, usual) in [row for table in every for row in table.items()]:
         assert not [value for value in (least, most, usual) if value and known[name].problem(value)], name
         assert least <= usual <= most
 

@@ -17,10 +17,11 @@ from trainer import train_ppo
 
 RUN = EXACT | {"max_gen_len": 6, "max_steps": 4, "ppo_epochs": 2, "seed": 1, "eval_interval": 2}
 OPTIONS = {"kl_target": 0.05, "kl_horizon": 32, "entropy_coef": 0.05, "entropy_top": 0.4, "ema_beta": 0.7}
+OPTIONS |= {"policy_loss": "gspo", "mask_truncated": 1}
 ONLINE = RUN | CRITIC | OPTIONS | {"replay_batches": 1}
 # Many answers to a prompt score the same.
-FEW_SCORES = """def score(prompts, responses, answers):
-    return [float({"a", "c"} <= set(r.split())) for r in responses]
+FEW_SCORES = """def score(prompts, responses, answers, step, total_steps):
+    return [(1 + step / total_steps) * ({"a", "c"} <= set(r.split())) for r in responses]
 """
 GROUPS = {
     "advantage": "rloo",
@@ -29,7 +30,7 @@ GROUPS = {
     "kl_in": "reward",
     "replay_batches": 1,
 }
-GROUPS |= {"update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
+GROUPS |= {"policy_loss": "cispo", "update_old_actor_freq": 2, "missing_eos_penalty": 0, "temperature": 0.8}
 # the flags, and the responses of a batch
 RUNS = {
     "options": (ONLINE | {"accumulation_steps": 2, "normalize_reward": 1, "critic_lam": 0.97}, 16),

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,7 @@ Steps = list[tuple[int, float]]  # (character offset, the length for the end; sc
 # The places of names that can mean only one thing: a function with another order must not be called wrongly.
 # "completions" is what TRL calls the responses.
 PLACES = {"prompts": 0, "responses": 1, "completions": 1}
+OF_RUN = ("step", "total_steps")  # what a function may ask for that is no field of the records
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Request:
     responses: list[str]
     finished: list[bool]  # False for a response that was cut at --max_gen_len
     lengths: Sequence[int]  # in tokens
+    # {one of ``names_of_run``: its value}; step: how many batches the policy has learned from
+    of_run: dict[str, int] = field(default_factory=dict)
 
 
 NOTHING = Request([], [], [], [])
@@ -69,8 +72,14 @@ def load_reward_function(spec: str, *datasets: RecordDataset | None) -> RewardFu
         raise InputError(f"--reward_fn {path}: has no function {name!r}")
     wanted(function)
     for data in filter(None, datasets):
-        check_columns(function, data.columns, str(data.path))
+        check_columns(function, data.columns, str(data.path), names_of_run(*datasets))
     return function
+
+
+def names_of_run(*datasets: RecordDataset | None) -> list[str]:
+    """Those of ``OF_RUN`` that are no field in any of these datasets: a field comes first."""
+    fields = {name for data in filter(None, datasets) for name in data.columns}
+    return [name for name in OF_RUN if name not in fields]
 
 
 def wanted(function: RewardFunction) -> dict[str, Parameter]:
@@ -96,11 +105,13 @@ def must_have(p: Parameter) -> bool:
     return p.default is p.empty and p.kind != p.VAR_KEYWORD
 
 
-def check_columns(function: RewardFunction, columns: Collection[str], path: str) -> None:
+def check_columns(
+    function: RewardFunction, columns: Collection[str], path: str, of_run: Collection[str] = ()
+) -> None:
     """Raise InputError if the function asks for a field that no record of the data file has. columns: the
-    keys of the file's records; path: the file."""
+    keys of the file's records; path: the file; of_run: what it may ask for besides."""
     for name, p in wanted(function).items():
-        if must_have(p) and name not in columns:
+        if must_have(p) and name not in columns and name not in of_run:
             raise InputError(
                 f"--reward_fn: its parameter {name!r} is no key of the records of {path}; "
                 f"{keys_found(dict.fromkeys(columns))}: rename it, or give it a default"
@@ -109,7 +120,7 @@ def check_columns(function: RewardFunction, columns: Collection[str], path: str)
 
 def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
     """What the function asks for beyond prompts, responses and answers -> {name: its value}, of fields of
-    the records a list of B."""
+    the records a list of B. ``of_run`` has names that are no fields."""
     asked = wanted(function)
     records = [prompt.record for prompt in request.prompts]
     names = {name for name, p in asked.items() if must_have(p)}.union(*records)
@@ -117,7 +128,8 @@ def arguments(function: RewardFunction, request: Request) -> dict[str, object]:
         names -= inspect.signature(function).parameters.keys() - asked.keys()
     else:
         names &= asked.keys()
-    return {name: [record.get(name) for record in records] for name in sorted(names)}
+    found: dict[str, object] = {name: [record.get(name) for record in records] for name in sorted(names)}
+    return found | {name: value for name, value in request.of_run.items() if name in asked}
 
 
 def call_reward_function(

@@ -58,7 +58,9 @@ class Past:
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
         self.facts: dict[str, Any] = args.get("facts", {})
-        self.usual: dict[str, list[float]] = dict(TABLE["usual"])
+        self.usual: dict[str, list[float]] = TABLE["usual"] | TABLE["usual_with"].get(
+            args.get("policy_loss"), {}
+        )
         for name, rate in self.facts.get("suited", {}).items():
             self.usual[name] = [rate / FAR, rate * FAR, rate]
         self.step = 0  # of the newest record
