@@ -65,7 +65,7 @@ DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 def model_path(args: Flags) -> str:
     """--model; without it the newest trained actor in --out_dir, or the demo's."""
     results = Path(args.out_dir).glob("ppo_actor_*[0-9e].pth")  # not _best and _ema, but _moe
-    demo = ROOT / "model" / "demo" / "policy"
+    demo = ROOT / "model/demo/policy"
     return args.model or str(max(results, key=lambda file: file.stat().st_mtime, default=demo))
 
 

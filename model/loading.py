@@ -67,7 +67,7 @@ def _is_whole_in_json(folder: Path) -> bool:
     Qwen2's own: it would split texts as Qwen2 does and add Qwen2's tokens.
     """
     settings = folder / "tokenizer_config.json"
-    kind = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    kind = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
     return kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -83,7 +83,7 @@ def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         config = plain_config(load_config(path, trust_remote_code))
         if "ForSequenceClassification" in str(config.architectures):
             raise InputError("it is a classifier or reward model, not a causal language model")
-        return load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config=config)
+        return load_pretrained(AutoModelForCausalLM, path, trust_remote_code, config)
 
 
 def _load_pth(path: Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -164,10 +164,10 @@ def load_pretrained(
     auto_class: Any,
     path: str | Path,
     trust_remote_code: bool,
+    config: PreTrainedConfig,
     dtype: torch.dtype | str = torch.float32,
-    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """``auto_class.from_pretrained`` on the CPU -> the model, in eval mode.
+    """``auto_class.from_pretrained`` on the CPU -> the model, in eval mode. config: of ``load_config``.
 
     dtype: of the weights; "auto" is that of the checkpoint. The weights never take more memory than they have
     in this dtype. Raises InputError for weights that the files lack or that have another shape: transformers
@@ -186,7 +186,7 @@ def load_pretrained(
     ):
         model, report = auto_class.from_pretrained(
             str(path),
-            config=config or load_config(path, trust_remote_code),
+            config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # reported, in one line

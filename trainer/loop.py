@@ -15,6 +15,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dataset.data_order import record_batches, record_loader
@@ -25,7 +26,7 @@ from trainer.runs import checkpoints
 from trainer.runs.base import Run
 from trainer.runs.displays import Rows, StepLog
 from trainer.runs.distributed import World, init_world
-from trainer.runs.resume import start_or_resume
+from trainer.runs.resume import RunFolder, write_config
 from trainer.runs.run_logger import NullLogger, RunLogger
 from trainer.runs.signals import StopRequest
 
@@ -90,7 +91,34 @@ def build_and_train(
                     raise end
 
 
-# ----------------------------------------------------------------------------------------- log, save, end
+# ---------------------------------------------------------------------------------- begin, log, save, end
+
+
+def start_or_resume(run: Run, about: str, argv: list[str]) -> Logger:
+    """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
+
+    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
+    the folder is in use or holds another run.
+    """
+    args = run.args
+    world = run.world
+    folder = None
+    with world.all_or_none():
+        if world.is_main:
+            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
+            write_config(run, folder, argv)
+    run.folder = world.from_main(folder.path if folder else Path())
+    checkpoint = world.from_main(folder and folder.checkpoint)
+    run.prepare()
+    logger: Logger = NullLogger()
+    with world.all_or_none():
+        if checkpoint:
+            checkpoints.load(checkpoint, run)
+        if folder:
+            checkpoints.tidy(folder.path, run.progress.step)
+            logger = RunLogger(folder, run)
+    logger.introduce(about)
+    return logger
 
 
 def log_step(run: Run, logger: Logger, step: int, metrics: dict[str, float], rows: Rows) -> None:

@@ -245,7 +245,7 @@ class PpoRun(Run):
         if shares_reward_models(args):
             for model in scoring_models(self.reward, self.judge):
                 shard(model.root, in_step, self.dtype, model.model)
-                model.root.in_step = in_step  # type: ignore[assignment]  # ``each_micro_batch`` asks for it
+                model.root.in_step = in_step  # type: ignore[assignment]  # ``ClassifierRewardModel`` asks for it
         for learner in self.learners.values():
             learner.optimizer = self._optimizer(learner.model, learner.peak)
 

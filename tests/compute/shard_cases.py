@@ -212,7 +212,7 @@ def out_of_memory(in_step, kind):
                 in_step.run(partial(work, rows))
         else:
             scorer.in_step = in_step
-            each_micro_batch(lengths, 9, work, model=scorer)
+            each_micro_batch(lengths, 9, work, in_step=scorer.in_step)
     except SystemExit as error:
         return str(error.code)
 

@@ -9,7 +9,7 @@ from tiny import run_files, same_run, tiny_llama, train
 
 from model.weights import ScoreHead
 from trainer.compute import scoring
-from trainer.compute.precision import exact_products, repeatable, set_precision
+from trainer.compute.precision import exact_products, set_precision
 from trainer.generation.sampling import running_sum
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -93,7 +93,7 @@ def test_deterministic_is_switched_on_and_off(monkeypatch):
     assert not torch.utils.deterministic.fill_uninitialized_memory  # costs time, and nothing needs it
     set_precision("float32", CPU)
     assert not torch.are_deterministic_algorithms_enabled()
-    repeatable(True)
+    set_precision("float32", CPU, deterministic=1)
     with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
 

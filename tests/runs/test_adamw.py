@@ -57,7 +57,7 @@ def test_beside_torchs_adamw(options, monkeypatch):
     start, pairs = torch.randn(70, 50), []
     for kind in (
         lambda p: AdamW([p], 1e-2, fused=True, **options),
-        lambda p: make_optimizer([p], 1e-2, "bfloat16", 7, **options),
+        lambda p: make_optimizer([{"params": [p], **options}], 1e-2, "bfloat16", 7),
     ):
         p = torch.nn.Parameter(start.clone())
         pairs.append((p, kind(p)))

@@ -10,7 +10,7 @@ from tiny import ROOT, flags, health_of, read_jsonl, run_files
 from errors import InputError
 from trainer import train_ppo
 from trainer.runs import base, displays, plots, report
-from trainer.runs.base import command_line
+from trainer.runs.base import Run
 from trainer.runs.displays import PAIRS, PPO, SFT, as_line
 from trainer.runs.resume import RunFolder
 from trainer.runs.run_logger import RunLogger
@@ -220,10 +220,11 @@ def test_short_runs_print_every_step_and_long_ones_about_a_hundred(tmp_path, cap
 
 
 def test_a_line_to_copy_works_from_any_folder_and_with_spaces(tmp_path, monkeypatch):
-    words = shlex.split(command_line("chat.py", "--model", tmp_path / "a b's.pth"))
+    run = SimpleNamespace(args=SimpleNamespace(trust_remote_code=False))
+    words = shlex.split(Run.command(run, "chat.py", "--model", tmp_path / "a b's.pth"))
     assert words == [sys.executable, str(ROOT / "chat.py"), "--model", str(tmp_path / "a b's.pth")]
     monkeypatch.setattr(base, "sys", SimpleNamespace(platform="win32", executable="python"))
-    assert command_line("chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
+    assert Run.command(run, "chat.py", "--model", "a b.pth").endswith('--model "a b.pth"')
 
 
 SIZES = {

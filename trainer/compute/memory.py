@@ -71,14 +71,13 @@ def each_micro_batch(
     token_budget: int,
     work: Callable[[list[int]], object],
     name: str = "scoring",
-    model: nn.Module | None = None,
+    in_step: Any = None,  # ``InStep``, of sharding.py
 ) -> None:
     """Call ``work(rows)`` for every micro-batch of sequences of these lengths. A micro-batch for which memory
     runs out is halved, and both halves are done again. InputError if a single sequence does not fit.
 
-    name: of the progress bar; model: the module that ``work`` calls, which may be sharded: then all processes
-    must call this function, and ``work([])`` makes a pass of any sequence (``InStep`` in sharding.py)."""
-    in_step = getattr(model, "in_step", None)
+    name: of the progress bar; in_step: of a sharded model that ``work`` calls: then all processes must call
+    this function, and ``work([])`` makes a pass of any sequence."""
     waiting = micro_batches(lengths, token_budget)
     if in_step:
         waiting = in_step.passes(waiting)

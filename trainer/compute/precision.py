@@ -57,9 +57,15 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
     products in 16 bits are summed in fp32 all the way: partial sums might exceed fp16's range, and in bf16,
     torch's default, they would round decoding's long sums over few rows more than training's.
 
-    deterministic: --deterministic; 1 gives the same bits in every run on the same machine (``repeatable``).
+    deterministic: --deterministic; 1 gives the same bits in every run on the same machine.
     """
-    repeatable(bool(deterministic))
+    # Whoever derives a size from the memory that is free asks ``are_deterministic_algorithms_enabled`` and
+    # takes a fixed size then. An operation that has no deterministic form raises a RuntimeError.
+    torch.use_deterministic_algorithms(bool(deterministic))
+    if deterministic:  # before the first product on a GPU: cuBLAS reads its variable only then
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Nothing here reads such memory. The type is that of a module, which torch gives a property.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         # It builds a plan for each new shape, and packed rows have new shapes in every micro-batch.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -68,20 +74,6 @@ def set_precision(name: str, device: torch.device, deterministic: int = 0) -> to
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return fast_dtype(name, device)
-
-
-def repeatable(wanted: bool) -> None:
-    """Let every operation give the same bits for the same inputs, or (False) leave torch its own choice.
-
-    Whoever derives a size from the memory that is free asks ``torch.are_deterministic_algorithms_enabled()``
-    and takes a fixed size then. An operation that has no such form raises a
-    RuntimeError. Call it before the first product on a GPU: cuBLAS reads its variable only then.
-    """
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Nothing here reads such memory. The type is that of a module, which torch gives a property.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(wanted)
 
 
 @contextmanager
@@ -185,7 +177,7 @@ class LossScale:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """-> the loss to call ``backward`` on."""
-        return loss * self.value if self.active else loss
+        return loss * self.value
 
     def unscale(self, model: nn.Module) -> None:
         """Divide a model's gradients by the scale, in place."""

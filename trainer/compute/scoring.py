@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.critic import CriticModel
-from model.loading import as_input_error, is_moe, quiet
+from model.loading import as_input_error, embeddings, is_moe, quiet
 from trainer.compute.attention import ATTENTION
 from trainer.compute.batching import Layout, pad_right, tokens_per_pass
 from trainer.compute.fused_layers import fuse_layers
@@ -48,8 +48,7 @@ def pack_sequences(backbone: Backbone) -> bool:
     if before == ATTENTION:
         return True
     generator = torch.Generator().manual_seed(0)
-    table: Any = backbone.get_input_embeddings()
-    tokens = torch.randint(table.num_embeddings, (3, 9), generator=generator).to(backbone.device)
+    tokens = torch.randint(embeddings(backbone), (3, 9), generator=generator).to(backbone.device)
     layout = Layout([9, 8, 4], device=backbone.device)
 
     def states():
@@ -206,10 +205,10 @@ def score_all(
     rollout: Rollout,
     score: Callable[[Rollout], Tensor],
     name: str = "log-probs",
-    scorer: nn.Module | None = None,
+    in_step: InStep | None = None,
 ) -> Tensor:
     """Call ``score(rows of the rollout) -> [b, r]`` for each micro-batch -> [B, R], in row order; of several
-    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; scorer: what ``score`` calls."""
+    numbers a token [n, b, r] -> [n, B, R]. name: of the progress bar; in_step: of a sharded scorer."""
     found: dict[int, Tensor] = {}  # {row: its numbers}
     width = rollout.sampler_logprobs.shape[1]
 
@@ -220,7 +219,7 @@ def score_all(
 
     lengths = rollout.layout.lengths
     budget = tokens_per_pass(rollout.tokens.device)
-    each_micro_batch(lengths, budget, fill, name, scorer)
+    each_micro_batch(lengths, budget, fill, name, in_step)
     return torch.stack([found[row] for row in range(len(found))], -2)
 
 
@@ -230,12 +229,12 @@ def score_policy(rollout: Rollout, scorer: PolicyScorer, temperature: float) -> 
     def score(rows):
         return torch.stack(scorer(rows.tokens, rows.layout, temperature)[:2])
 
-    return score_all(rollout, score, scorer=scorer).unbind()
+    return score_all(rollout, score, in_step=scorer.in_step).unbind()
 
 
 def score_values(rollout: Rollout, scorer: ValueScorer) -> Tensor:
     """Values [B, R] of the states before the sampled tokens, from a ``ValueScorer``."""
-    return score_all(rollout, lambda rows: scorer(rows.tokens, rows.layout)[0], "values", scorer)
+    return score_all(rollout, lambda rows: scorer(rows.tokens, rows.layout)[0], "values", scorer.in_step)
 
 
 def score_learned(

@@ -38,11 +38,11 @@ def sample_tokens(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     probs = logits.softmax(-1, dtype=torch.float32)
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
-        return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
-    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    block, inside = _first_beyond(blocks.sum(-1), u[:, None])
-    column, _ = _first_beyond(blocks[torch.arange(len(u), device=u.device), block[:, 0]], inside)
-    token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
+    else:
+        blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+        block, inside = _first_beyond(blocks.sum(-1), u[:, None])
+        column, _ = _first_beyond(blocks[torch.arange(len(u), device=u.device), block[:, 0]], inside)
+        token = (block * BLOCK + column).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), probs.gather(1, token).squeeze(1).log()
 
 

@@ -113,7 +113,7 @@ class ClassifierRewardModel(RewardModel):
             token_budget=tokens_per_pass(self.model.device) if self.packs or self.pad_id is not None else 1,
             work=score_some,
             name="reward model",
-            model=self.root,
+            in_step=in_step,
         )
         if self.dtype == torch.float16:  # in other types combine.py names the response that has no score
             with together():
@@ -232,7 +232,7 @@ def load_reward_model(
         auto_class = AutoModelForSequenceClassification if classifies else AutoModel
         # No cache of keys and values: it would only take memory, and the one of transformers 4 is gone.
         config.use_cache = False
-        model = load_pretrained(auto_class, path, trust_remote_code, weights, config)
+        model = load_pretrained(auto_class, path, trust_remote_code, config, weights)
         if not outside:
             keep_in_half(model)
         nn.Module.to(model, device).eval().requires_grad_(False)

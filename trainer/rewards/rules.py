@@ -15,8 +15,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FORMAT = re.compile(r"<think>\n.*?\n</think>\n{1,2}<answer>\n.*?\n</answer>", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPEATED = re.compile(r"\w+|[^\w\s]")  # words and punctuation marks, of which trigrams are made
-LENGTHS = (20, 800)  # the least and the most characters of a response that is rewarded for its length
-THOUGHTS = (20, 300)  # the same of a thought
+LENGTHS = range(20, 801)  # characters of a response that is rewarded for its length
+THOUGHTS = range(20, 301)  # the same of a thought
 
 
 def format_reward(response: str) -> float:
@@ -44,14 +44,14 @@ def thinking_reward(prompt: str, response: str, size: float) -> float:
     if not tag or prompt.rstrip().endswith(TAGS[1]):
         return 0.0
     thought = thought.strip().removeprefix(TAGS[0]).strip()  # the tag is in the prompt or here
-    of_length = 1.0 if THOUGHTS[0] <= len(thought) <= THOUGHTS[1] else -0.5
+    of_length = 1.0 if len(thought) in THOUGHTS else -0.5
     return size * (of_length + (0.25 if response.count(TAGS[1]) == 1 else -0.25))
 
 
 def answer_text(response: str) -> str | None:
     """The text of the first answer block without surrounding spaces, or None if there is no block."""
     match = ANSWER.search(response)
-    return match.group(1).strip() if match else None
+    return match[1].strip() if match else None
 
 
 def repetition_penalty(response: str, largest: float) -> float:
@@ -67,7 +67,7 @@ def repetition_penalty(response: str, largest: float) -> float:
 
 def length_reward(response: str, size: float) -> float:
     """``size`` for a response of 20 to 800 characters, else minus ``size``. MiniMind's ``size`` is 0.5."""
-    return size if LENGTHS[0] <= len(response.strip()) <= LENGTHS[1] else -size
+    return size if len(response.strip()) in LENGTHS else -size
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, largest: float) -> float:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import PreTrainedTokenizerBase
 
 from dataset.data_order import local_positions
@@ -28,18 +29,8 @@ from trainer.runs.distributed import World
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Stateful(Protocol):
-    """What checkpoints keep by name: in state.json, or where it has tensors in a file of its own."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take over what ``state_dict`` returned; {} where the checkpoint has none; it may raise KeyError."""
-
-
 class Kept:
-    """A ``Stateful`` whose state is those of its attributes that ``kept`` names."""
+    """A ``Stateful`` (torch's protocol) whose state is those of its attributes that ``kept`` names."""
 
     kept: tuple[str, ...] = ()
 
@@ -73,23 +64,19 @@ class Learner:
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     schedule: str = "cosine"  # or "constant"
 
-    @property
-    def first_step(self) -> int:
-        """The number of its first optimizer step in the run."""
-        return self.first_batch * self.per_batch
-
     def learning_rate(self, number: int) -> float:
         """The learning rate in optimizer step ``number`` of the run, over the steps in which this model
         trains: it rises linearly in the warm-up, is then the peak, and falls as a cosine to a tenth at the
         last step (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5), or is constant. A step that is left
         out counts too."""
-        step = number - self.first_step
+        first = self.first_batch * self.per_batch  # of its optimizer steps in the run
+        step = number - first
         warmup = self.warmup_steps
         if step < warmup:
             return self.peak * (step + 1) / (warmup + 1)
         if self.schedule == "constant":
             return self.peak
-        falling = self.total_steps - self.first_step - warmup
+        falling = self.total_steps - first - warmup
         progress = min((step - warmup) / max(falling - 1, 1), 1.0)
         return self.peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
@@ -107,7 +94,9 @@ class Run(ABC):
     held_out: Sized | None  # the records of an evaluation
     held_out_pairs: Sized | None = None  # of offline PPO
     learners: dict[str, Learner]
-    states: dict[str, Stateful]  # {name: what a checkpoint keeps besides weights and moments}
+    # {name: what a checkpoint keeps besides weights and moments}: in state.json, or where it has tensors in a
+    # file of its own. ``load_state_dict`` gets {} where the checkpoint has none; it may raise KeyError.
+    states: dict[str, Stateful]
     loss_scale: LossScale
     progress: Progress
     total_steps: int  # batches
@@ -170,9 +159,13 @@ class Run(ABC):
         """Write the files that users load."""
 
     def command(self, script: str, *words: str | Path) -> str:
-        """``command_line``, with --trust_remote_code where this run has it."""
+        """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory,
+        with --trust_remote_code where this run has it.
+
+        script: its path in the repository; words: flags and values.
+        """
         own_code = ["--trust_remote_code"] if self.args.trust_remote_code else []
-        return command_line(script, *words, *own_code)
+        return quoted([sys.executable, ROOT / script, *words, *own_code])
 
     @abstractmethod
     def results(self) -> str:
@@ -180,14 +173,6 @@ class Run(ABC):
 
 
 # ------------------------------------------------------------------------------------ command lines to copy
-
-
-def command_line(script: str, *words: str | Path) -> str:
-    """``<this python> <script> <words>`` as one line that can be pasted into a shell in any directory.
-
-    script: its path in the repository; words: flags and values.
-    """
-    return quoted([sys.executable, ROOT / script, *words])
 
 
 def full_path(name: str) -> str:

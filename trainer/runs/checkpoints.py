@@ -97,7 +97,7 @@ def _write_states(folder: Path, run: Run) -> None:
 def _seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, and flush all to the disk."""
     lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
-    (folder / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")  # sha256sum reads no other
+    (folder / SUMS).write_bytes("".join(lines).encode())  # sha256sum reads no other ends of lines
     for path in folder.iterdir():
         sync(path)
 
@@ -185,7 +185,7 @@ def load(path: Path, run: Run) -> None:
                     optimizer.state[p] = zero_moments(optimizer, p)
                     for kind, x in optimizer.state[p].items():
                         _fill(x, moments[f"{number}.{kind}"])
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "state.json").read_bytes())
         for name, holder in run.states.items():
             tensors = path / f"{name}.safetensors"
             holder.load_state_dict(load_file(tensors) if tensors.is_file() else state.get(name, {}))

@@ -46,15 +46,13 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of every process' tensor, in place. All processes must call it, in the same order."""
-        if self.size > 1:
-            self.collective(dist.all_reduce, tensor)
+        self.collective(dist.all_reduce, tensor)
         return tensor
 
     def gather(self, item: T) -> list[T]:
         """Every process' (picklable) item, as a list by rank. All must call it, in the same order."""
         items = [item] * self.size
-        if self.size > 1:
-            self.collective(dist.all_gather_object, items, item)
+        self.collective(dist.all_gather_object, items, item)
         return items
 
     def from_main(self, item: T) -> T:
@@ -62,9 +60,11 @@ class World:
         return self.gather(item)[0]
 
     def collective(self, operation: Callable[..., object], *args: object) -> None:
-        """Call an operation that needs all processes. SystemExit if the connection to one of them broke."""
+        """Call an operation that needs all processes, where there are several. SystemExit if the connection
+        to one of them broke."""
         try:
-            operation(*args)
+            if self.size > 1:
+                operation(*args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -158,14 +158,14 @@ def make_optimizer(
     moments_dtype: str,
     seed: int,
     betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
 ) -> Optimizer:
-    """The optimizer of every script: torch's AdamW, or with moments_dtype "bfloat16" ``AdamWInHalf``."""
+    """The optimizer of every script: torch's AdamW, or with moments_dtype "bfloat16" ``AdamWInHalf``. Weights
+    decay only in groups of ``parameters`` that say so."""
     if moments_dtype == "bfloat16":
-        optimizer = AdamWInHalf(parameters, learning_rate, betas, weight_decay=weight_decay)
+        optimizer = AdamWInHalf(parameters, learning_rate, betas, weight_decay=0.0)
         optimizer.seed = seed
         return optimizer
-    return AdamW(parameters, learning_rate, betas, weight_decay=weight_decay, fused=True)
+    return AdamW(parameters, learning_rate, betas, weight_decay=0.0, fused=True)
 
 
 class AdamWInHalf(AdamW):

@@ -42,8 +42,13 @@ def write_report(run: Run, folder: Path, health: Health, state: str) -> str:
     past = health.past
     findings = health.sorted
     panels = run.display.panels
-    shown = {"run": run, "state": state, "words": in_words(run, past, state), "findings": findings}
-    shown["table"] = table(run.display, past)
+    shown = {
+        "run": run,
+        "state": state,
+        "words": in_words(run, past, state),
+        "findings": findings,
+        "table": table(run.display, past),
+    }
     text = filled("summary.md.jinja2", **shown)
     page = filled(
         "report.html.jinja2",

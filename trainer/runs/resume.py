@@ -1,4 +1,4 @@
-"""Starting and resuming a run: its folder, where a killed run starts again, the check that it is the same.
+"""The folder of a run: where a killed run starts again, and the check that it is the same run.
 
 What a run writes: README.md. ``--resume auto`` or ``--resume PATH`` picks the run
 folder and its newest undamaged checkpoint (checkpoints.py), or the one that PATH names. Training continues
@@ -28,38 +28,10 @@ from model.loading import as_input_error
 from trainer.compute.kernels import kernels_of
 from trainer.runs import checkpoints
 from trainer.runs.base import Run, quoted
-from trainer.runs.run_logger import NullLogger, RunLogger
 
 LENGTH = ("epochs", "max_steps")  # the flags that say how long a run is
 REWARDS = ("reward_model", "reward_fn", "reward_url")  # they may name other places, but not come or go
 CHOSEN = ("missing_eos_penalty",)  # flags that a run chooses when it begins, where they are not given
-
-
-def start_or_resume(run: Run, about: str, argv: list[str]) -> RunLogger | NullLogger:
-    """Choose and lock the run folder, load its checkpoint into the run if there is one -> the run's logger.
-
-    about: lines that describe the run; argv: its command line. Raises InputError, having changed nothing, if
-    the folder is in use or holds another run.
-    """
-    args = run.args
-    world = run.world
-    folder = None
-    with world.all_or_none():
-        if world.is_main:
-            folder = RunFolder(args.out_dir, args.run_name, args.resume, run.display.folder)
-            write_config(run, folder, argv)
-    run.folder = world.from_main(folder.path if folder else Path())
-    checkpoint = world.from_main(folder and folder.checkpoint)
-    run.prepare()
-    logger: RunLogger | NullLogger = NullLogger()
-    with world.all_or_none():
-        if checkpoint:
-            checkpoints.load(checkpoint, run)
-        if folder:
-            checkpoints.tidy(folder.path, run.progress.step)
-            logger = RunLogger(folder, run)
-    logger.introduce(about)
-    return logger
 
 
 # ------------------------------------------------------------------------------------------ the run folder
@@ -179,10 +151,10 @@ def write_config(run: Run, folder: RunFolder, argv: list[str]) -> None:
     held = folder.path / "config.json"
     if folder.checkpoint or held.exists():  # it is there too if the run was killed before its first one
         with as_input_error(f"--resume: {held} does not fit"):
-            old = json.loads(held.read_text(encoding="utf-8"))
+            old = json.loads(held.read_bytes())
+            config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
             folder.notes += check_same_run(old, config, run.args.declared)
             config["run_id"] = old.get("run_id", config["run_id"])
-            config |= {name: old.get(name) for name in CHOSEN if config.get(name, 0) is None}
     folder.config = config
     folder.write_config()
 
@@ -207,7 +179,7 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str,
             now *= new["processes"]
             over = " over all processes"
         may_change = flag.may_change and (name not in REWARDS or bool(was) == bool(now))
-        may_change |= (any_length and name in LENGTH) or (name in CHOSEN and now is None)
+        may_change |= any_length and name in LENGTH
         if was != now and not may_change:
             raise InputError(f"--{name} was {was!r} and is now {now!r}{over}; set it back")
     for name, now in new["fingerprints"].items():

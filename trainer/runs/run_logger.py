@@ -12,8 +12,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -27,10 +25,8 @@ from trainer.runs.checkpoints import list_checkpoints
 from trainer.runs.displays import Row, Rows, as_line, read_rows
 from trainer.runs.health import Health, one_line
 from trainer.runs.report import write_report
+from trainer.runs.resume import RunFolder
 from trainer.runs.trackers import Trackers
-
-if TYPE_CHECKING:
-    from trainer.runs.resume import RunFolder  # which makes the logger
 
 LINES = 100  # that a run prints at least, if it has so many steps, where --log_interval is 0
 SHARE = 100  # so writing report.html takes at most 1 % of a run
@@ -52,15 +48,17 @@ class RunLogger:
     write raise InputError if the disk cannot be written.
     """
 
-    def __init__(self, folder: "RunFolder", run: Run) -> None:
+    def __init__(self, folder: RunFolder, run: Run) -> None:
         first_step = run.progress.step
         self.run = run
         self.folder = folder
         self.log_interval = run.args.log_interval or max(1, run.total_steps // LINES)
         self._files = [folder.path / name for name in ("metrics.jsonl", *run.display.samples)]
         for path in self._files:
+            # So a resumed run does not repeat a step, and an incomplete last line is removed.
+            kept = [row for row in read_rows(path) if first_step and row["step"] <= first_step]
             with writing(path):
-                cut_lines(path, first_step)
+                write_whole(path, as_lines(kept))
         self.health = Health(folder.config)
         self._bar = tqdm(
             total=run.total_steps, initial=first_step, desc=run.display.title, unit="step", disable=None
@@ -206,11 +204,3 @@ def sample_text(step: int, row: Row) -> str:
 def as_lines(rows: Iterable[Row]) -> str:
     """Rows as JSONL."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def cut_lines(path: Path, last_step: int) -> None:
-    """Cut a JSONL file back to the lines of steps up to ``last_step``, to none for 0.
-
-    So a resumed run does not repeat a step, and an incomplete last line is removed.
-    """
-    write_whole(path, as_lines(row for row in read_rows(path) if row["step"] <= last_step and last_step))
