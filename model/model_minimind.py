@@ -99,8 +99,7 @@ class MiniMindConfig(Qwen3Config):
             width = {2: int(8 * self.hidden_size / 3), 3: self.hidden_size * math.pi}[self.minimind_version]
             self.intermediate_size = 64 * math.ceil(width / 64)
         if self.rope_parameters is None:
-            theta = kwargs.pop("rope_theta", 1e6)
-            self.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+            self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 1e6)}
         super().__post_init__(**kwargs)
 
 

@@ -200,8 +200,9 @@ class AdamWInHalf(AdamW):
         ]
         # All chunks use the same bits, because drawing them costs more than the rest.
         random = torch.Generator(p.device).manual_seed(zlib.crc32(f"{self.seed} {step} {number}".encode()))
-        count = len(chunks[0][0])
-        bits = torch.randint(1 << 16, (count,), generator=random, dtype=torch.int32, device=p.device)
+        bits = torch.randint(
+            1 << 16, chunks[0][0].shape, generator=random, dtype=torch.int32, device=p.device
+        )
         for weight, g, first, second in zip(*chunks, strict=True):
             m = first.float().lerp_(g, 1 - beta1)
             v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)

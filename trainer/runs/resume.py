@@ -193,8 +193,7 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], flags: Mapping[str,
             )
     for name in ("versions", "threads", "processes"):
         if old[name] != new[name]:
-            changed = f"{name} were {old[name]} and are {new[name]}"
-            notes.append(f"note: {changed}: results may differ by rounding")
+            notes.append(f"note: {name} were {old[name]} and are {new[name]}: results may differ by rounding")
     return notes
 
 

@@ -14,7 +14,6 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,7 @@ from typing import Any
 from errors import InputError, first_line
 
 Values = Mapping[str, float | str]  # metrics and texts
-
-
 Started = tuple[Any, Callable[[str], Any]]  # a run as the package has it; a text -> the package's form of it
-
-
-@dataclass
-class TensorBoard:
-    """TensorBoard's event files, written as the runs of the others are. It needs no TensorFlow."""
-
-    writer: Any
-
-    def log(self, values: Values, step: int) -> None:
-        """Take the values of one step."""
-        for name, x in values.items():
-            add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
-            add(name, x, step)
-        self.writer.flush()  # else it would be two minutes behind
-
-    def finish(self) -> None:
-        """End it, also when a run stops early."""
-        self.writer.close()
 
 
 def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
@@ -55,11 +34,24 @@ def start_swanlab(folder: Path, known: dict[str, Any], step: int) -> Started:
 
 
 def start_tensorboard(folder: Path, known: dict[str, Any], step: int) -> Started:
-    """TensorBoard, in ``tensorboard/`` of the run folder. It hides what is there of steps done again."""
+    """TensorBoard, in ``tensorboard/`` of the run folder. It needs no TensorFlow, and hides what is there of
+    steps done again."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step and step + 1)
-    return TensorBoard(writer), partial(textwrap.indent, prefix="    ")  # as it is, in Markdown
+    class TensorBoard(SummaryWriter):
+        """Its event files, written as the runs of the others are."""
+
+        finish = SummaryWriter.close
+
+        def log(self, values: Values, step: int) -> None:
+            """Take the values of one step."""
+            for name, x in values.items():
+                add = self.add_text if isinstance(x, str) else self.add_scalar
+                add(name, x, step)
+            self.flush()  # else it would be two minutes behind
+
+    writer = TensorBoard(str(folder / "tensorboard"), purge_step=step and step + 1)
+    return writer, partial(textwrap.indent, prefix="    ")  # as it is, in Markdown
 
 
 def start_wandb(folder: Path, known: dict[str, Any], step: int) -> Started:
