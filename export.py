@@ -49,7 +49,7 @@ from model.saving import save_directory, save_policy
 def card(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Flags) -> str:
     """The model card: facts about the model, and how to use it."""
     name = Path(args.target).absolute().name
-    # AutoTokenizer would read some of these wrongly: see ``_is_whole_in_json`` in model/loading.py.
+    # AutoTokenizer would read some of these wrongly: see ``load_tokenizer`` in model/loading.py.
     reader = "PreTrainedTokenizerFast" if type(tokenizer) is PreTrainedTokenizerFast else "AutoTokenizer"
     ask = 'tokenizer("Your text", return_tensors="pt")'
     if tokenizer.chat_template:

@@ -304,6 +304,13 @@ class LoggedRecords(RecordDataset[Item]):
         prompt = add_system(prompt, self.system_prompt)
         *context, (said, _) = learned_pieces(self.tokenizer, prompt, response)
         before = "".join(text for text, _ in context)
+        ids = self.ids(said, opening=False)
+        ends = [place for place, token in enumerate(ids) if token in self.eos]
+        if not ends:
+            raise InputError(
+                "the answer does not end with an EOS that the policy knows: set eos_token in "
+                "tokenizer_config.json to the token that ends a turn, or give another --prompt_template"
+            )
         return LoggedAnswer(
             index=i,
             prompt=prompt,
@@ -312,18 +319,8 @@ class LoggedRecords(RecordDataset[Item]):
             record=record,
             text=unmark(before),
             response=response,
-            response_ids=self._ended(self.ids(said, opening=False)),
+            response_ids=ids[: ends[0] + 1],
             score=score,
-        )
-
-    def _ended(self, ids: Ids) -> Ids:
-        """An answer's token ids up to the first that ends a response."""
-        for place, token in enumerate(ids):
-            if token in self.eos:
-                return ids[: place + 1]
-        raise InputError(
-            "the answer does not end with an EOS that the policy knows: set eos_token in "
-            "tokenizer_config.json to the token that ends a turn, or give another --prompt_template"
         )
 
     def length(self, item: Item) -> int:

@@ -53,22 +53,17 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         raise InputError(f"{path} has no tokenizer files (tokenizer.json …): pass --tokenizer")
     with quiet(), as_input_error(f"no tokenizer could be loaded from {_described(path)}"):
         check_hub(path)
-        kind = PreTrainedTokenizerFast if _is_whole_in_json(Path(path)) else AutoTokenizer
+        settings = Path(path) / "tokenizer_config.json"
+        written = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
+        # These names say that tokenizer.json is the complete tokenizer. ``AutoTokenizer`` follows that for
+        # some architectures only: beside a Qwen2 it would read any tokenizer as Qwen2's own, split texts as
+        # Qwen2 does and add Qwen2's tokens.
+        whole = written in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        kind = PreTrainedTokenizerFast if whole else AutoTokenizer
         tokenizer = kind.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _is_whole_in_json(folder: Path) -> bool:
-    """Does this folder's tokenizer_config.json say that tokenizer.json is the complete tokenizer?
-
-    ``AutoTokenizer`` follows that for some architectures only. Beside a Qwen2 it would read any tokenizer as
-    Qwen2's own: it would split texts as Qwen2 does and add Qwen2's tokens.
-    """
-    settings = folder / "tokenizer_config.json"
-    kind = settings.is_file() and json.loads(settings.read_bytes()).get("tokenizer_class")
-    return kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_policy(path: str | Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -332,8 +327,7 @@ def check_output_head(model: PreTrainedModel) -> None:
     tokens = torch.arange(16, device=model.device).view(2, 8) % embeddings(model)
     logits = model(tokens, use_cache=False).logits
     limit = 1e-5 * logits.abs().max().item()
-    what = f"models of type {model.config.model_type} are not supported"
-    with as_input_error(what):
+    with as_input_error(f"models of type {model.config.model_type} are not supported"):
         by_hand = model.get_output_embeddings()(model.base_model(tokens, use_cache=False).last_hidden_state)
         if not by_hand.allclose(logits, rtol=1e-5, atol=limit):
             raise InputError(

@@ -104,9 +104,9 @@ def _write_settings(
         model.generation_config.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
-    written = settings.read_text(encoding="utf-8")
-    settings.write_text(written.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    written = settings.read_text("utf-8")
+    settings.write_text(written.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
 def state_dict_in(dtype: torch.dtype, model: PreTrainedModel, path: Path, keep: bool = True) -> State:

@@ -134,8 +134,7 @@ def free_memory(device: torch.device) -> int:
         available = min(psutil.virtual_memory().available, free_in_groups())
         return int(available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
-    used = torch.cuda.memory_allocated(device)
-    return free + torch.cuda.memory_reserved(device) - used
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def free_in_groups() -> float:

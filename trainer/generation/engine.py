@@ -45,7 +45,7 @@ Ends = tuple[tuple[int, ...], int, StopStrings | None]  # EOS ids, the least tok
 class Sampler:
     """Samples responses with its own copy of a policy. Build it once, then ``load`` newer weights into it.
 
-    cache_bytes: of keys and values, at most; None: ``CACHE_BYTES``. sizes: (most prompts of a call, longest
+    cache_bytes: of keys and values, at most. sizes: (most prompts of a call, longest
     prompt plus response, longest response) of the calls to come, as far as they are known: the engine is
     built with room for them. device: default the policy's.
     """
@@ -55,13 +55,13 @@ class Sampler:
         policy: PreTrainedModel,
         dtype: torch.dtype = torch.float32,
         slots: int = SLOTS,
-        cache_bytes: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
         sizes: tuple[int, ...] = NONE,
         device: torch.device | None = None,
     ) -> None:
         self.copy = SamplerCopy(policy, dtype, device or policy.device)
         self.slots = slots
-        self.cache_bytes = cache_bytes or CACHE_BYTES
+        self.cache_bytes = cache_bytes
         self.graphs = CudaGraphs(self.copy.model.device)
         self.engine: Engine | None = None
         self.sizes = sizes if self.graphs.asynchronous else NONE  # a CPU has no graphs to lose

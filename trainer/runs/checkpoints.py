@@ -91,7 +91,7 @@ def _write_states(folder: Path, run: Run) -> None:
             save_file(kept, folder / f"{name}.safetensors")
         else:
             state[name] = kept
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps(state), "utf-8")
 
 
 def _seal(folder: Path) -> None:
@@ -127,7 +127,7 @@ def damage(path: Path) -> str:
     """What is wrong with a checkpoint's files, in a few words; '' if all match their checksums. One that was
     being deleted when its process was killed is damaged too."""
     try:
-        lines = (path / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (path / SUMS).read_text("utf-8", "replace").splitlines()
         wanted = {line[66:]: line[:64] for line in lines}  # a checksum, two blanks, a name
         for name in ("state.json", *wanted):
             if wanted.get(name) != _sha256(path / name):

@@ -84,7 +84,7 @@ def display_of(row: Row) -> Display:
     return Display(**row | {"panels": tuple(Panel(**panel) for panel in row["panels"])})
 
 
-TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 UNITS = TABLE["units"]
 PPO = display_of(TABLE["ppo"])
 OFFLINE = replace(PPO, **TABLE["offline"])

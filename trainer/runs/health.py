@@ -21,7 +21,7 @@ from typing import Any
 SCRIPT = "train_ppo.py"  # stages 1 and 2 have none of the metrics
 WRONG = "wrong"  # the levels of a finding
 LOOK = "look"
-TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 # ------------------------------------------------------------------------- what rules look at: a run so far
 

@@ -8,7 +8,6 @@ pyplot and computed layouts are avoided: each takes longer than the drawing, and
 """
 
 import io
-import math
 import re
 from pathlib import Path
 
@@ -31,8 +30,8 @@ def draw_panel(axis: Axes, panel: Panel, past: Past) -> None:
 
 
 def draw_png(past: Past, panels: tuple[Panel, ...], path: Path) -> None:
-    """Draw a run as a PNG at ``path``: the panels, three in a row."""
-    rows = math.ceil(len(panels) / 3)
+    """Draw a run as a PNG at ``path``: the panels, three in a row, no row with less."""
+    rows = len(panels) // 3
     with matplotlib.rc_context(fname=HERE / "curves.mplstyle"):
         figure = Figure(figsize=(12, 3.1 * rows))
         for axis, panel in zip(figure.subplots(rows, 3).flat, panels, strict=True):

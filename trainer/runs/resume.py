@@ -78,11 +78,11 @@ class RunFolder:
         try:
             self._held.acquire(timeout=0)
         except Timeout:
-            holder = named.read_text(encoding="utf-8")
+            holder = named.read_text("utf-8")
             raise InputError(
                 f"{self.path} is in use by {holder}; stop that process or name another run"
             ) from None
-        named.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+        named.write_text(f"process {os.getpid()} on {platform.node()}", "utf-8")
 
     def write_config(self) -> None:
         """Write ``config`` to config.json."""
