@@ -7,17 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from tiny import (
-    DIE,
-    finish,
-    flags,
-    launch,
-    load_weights,
-    read_jsonl,
-    run_files,
-    same_run,
-    write_jsonl,
-)
+from tiny import DIE, finish, flags, launch, load_weights, read_jsonl, run_files, same_run, write_jsonl
 
 from errors import InputError
 from model.loading import load_policy, load_tokenizer

@@ -74,10 +74,7 @@ def test_narrower_types(dtype, demo, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "directory").dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")],
-)
+@pytest.mark.parametrize(("name", "kind"), [("minimind2_dense", "Llama"), ("minimind3_dense", "Qwen3")])
 def test_minimind_becomes_a_plain_model(name, kind, tmp_path):
     """A class of transformers gives MiniMind's own logits; exported back, it has MiniMind's keys."""
     words_for(160).save_pretrained(tmp_path / "words")

@@ -70,6 +70,13 @@ def one_line_or_fine(*named):
         check_line(str(error), *named)
 
 
+def refused(action, *named):
+    """The action ends with an InputError of one short line that contains one of ``named``."""
+    with pytest.raises(InputError) as error:
+        action()
+    check_line(str(error.value), *named)
+
+
 @contextmanager
 def changed(path, data):
     """The file holds ``data`` in this block, and nobody else changes it."""
@@ -121,37 +128,26 @@ records = st.fixed_dictionaries(
     },
 )
 
-# (where to cut, as a fraction of the length; how many bytes to leave out or double; what to put there)
+# (where, as a fraction of the length; how many bytes to leave out, double or write over; what to put there)
 BYTES = [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"', b"NaN"]
 BYTES += [b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]
-edit = st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=4) | st.sampled_from(BYTES))
+REST = 3 * 10**9 + 1  # bytes left out: all that follow
+edit = st.tuples(
+    st.floats(0, 1), st.integers(0, 40) | st.just(REST), st.binary(max_size=4) | st.sampled_from(BYTES)
+)
 
 
 def edited(data, changes):
-    """``data`` with pieces put in, left out and doubled."""
+    """``data`` with pieces put in, left out, doubled and written over."""
     for where, length, new in changes:
         at = int(where * len(data))
-        data = data[:at] + new + (data[max(0, at - length) :] if length % 3 == 0 else data[at + length :])
+        after = (max(0, at - length), at + length, at + len(new))[length % 3]
+        data = data[:at] + new + data[after:]
     return data
 
 
-def truncated(data, where):
-    return data[: int(where * len(data))]
-
-
-def flipped(data, bits):
-    data = bytearray(data)
-    for where in bits:
-        data[int(where * (len(data) - 1))] ^= 1 << int(where * 7919) % 8
-    return bytes(data)
-
-
 # functions of bytes
-mutations = (
-    st.lists(edit, min_size=1, max_size=4).map(lambda how: lambda data: edited(data, how))
-    | st.floats(0, 1).map(lambda how: lambda data: truncated(data, how))
-    | st.lists(st.floats(0, 1), min_size=1, max_size=8).map(lambda how: lambda data: flipped(data, how))
-)
+mutations = st.lists(edit, min_size=1, max_size=6).map(lambda how: partial(edited, changes=how))
 
 
 def with_values(data, changes):
@@ -182,7 +178,7 @@ new_values = json_values | st.sampled_from(
     ["delete", 0, -1, 1, 3, 10**9, 10**18, "</s>", "a", [], {}, [0], True]
 )
 value_changes = st.lists(st.tuples(st.integers(0, 10**6), new_values), min_size=1, max_size=3).map(
-    lambda changes: lambda data: with_values(data, changes)
+    lambda changes: partial(with_values, changes=changes)
 )
 
 
@@ -271,8 +267,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
     tokenizer = word_tokenizer(["a"])
     tokenizer.eos_token = None
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "a"}])
-    with pytest.raises(InputError, match="EOS"):
-        SFTDataset(path, tokenizer, 10)
+    refused(lambda: SFTDataset(path, tokenizer, 10), "EOS")
 
 
 FLAGS = train_ppo.flag_parser().flags
@@ -306,9 +301,7 @@ TOO_MUCH |= {"model": "x" * 5000, "out_dir": "a\0b"}
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_values_that_would_take_all_memory_or_time(name):
-    with pytest.raises(InputError, match=f"--{name}") as error:
-        train_ppo.parse_args([f"--{name}", str(TOO_MUCH[name])])
-    check_line(str(error.value))
+    refused(lambda: train_ppo.parse_args([f"--{name}", str(TOO_MUCH[name])]), f"--{name}")
 
 
 @pytest.fixture(scope="module")
@@ -420,40 +413,31 @@ def test_pth(data, folder):
     assert path.read_bytes() == data
 
 
-@pytest.mark.parametrize(
-    ("what", "tensor"),
-    [
-        ("NotImplementedError", torch.zeros(10, 32).to_sparse()),
-        ("no numbers at all", torch.zeros(10, 32, device="meta")),
-        ("IndexError in MiniMind's model", torch.zeros(0, 32)),
-    ],
-)
-def test_corpus_of_pth(what, tensor, tmp_path):
-    torch.save({**minimind_state(), "model.embed_tokens.weight": tensor}, tmp_path / "odd.pth")
-    with pytest.raises(InputError) as error:
-        load_policy(tmp_path / "odd.pth")
-    check_line(str(error.value), "odd.pth")
-
-
 class Evil:
-    """Unpickling it would create the file ``path``."""
-
-    def __init__(self, path):
-        self.path = path
+    """Unpickling it would create the file "it ran"."""
 
     def __reduce__(self):
-        return (Path.touch, (self.path,))
+        return (Path.touch, (Path("it ran"),))
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_malicious_pickle_does_not_run(save, inside, tmp_path):
-    evil = Evil(tmp_path / "it ran")
-    save({**minimind_state(), "x": evil} if inside else evil, tmp_path / "evil.pth")
-    with pytest.raises(InputError) as error:
-        load_policy(tmp_path / "evil.pth")
-    check_line(str(error.value), tmp_path / "evil.pth")
-    assert not (tmp_path / "it ran").exists()
+REFUSED = [
+    {**minimind_state(), "model.embed_tokens.weight": x}
+    for x in (
+        torch.zeros(10, 32).to_sparse(),  # NotImplementedError
+        torch.zeros(10, 32, device="meta"),  # no numbers at all
+        torch.zeros(0, 32),  # IndexError in MiniMind's model
+    )
+]
+REFUSED += [Evil(), {**minimind_state(), "x": Evil()}]
+
+
+@pytest.mark.parametrize("thing", REFUSED)
+@pytest.mark.parametrize("save", [saved, pickle.dumps])
+def test_weights_that_are_none_and_pickles_that_do_something(save, thing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("odd.pth").write_bytes(save(thing))
+    refused(lambda: load_policy("odd.pth"), "odd.pth")
+    assert not Path("it ran").exists()
 
 
 @pytest.fixture(scope="module")
@@ -568,10 +552,9 @@ PROCESSOR = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "
 )
 def test_corpus_of_tokenizers(change, tokenizer_folder):
     path = tokenizer_folder / "tokenizer.json"
-    with changed(path, json.dumps(json.loads(path.read_bytes()) | change).encode()):
-        with pytest.raises(InputError) as error:
-            RLAIFDataset(tokenizer_folder / "data.jsonl", load_tokenizer(tokenizer_folder), 100)
-        check_line(str(error.value), tokenizer_folder)
+    data = tokenizer_folder / "data.jsonl"
+    with changed(path, with_keys(path.read_bytes(), change)):
+        refused(lambda: RLAIFDataset(data, load_tokenizer(tokenizer_folder), 100), tokenizer_folder)
         read_tokenizer(tokenizer_folder)
 
 
