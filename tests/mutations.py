@@ -6,26 +6,27 @@
     python tests/mutations.py trainer/ppo.py --lines 50-80 --list
 
 It works on the checkout in which it is started. The rules walk a file's syntax tree. Each fault is made in a
-copy of the checkout, where the tests run in a forked process, file by file, up to the first failure. Exit
-code 1: a fault that no test noticed, or tests that fail without any; 2: a list that does not fit the code.
-equivalent_faults.py has the faults that change no result, and a few that no rule makes. Linux only.
+copy of the checkout, where the tests run file by file, up to the first failure. Exit code 1: a fault that no
+test noticed, or tests that fail without any; 2: a list that does not fit the code. equivalent_faults.py has
+the faults that change no result, and a few that no rule makes.
 """
 
 import argparse
 import ast
 import copy
-import importlib
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from equivalent_faults import EQUIVALENT, HAND_WRITTEN
 
 ROOT = Path.cwd()  # of the checkout
@@ -285,12 +286,11 @@ def hand_written(file):
     faults, misfits = [], []
     source = (ROOT / file).read_text(encoding="utf-8")
     for old, new, test in HAND_WRITTEN.get(file, ()):
-        before, found, _ = source.partition(old)
         if source.count(old) != 1:
             misfits.append(f"{file}: found {source.count(old)} times instead of once: {old!r}")
-        elif found:
-            number = before.count("\n") + 1
-            faults.append(Fault(file, number, f"{old} -> {new}", source.replace(old, new), (test,)))
+            continue
+        number = source[: source.index(old)].count("\n") + 1
+        faults.append(Fault(file, number, f"{old} -> {new}", source.replace(old, new), (test,)))
     return faults, misfits
 
 
@@ -316,75 +316,36 @@ def chosen(file, tests, sample=None, seed=0, lines=None):
 # --------------------------------------------------------------------------------------------- the runs
 
 
-def start(fault, folder, limit):
-    """Fork a process that runs a fault's tests in ``folder``, a copy of the checkout -> its pid."""
-    if pid := os.fork():
-        return pid
-    code = 3
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))  # a fault that never ends is noticed as well
-        os.chdir(folder)
-        sys.stdout = sys.stderr = log = open("log.txt", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        Path(fault.file).write_text(fault.source, encoding="utf-8")
-        for test in fault.tests:
-            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
-            if code := int(pytest.main([*options, test])):
-                break
-    finally:
-        os._exit(code)
-
-
-def result_of(status, folder):
-    """The exit status of a fault's process -> (word, the first test that failed, or "")."""
-    if os.WIFSIGNALED(status):
-        return NOTICED, "it never ends, or crashes"
-    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    failed = [x.split("::")[-1].split(" - ")[0] for x in lines if x.startswith(("FAILED", "ERROR"))]
-    code = os.waitstatus_to_exitcode(status)
-    word = {0: UNNOTICED, 1: NOTICED, 2: NOTICED}.get(code, f"no test ran ({code})")
-    return word, failed[0] if failed else ""
-
-
-def run(faults, jobs, limit=600):
-    """Try all of them, ``jobs`` at a time -> iterator of (fault, word, test, seconds)."""
-    waiting, running = list(faults), {}
+def attempt(fault, limit=600):
+    """Run a fault's tests, file by file, in a copy of the checkout -> (word, failing test, seconds)"""
+    begun, word, failed = time.perf_counter(), UNNOTICED, ""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory() as parent:
-        whole, *free = (Path(parent) / str(n) for n in range(1 + min(jobs, len(waiting))))
-        shutil.copytree(ROOT, whole, ignore=LEFT_OUT)  # once: the checkout may change meanwhile
-        for folder in free:
-            shutil.copytree(whole, folder)
-        while waiting or running:
-            while waiting and free:
-                fault, folder = waiting.pop(0), free.pop()
-                running[start(fault, folder, limit)] = fault, folder, time.perf_counter()
-            pid, status = os.wait()
-            fault, folder, begun = running.pop(pid)
-            yield fault, *result_of(status, folder), time.perf_counter() - begun
-            shutil.copyfile(whole / fault.file, folder / fault.file)
-            free.append(folder)
+        folder = shutil.copytree(ROOT, Path(parent) / "copy", ignore=LEFT_OUT)
+        (folder / fault.file).write_text(fault.source, encoding="utf-8")
+        for test in fault.tests:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", test]
+            given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+            try:
+                done = subprocess.run(command, **given, timeout=limit)
+            except subprocess.TimeoutExpired:
+                word, failed = NOTICED, "it never ends"
+                break
+            if done.returncode:
+                lines = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+                failed = lines[0].split("::")[-1].split(" - ")[0] if lines else f"code {done.returncode}"
+                word = NOTICED if done.returncode in (1, 2) or done.returncode < 0 else "no test ran"
+                break
+    return word, failed, time.perf_counter() - begun
 
 
-def check_unchanged(file, tests):
-    """Run these tests on the code as it is -> seconds. SystemExit where they fail."""
+def seconds_of(file, tests):
+    """How long these tests take on the code as it is. SystemExit where they fail: then they prove nothing."""
     source = (ROOT / file).read_text(encoding="utf-8")
-    ((_, word, test, seconds),) = run([Fault(file, 1, "nothing", source, tuple(tests))], 1)
+    word, test, seconds = attempt(Fault(file, 1, "nothing", source, tuple(tests)))
     if word != UNNOTICED:
         raise SystemExit(f"error: {file}: without any fault the tests do not pass: {word} {test}")
     return seconds
-
-
-def warm_up():
-    """Import what is slow to import and no fault changes, and write no bytecode of changed files."""
-    sys.dont_write_bytecode = True
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process must have one thread
-    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py does, before anything imports Triton
-    for name in ("torch", "transformers", "hypothesis.strategies", "torch.distributed.tensor", "matplotlib"):
-        importlib.import_module(name)
-    sys.modules["torch"].set_num_threads(1)
 
 
 def main(argv=None):
@@ -411,15 +372,15 @@ def main(argv=None):
         print(*(f"{fault.file}:{fault.number}: {fault.line}" for x in plan.values() for fault in x), sep="\n")
         return
     survivors = []
-    warm_up()
     for file, faults in plan.items():
-        seconds = check_unchanged(file, dict.fromkeys(test for fault in faults for test in fault.tests))
+        seconds = seconds_of(file, dict.fromkeys(test for fault in faults for test in fault.tests))
         print(f"{file}: {len(faults)} faults; without any its tests pass, in {seconds:.0f} s", flush=True)
-        limit = 20 + 4 * int(seconds)
-        for fault, word, test, took in run(faults, max(1, args.jobs), limit):
-            line = f"{fault.file}:{fault.number}: {fault.line}"
-            survivors += [line] if word != NOTICED else []
-            print(f"{word:12} {took:5.1f} s  {line}  [{test}]", flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            tried = pool.map(partial(attempt, limit=20 + 4 * seconds), faults)
+            for fault, (word, test, took) in zip(faults, tried, strict=True):
+                line = f"{fault.file}:{fault.number}: {fault.line}"
+                survivors += [line] if word != NOTICED else []
+                print(f"{word:12} {took:5.1f} s  {line}  [{test}]", flush=True)
     print(f"\n{sum(map(len, plan.values()))} faults, {len(survivors)} not noticed")
     print(*survivors, sep="\n")
     raise SystemExit(bool(survivors))

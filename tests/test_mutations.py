@@ -2,7 +2,7 @@
 
 import mutations
 import pytest
-from tiny import LINUX, ROOT
+from tiny import ROOT
 
 SOURCE = '''"""Text 1."""
 import numpy as np
@@ -76,7 +76,6 @@ def test_lists_that_do_not_fit_are_an_error(monkeypatch, tmp_path):
         mutations.main(["right.py", "--tests", "t"])
 
 
-@pytest.mark.skipif(not LINUX, reason="mutations.py forks")
 def test_a_fault_is_noticed_or_not(monkeypatch, tmp_path, capfd):
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "test_right.py").write_text(TEST)
