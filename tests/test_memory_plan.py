@@ -222,8 +222,11 @@ def test_micro_batches_follow_from_the_memory(monkeypatch):
     assert len(set(budgets)) >= 3
     assert (budgets[-1], plans_of[-1].release_cache) == (plans.SMALL_BUDGET, True)
     assert checked(monkeypatch, HALF, 400 * GB, device=CPU)[0].token_budget == 1 << 11
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert checked(monkeypatch, HALF, 400 * GB)[0].token_budget == 1 << 13
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert checked(monkeypatch, HALF, 400 * GB)[0].token_budget == 1 << 13
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_keys_and_values_are_released_only_where_memory_is_short(monkeypatch):
