@@ -37,7 +37,7 @@ SAMPLE = 25  # of a file, where no file is named
 OPTIONS = "best ema kl_target missing_eos offline ptx replay value_scale"
 TESTS = {f"trainer/options/{name}.py": [f"tests/test_{name}.py"] for name in OPTIONS.split()}
 TESTS |= {  # the quickest first
-    "trainer/ppo.py": ["tests/test_ppo.py", "tests/test_entropy_top.py"],
+    "trainer/ppo.py": ["tests/test_ppo.py"],
     "trainer/train_ppo.py": [f"tests/test_{name}.py" for name in ("whole_step", "value_scale", "ptx")],
     "trainer/options/filter_groups.py": ["tests/runs/test_several_answers.py"],
     "trainer/generation/sampling.py": ["tests/generation/test_sampling.py"],

@@ -84,6 +84,7 @@ def bad(tmp_path_factory):
     return str(folder)
 
 
+FROM_NONE = {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"}
 BAD = [  # (what is wrong, flags with {} for the folder above, text that the error must contain)
     ("data missing", {"data_path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
     ("data empty", {"data_path": "{}/empty.jsonl"}, "empty.jsonl: the file has no records"),
@@ -105,22 +106,14 @@ BAD = [  # (what is wrong, flags with {} for the folder above, text that the err
     ("reward model is a policy", {"reward_model": "{policy}"}, "no sequence classifier"),
     ("reward function is no Python", {"reward_fn": "{}/text.jsonl:f"}, "path.py:function"),
     ("reward function missing", {"reward_fn": "{}/fn.py:g"}, "no function 'g'"),
-    (
-        "both",
-        {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"},
-        "no function 'g'",
-    ),  # it is checked first
+    ("both: it is first", {"reward_fn": "{}/fn.py:g", "reward_model": "/nowhere"}, "no function 'g'"),
     ("reward function of one score", {"reward_fn": "{}/fn.py:f"}, "returned 1 scores for"),
     ("learning rate NaN", {"learning_rate": "nan"}, "--learning_rate nan"),
     ("a run name that is a path", {"run_name": "../x"}, "--run_name ../x"),
     ("a run name that is a path on Windows", {"run_name": r"..\x"}, r"--run_name ..\x"),
     ("beyond the positions", {"max_gen_len": 1000}, "--max_gen_len 1000"),
     ("warm-up as long as the run", {"critic_warmup_steps": 2}, "--critic_warmup_steps 2"),
-    (
-        "critic from none",
-        {"reward_model": "", "reward_fn": "{}/fn.py:f", "critic_init": "reward"},
-        "--critic_init",
-    ),
+    ("critic from none", FROM_NONE, "--critic_init"),
     ("no such GPU", {"device": "cuda:7"}, "--device cuda:7"),
     ("no such device", {"device": "toaster"}, "--device toaster"),
     ("a folder that is a file", {"out_dir": "{}/text.jsonl"}, "--out_dir"),

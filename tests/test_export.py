@@ -150,22 +150,19 @@ def test_the_files(exported):
     assert AutoTokenizer.from_pretrained(exported).get_vocab() == load_tokenizer(DEMO).get_vocab()
 
 
-def test_generation_ends_where_training_ended_it(tmp_path):
-    """At the tokenizer's EOS as well; settings that contradict each other are written all the same."""
-    model = build(FAMILIES["Llama"]())
+def test_generation_ends_where_training_ended_it_and_the_card_reads_the_tokenizer_right(tmp_path):
+    """At the tokenizer's EOS as well; settings that contradict each other are written all the same. Qwen2's
+    tokenizer would be read wrongly by transformers."""
+    model = build(FAMILIES["Qwen2"]())
     model.generation_config.eos_token_id, model.generation_config.temperature = [4, 3], 0.5
     save_policy(model, word_tokenizer(WORDS), tmp_path / "a.pth")
-    run(tmp_path / "a.pth", tmp_path / "exported")
-    settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    exported = tmp_path / "exported"
+    run(tmp_path / "a.pth", exported)
+    settings = json.loads((exported / "generation_config.json").read_text())
     assert (settings["eos_token_id"], settings["pad_token_id"]) == ([0, 3, 4], 0)
     assert settings["temperature"] == 0.5
-
-
-def test_a_tokenizer_that_transformers_reads_wrongly_is_read_right_by_the_card(tmp_path):
-    save_policy(build(FAMILIES["Qwen2"]()), word_tokenizer(WORDS), tmp_path / "a.pth")
-    run(tmp_path / "a.pth", tmp_path / "exported")
-    assert "PreTrainedTokenizerFast.from_pretrained" in (tmp_path / "exported" / "README.md").read_text()
-    assert load_tokenizer(tmp_path / "exported").get_vocab() == word_tokenizer(WORDS).get_vocab()
+    assert "PreTrainedTokenizerFast.from_pretrained" in (exported / "README.md").read_text()
+    assert load_tokenizer(exported).get_vocab() == word_tokenizer(WORDS).get_vocab()
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -78,15 +78,17 @@ def refused(action, *named):
 
 
 @contextmanager
-def changed(path, data):
-    """The file holds ``data`` in this block, and nobody else changes it."""
-    before = path.read_bytes()
+def changed(path, data, *others):
+    """The file holds ``data`` in this block; afterwards it and the others are as they were. Where there are
+    no others, nobody else may change it."""
+    before = {each: each.read_bytes() for each in (path, *others)}
     path.write_bytes(data)
     try:
-        yield data != before
-        assert path.read_bytes() == data
+        yield data != before[path]
+        assert others or path.read_bytes() == data
     finally:
-        path.write_bytes(before)
+        for each, content in before.items():
+            each.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +111,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=6,
 )
-pieces = st.lists(st.fixed_dictionaries({"type": json_scalars, "text": json_scalars}))
-roles = st.sampled_from(["user", "assistant", "system", "tool", "bad", "<|im_end|>"])
-text = st.text(max_size=20)
-turns = st.fixed_dictionaries(
-    {}, optional={"role": roles | json_values, "content": json_values | pieces, "tool_calls": json_values}
-)
-good_turns = st.fixed_dictionaries({"role": roles, "content": text})
-conversations = st.lists(turns | good_turns, max_size=4) | json_values
-records = st.fixed_dictionaries(
-    {},
-    optional={
-        **dict.fromkeys(["prompt", "chosen", "rejected"], text | conversations),
-        **dict.fromkeys(["answer", "question", "instruction", "output"], text | json_values),
-        "conversations": conversations,
-        "reward_model": st.dictionaries(st.just("ground_truth"), json_values) | json_values,
-        "tools": json_values,
-    },
-)
-
 # (where, as a fraction of the length; how many bytes to leave out, double or write over; what to put there)
 BYTES = [b"\0", b"\r", b"\r\n", b"\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\\ud800", b"{", b"]", b'"', b"NaN"]
 BYTES += [b"-Infinity", b"1e999", b"null", b"<|im_end|>", b"\xed\xa0\x80"]
@@ -188,6 +171,12 @@ GOOD_LINES = [  # good for every dataset
     ' "chosen": [{"content": "a"}, {"content": "b"}], "rejected": [{"content": "a"}, {"content": "c"}]}',
     '{"prompt": [{"content": "naïve 你"}], "answer": "\\u00e9 <|im_end|>", "chosen": "", "rejected": "\\n"}',
 ]
+SHAPES = [  # what else a record may be
+    '{"conversations": [{"role": "system", "content": [{"type": "text", "text": "be"}]}, {"content": "hi"},'
+    ' {"role": "assistant", "content": "yes", "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]}',
+    '{"question": "a", "reward_model": {"ground_truth": "5"}, "chosen": [{"role": "user", "content": "b"}]}',
+    '{"instruction": "b", "input": "c", "output": "d", "chosen": "", "rejected": [{"role": "tool"}]}',
+]
 CODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gb18030", "utf-7"]
 ENDS = ["\n", "\r\n", "\r", "\n\n\n", "\n \t\n", "\u2028", "\0\n", "\n\ufeff"]
 lines = st.lists(st.sampled_from(GOOD_LINES), min_size=1, max_size=3)
@@ -197,7 +186,9 @@ contents = (
     | st.tuples(lines, st.sampled_from(CODINGS), st.sampled_from(ENDS)).map(
         lambda x: (x[2].join(x[0]) + x[2]).encode(x[1], "replace")
     )
-    | st.lists(records, min_size=1, max_size=2).map(lambda x: "\n".join(map(json.dumps, x)).encode())
+    | st.lists(st.tuples(st.sampled_from(GOOD_LINES + SHAPES), value_changes), min_size=1, max_size=2).map(
+        lambda x: b"\n".join(change(line) for line, change in x)
+    )
 )
 
 
@@ -233,6 +224,7 @@ LINES = [  # and what went wrong
     (1, '{"prompt": "a", "x": ' + '{"a": ' * 3000 + "1" + "}" * 3000 + "}"),  # RecursionError
     (1, '{"prompt": "a", "answer": ' + "9" * 5000 + "}"),  # ValueError: Exceeds the limit (4300 digits)
     (2, '{"prompt": "a", "answer": "a"}'),  # TypeError from the template
+    (1, '{"prompt": [{"content": []}], "chosen": "", "rejected": "\\n"}'),  # a conversation of no tokens
     (0, '{"prompt": "' + "hi you " * 30_000 + '", "answer": "x"}'),  # fine: 200 KB in a line
     (0, '{"prompt": "' + "<|im_end|> " * 5_000 + '", "answer": "x"}'),  # fine: 5,000 special tokens
     (1, '{"prompt": "a", "x": [NaN, -Infinity, 1e999], "answer": "b"}'),  # fine: numbers JSON has not
@@ -631,17 +623,6 @@ def test_mutated_checkpoints(mutate, number, trained):
             check_line(note, "step_2 is damaged")
 
 
-@contextmanager
-def as_before(*paths):
-    """Afterwards the files are as they were."""
-    before = {path: path.read_bytes() for path in paths}
-    try:
-        yield
-    finally:
-        for path, data in before.items():
-            path.write_bytes(data)
-
-
 @pytest.mark.slow
 @fuzz(25, new=st.dictionaries(st.integers(0, 60), json_values, min_size=1, max_size=2), whole=st.booleans())
 def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained):
@@ -655,7 +636,7 @@ def test_checkpoints_with_right_checksums_and_wrong_content(new, whole, trained)
     data = json.dumps(next(iter(new.values())) if whole else content, allow_nan=True).encode()
     hashes = [line for line in sums.read_text().splitlines() if not line.endswith(state.name)]
     hashes.append(f"{sha256(data).hexdigest()}  {state.name}")
-    with as_before(state, sums, folder / "config.json", *folder.glob("*.jsonl")), one_line_or_fine():
-        state.write_bytes(data)
+    others = (sums, folder / "config.json", *folder.glob("*.jsonl"))
+    with changed(state, data, *others), one_line_or_fine():
         sums.write_text("\n".join(sorted(hashes)))
         train_ppo.main([*argv, "--resume", "auto"])

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import flags, run_files
+from tiny import flags
 
 from trainer import train_ppo
 from trainer.compute.rollout_data import Rollout, length_mask
@@ -15,11 +15,6 @@ from trainer.runs.metrics import Metrics
 from trainer.runs.optimizer_step import Step, forget_gradients, note_steps
 
 ALONE = World(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return run_files(tmp_path_factory.mktemp("files"))
 
 
 def make_run(files, **values):
@@ -173,7 +168,7 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
     if where == "loss":
         rollout.returns[3, 0] = torch.inf  # one minibatch of two, the critic alone
     else:
-        handle = run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
+        run.actor.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
     metrics = Metrics()
     train_ppo.update(run, rollout, 1, metrics)
     skipped = metrics.means(ALONE)["policy/skipped_steps"]
@@ -191,10 +186,6 @@ def test_a_step_that_is_not_finite_is_no_step(files, where):
         assert not same(before[len(actor) :], run.critic.parameters())  # its own steps were finite
         after = run.learners["actor"].optimizer.state_dict()["state"]
         assert all(moments[k]["exp_avg"].equal(after[k]["exp_avg"]) for k in moments)
-        with pytest.raises(SystemExit, match="in a row"):
-            train_ppo.update(run, rollout, 2, Metrics())
-            train_ppo.update(run, rollout, 3, Metrics())
-        handle.remove()
 
 
 def test_bad_steps_of_different_models_end_a_run_together(files):

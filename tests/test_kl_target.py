@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import make_run
 
 from trainer.options.kl_target import KlTarget
 from trainer.runs.base import Learner
 from trainer.runs.health import Past, remedy_of
-
-assert files  # the fixture
 
 
 def controller(target=2.0, horizon=40, responses=4, coef=0.1, every=1):

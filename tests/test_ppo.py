@@ -351,3 +351,28 @@ def test_rounding_is_judged_by_the_largest_number_of_the_own_row():
         torch.tensor([[1e-4, 1.0], [1e-4, 1e-4]]), torch.tensor([[1.0, 1e3], [1.0, 1.0]])
     )
     assert found.tolist() == torch.tensor([[0.0, 1.0], [1e-4, 1e-4]]).tolist()
+
+
+ENTROPY = torch.tensor([[0.5, 0.1, 0.3], [0.2, 9.0, math.inf]])  # two of the six are padding
+
+
+@pytest.mark.parametrize(
+    ("share", "there", "counted"),
+    [
+        (0.5, [], [[1, 0, 1], [0, 0, 0]]),
+        (0.75, [], [[1, 0, 1], [1, 0, 0]]),
+        (0.01, [], [[1, 0, 0], [0, 0, 0]]),  # at least one token
+        (0.99, [], MASK.tolist()),
+        (1.0, [], MASK.tolist()),
+        # All four tokens of another process have more entropy
+        (0.5, [1.0, 2.0, 3.0, 4.0], [[0, 0, 0], [0, 0, 0]]),
+        (0.6, [1.0, 2.0, 3.0, 4.0], [[1, 0, 0], [0, 0, 0]]),
+    ],
+)
+def test_the_share_of_tokens_with_the_highest_entropy_of_all_processes(share, there, counted):
+    def gather(mine):
+        return [mine, torch.tensor(there)]
+
+    assert ppo.choose_tokens(share, ENTROPY, MASK, gather).tolist() == torch.tensor(counted).bool().tolist()
+    if not there:  # equal entropies count alike
+        assert ppo.choose_tokens(share, torch.ones(2, 3), MASK, gather).equal(MASK)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_invariants import ALONE, files
+from test_invariants import ALONE
 from tiny import tiny_llama
 
 from dataset.data_order import epoch_order, local_positions, minibatch_order
@@ -15,7 +15,6 @@ from trainer.generation.sampling import noise_keys
 from trainer.options.replay import FIELDS, Replay, newest_rows
 from trainer.runs.distributed import World
 
-assert files  # the fixture
 CPU = torch.device("cpu")
 
 

@@ -285,9 +285,6 @@ def test_ratings_from_a_dense_minimind(files, tmp_path, capsys):
     assert "parameters, llama\n" in said
     assert f"centred  {offsets[0]:.3f} subtracted" in said
     assert offsets[0] != 0 == offsets[1]
-    last = tiny.read_jsonl(tmp_path / "a" / "r" / "metrics.jsonl")[-1]
-    assert last["eval/rmse"] == pytest.approx(last["eval/loss"] ** 0.5)
-    assert -1 <= last["eval/correlation"] <= 1
 
 
 def same_supervised_run(one, other):

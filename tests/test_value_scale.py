@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_invariants import files, make_run
+from test_invariants import make_run
 from tiny import tiny_llama
 
 from model.critic import CriticModel
@@ -12,7 +12,6 @@ from trainer import train_ppo
 from trainer.compute.rollout_data import length_mask
 from trainer.options.value_scale import AdvantageScale, ValueScale
 
-assert files  # the fixture
 STEPS = 8
 
 

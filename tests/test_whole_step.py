@@ -14,10 +14,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from tiny import WORDS, flags, read_jsonl, save_policy_dir, word_tokenizer, write_jsonl
+from tiny import WORDS, flags, read_jsonl, run_files, write_jsonl
 
 from dataset.data_order import epoch_order
-from model.loading import load_policy
+from model.loading import load_policy, load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from trainer import train_ppo
 from trainer.compute import scoring
@@ -28,10 +28,7 @@ from trainer.runs.distributed import World
 ALONE = World(0, 1, torch.device("cpu"))
 
 STEPS = 3
-REWARD = """def score(prompts, responses, answers):
-    return [r.split().count("a") - 0.1 * len(r) for r in responses]
-
-def steps(prompts, responses, answers):
+REWARD = """def steps(prompts, responses, answers):
     places = [[i for i, c in enumerate(r) if c == "a"] for r in responses]
     return [[(None, -0.1 * len(r)), *((i, 1) for i in mine)] for r, mine in zip(responses, places)]
 """
@@ -510,21 +507,20 @@ def balance_losses(output, mask, config):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = word_tokenizer(WORDS, chat=True)
-    prompts = [{"prompt": " ".join(WORDS[(n + i) % 8] for i in range(1 + n % 7))} for n in range(48)]
+    found = run_files(folder, count=48)
+    prompts = read_jsonl(found["data_path"])
     answers = [" ".join(WORDS[n * i % 8] for i in range(n % 6)) for n in range(48)]
     logged = [{**p, "answer": x, "score": len(x) % 7 - 3} for p, x in zip(prompts, answers, strict=True)]
-    (folder / "combine.py").write_text(REWARD)
+    (folder / "steps.py").write_text(REWARD)
     torch.manual_seed(0)
+    tokenizer = load_tokenizer(found["model"])
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
     experts = MiniMindConfig(**sizes, use_moe=True, eos_token_id=0, router_aux_loss_coef=0.5)
     MiniMindForCausalLM(experts).save_pretrained(folder / "experts")
     tokenizer.save_pretrained(folder / "experts")
-    return {
-        "dense": save_policy_dir(folder / "dense", tokenizer, layers=2, spread=2.0),
+    return found | {
         "experts": str(folder / "experts"),
-        "reward_fn": f"{folder / 'combine.py'}:score",
-        "data_path": write_jsonl(folder / "prompts.jsonl", prompts),
+        "steps": f"{folder / 'steps.py'}:steps",
         "offline_data_path": write_jsonl(folder / "logged.jsonl", logged),
         "ptx_data_path": write_jsonl(folder / "ptx.jsonl", [{"text": p["prompt"] + " h h"} for p in prompts]),
     }
@@ -541,9 +537,8 @@ def disturb(model, seed, size):
 def start(files, experts=False, steps=False, logged=False, **values):
     """-> (run, prompts, ``Plain``), all models disturbed by noise of their own."""
     named = {name: files[name] for name in (["offline_data_path"] if logged else ["reward_fn", "data_path"])}
-    named["model"] = files["experts" if experts else "dense"]
-    if steps:
-        named["reward_fn"] = named["reward_fn"].replace(":score", ":steps")
+    named["model"] = files["experts" if experts else "model"]
+    named |= {"reward_fn": files["steps"]} if steps else {}
     named |= {"ptx_data_path": files["ptx_data_path"]} if "ptx_coef" in values else {}
     given = {name: x for name, x in {**named, **FLAGS, **values}.items() if x is not None}
     args = train_ppo.parse_args(flags(**given))
