@@ -263,7 +263,7 @@ def faults_of(file, source, tests=()):
         right = ast.unparse(whole)
         made = {right}
         for node, new in rules.of(whole):
-            wrong = ast.unparse(Swap(node, new).visit(copy_around(whole, node)))
+            wrong = ast.unparse(Swap(node, new).visit(copy.deepcopy(whole, {id(node): node})))
             if wrong in made:
                 continue
             made.add(wrong)
@@ -274,11 +274,6 @@ def faults_of(file, source, tests=()):
             text = "\n".join([*lines[:first], wrong, *lines[whole.end_lineno :], ""])
             faults.append(Fault(file, node.lineno, line, text, tests))
     return sorted(faults, key=lambda fault: fault.number)
-
-
-def copy_around(whole, kept):
-    """A deep copy of a tree in which one node is the node itself."""
-    return copy.deepcopy(whole, {id(kept): kept})
 
 
 def hand_written(file):

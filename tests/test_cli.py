@@ -57,14 +57,6 @@ def test_a_run_writes_config_metrics_samples_curves_and_weights(files, tmp_path)
     assert len(load_tokenizer(str(tmp_path / "ppo_actor_32"))) == 10
 
 
-def test_reward_code_of_a_model_needs_permission(files, tmp_path):
-    config = {"model_type": "x", "auto_map": {"AutoConfig": "m.C", "AutoModel": "m.M"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "m.py").write_text("raise SystemExit('this code must not run')")
-    with pytest.raises(InputError, match="--trust_remote_code"):
-        tiny.train(**files | {"reward_model": str(tmp_path)}, **SIZES, out_dir=tmp_path / "out")
-
-
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
@@ -142,15 +134,6 @@ def test_bad_input_on_the_real_command_line_and_ddp_without_torchrun(files, tmp_
     assert out == ""
     with pytest.raises(InputError, match="torchrun"):
         train_ppo.main([*tiny.flags(**files, **SIZES, out_dir=tmp_path / "out"), "--ddp"])
-
-
-def test_minimind_names_are_found(tmp_path, files):
-    """--hidden_size alone loads out/full_sft_{hidden_size}.pth, as MiniMind's scripts do."""
-    policy = tiny.tiny_llama(10, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
-    torch.save(policy.state_dict(), tmp_path / "full_sft_32.pth")
-    more = {**files, "model": "", "hidden_size": 32, "tokenizer": files["model"]}
-    tiny.train(**more, **SIZES | {"max_steps": 1}, out_dir=tmp_path)
-    assert (tmp_path / "ppo_actor_32.pth").exists()
 
 
 def test_it_runs_from_any_folder(files, tmp_path):

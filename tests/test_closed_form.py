@@ -80,8 +80,7 @@ MORE += [("gae", "reward"), ("gae, four answers", "loss")]
 
 
 @pytest.mark.parametrize(
-    ("estimator", "kl_in"),
-    [("gae", "loss"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("estimator", "kl_in"), [("gae", "loss"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_one_token_task_reaches_the_known_optimum(estimator, kl_in, tmp_path):
     tokenizer, beta = word_tokenizer("abcdefghi"), 0.5

@@ -24,20 +24,11 @@ def score(prompts, responses, answers):
 @pytest.mark.slow
 def test_ppo_raises_a_reward_on_a_model_nobody_here_made(tmp_path):
     (tmp_path / "water.py").write_text(WATER)
-    starts = (
-        "I was",
-        "I dreamed that",
-        "We were",
-        "There was",
-        "My friend and I",
-        "I am",
-        "A woman",
-        "I had",
-    )
+    said = ["I was", "I dreamed that", "We were", "There was", "My friend and I", "I am", "A woman", "I had"]
     tiny.train(
         model=tiny.SHARED / "dreams-260k",
         reward_fn=f"{tmp_path / 'water.py'}:score",
-        data_path=tiny.write_jsonl(tmp_path / "starts.jsonl", [{"prompt": s} for s in starts]),
+        data_path=tiny.write_jsonl(tmp_path / "starts.jsonl", [{"prompt": s} for s in said]),
         out_dir=tmp_path, reasoning=0, epochs=1000, max_steps=60, batch_size=32, mini_batch_size=16,
         ppo_epochs=2, max_gen_len=48, learning_rate=3e-4, critic_learning_rate=1e-3,
         missing_eos_penalty=0, kl_coef=0.1,

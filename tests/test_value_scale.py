@@ -53,7 +53,7 @@ FIRST = {  # returns, values; the line that maps the values; the variance afterw
         ([[0.0, 4.0, 4.0], [0.0, 9.0, 9.0]], [[0.0] * 3] * 2, (1.0, 0.0), 3.5),
     ],
     "the error 1, 1, 3, 1 is less than the returns vary: only its mean is added": [
-        (RETURNS, [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]], (1.0, 1.5), 3.0),
+        (RETURNS, [[0.0, 0.0, 2.0], [0.0, 9.0, 9.0]], (1.0, 1.5), 3.0)
     ],
     "equal returns say something about the mean only": [
         ([[3.0] * 3] * 2, [[10.0, 30.0, 50.0], [30.0, 9.0, 9.0]], (1.0, -27.0), 1.0),
